@@ -1,0 +1,105 @@
+"""What a family's file holds. Paths are relative to a layer; a tuple lists places in order of sublayers.
+
+    ANATOMY = Anatomy(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
+                      query="q_proj", key="k_proj", value="v_proj", output="o_proj", ...)
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+ROLES = (
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.output",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+    "head",
+)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One linear that computes several roles: their output rows stand one after the other ("stacked"), or
+    head by head, each head's roles one after the other ("per_head": GPT-NeoX)."""
+
+    path: str
+    roles: tuple[str, ...]
+    layout: Literal["stacked", "per_head"] = "stacked"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """layers: the end of the path of each ModuleList of layers.
+    attention, mlp: the sublayers' paths in a layer; query .. down: linears below them, "" where absent.
+    residual_attention, residual_mlp: for each sublayer the module whose input is the residual stream to
+        which the sublayer's last linear is added unchanged; () where a norm stands between.
+    softcap: config name of the cap on the head's logits; logit_scale: a factor on them, likewise.
+    """
+
+    model_types: tuple[str, ...]
+    layers: tuple[str, ...]
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    output: str = ""
+    gate: str = ""
+    up: str = ""
+    down: str = ""
+    fused: tuple[Fused, ...] = ()
+    residual_attention: tuple[str, ...] = ()
+    residual_mlp: tuple[str, ...] = ()
+    head: str = "lm_head"
+    qk_norm: bool = False
+    softcap: str = ""
+
+    def linears(self) -> list[tuple[str, tuple[str, ...], Fused | None, str]]:
+        """(path in the layer, roles, how they are fused or None, path of the residual's reader or "")."""
+        found: list[tuple[str, tuple[str, ...], Fused | None, str]] = []
+        sublayers = (
+            ("attention", self.attention, ("query", "key", "value", "output"), self.residual_attention),
+            ("mlp", self.mlp, ("gate", "up", "down"), self.residual_mlp),
+        )
+        for kind, places, roles, residuals in sublayers:
+            for i, place in enumerate(places):
+                last = residuals[i] if residuals else ""
+                for fused in self.fused:
+                    if fused.roles[0].startswith(kind):
+                        found.append((_join(place, fused.path), fused.roles, fused, ""))
+                for role in roles:
+                    for path in filter(None, getattr(self, role).split("|")):
+                        residual = last if role in ("output", "down") else ""
+                        found.append((_join(place, path), (f"{kind}.{role}",), None, residual))
+        return found
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+@cache
+def _families() -> dict[str, Anatomy]:
+    package = importlib.import_module("surgery.anatomy")
+    families: dict[str, Anatomy] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        anatomy = getattr(importlib.import_module(f"surgery.anatomy.{info.name}"), "ANATOMY", None)
+        if anatomy is not None:
+            families.update(dict.fromkeys(anatomy.model_types, anatomy))
+    return families
+
+
+def anatomy_of(model_type: str) -> Anatomy | None:
+    """The family's anatomy, or None: then every nn.Linear goes by its path."""
+    return _families().get(model_type)
+
+
+def known_families() -> list[str]:
+    return sorted(_families())

@@ -1,0 +1,240 @@
+"""Calibration: text to windows of tokens, windows to second moments. No activation is kept.
+
+For a linear y = W x, with x the input that the already converted layers give and y* the output to be
+reproduced (the original layer's, on the original input):
+
+    C = E[x x^T]    K = E[y* x^T]    e = E|y*|^2        error(B) = e - 2 <B, K> + <B C, B>
+
+so the best unconstrained matrix is K C^-1, and its structured stand-in is the projection of that in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.structures import Metric
+
+
+# -- text ------------------------------------------------------------------------------------------
+def calibration_inputs(text: str, source_folder: Path, config: Any, tokens: int, length: int) -> dict[str, Tensor]:
+    """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
+    adds them; an encoder-decoder reads the first half of a window and writes the second.
+
+    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
+    images or sound) or a Hub data set, "org/name" or "org/name:config:split:column".
+    """
+    path = Path(text)
+    if path.suffix == ".safetensors":
+        return ready_inputs(path)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    windows_NT = text_windows(document_stream(text), load_tokenizer(source_folder), tokens, min(length, limit), text)
+    if getattr(config, "is_encoder_decoder", False):
+        half = windows_NT.shape[1] // 2
+        start = torch.full((len(windows_NT), 1), config.decoder_start_token_id)
+        answers = torch.cat([start, windows_NT[:, half : 2 * half - 1]], dim=1)
+        return {"input_ids": windows_NT[:, :half].contiguous(), "decoder_input_ids": answers}
+    return {"input_ids": windows_NT}
+
+
+def ready_inputs(path: Path) -> dict[str, Tensor]:
+    from surgery.shards import read_header, read_tensor
+
+    if not path.is_file():
+        raise SurgeryError(f"calibration file {path} does not exist")
+    inputs = {name: read_tensor(info) for name, info in read_header(path).items()}
+    if not inputs or len({len(t) for t in inputs.values() if t.dim()}) != 1:
+        raise SurgeryError(f"{path}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224)")
+    return inputs
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        raise SurgeryError(
+            f"{folder} has no tokenizer that transformers can load ({' '.join(str(error).split())[:200]}); "
+            "put its tokenizer files beside the weights"
+        ) from None
+
+
+def document_stream(text: str) -> Iterator[str]:
+    """The documents of a file or of a Hub data set, streamed."""
+    path = Path(text)
+    if path.is_file():
+        if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
+            return _rows(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
+        return iter([path.read_text(encoding="utf-8", errors="replace")])
+    if path.suffix or text.startswith((".", "/")) or text.count("/") != 1:
+        raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
+    name, _, rest = text.partition(":")
+    config, split, column = (rest.split(":") + ["", "", ""])[:3]
+    return _rows(name, config or None, split or "train", column or None, {})
+
+
+def _rows(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
+    import datasets
+
+    try:
+        rows = iter(datasets.load_dataset(name, config, split=split, streaming=True, **options))
+        first = next(rows)
+    except StopIteration:
+        raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None
+    except Exception as error:  # datasets raises many kinds, from many libraries
+        raise SurgeryError(
+            f"cannot read calibration data {options.get('data_files', name)}: {' '.join(str(error).split())[:200]}"
+        ) from None
+    texts = [key for key, value in first.items() if isinstance(value, str)]
+    column = column or ("text" if "text" in texts else next(iter(texts), None))
+    if column not in texts:
+        raise SurgeryError(f"calibration data {name} has no text column {column or ''!r}; its columns: {', '.join(first)}")
+    yield first[column]
+    for row in rows:
+        yield row[column]
+
+
+def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str) -> Tensor:
+    """(N, length) ids: the documents joined and cut into windows, each with the tokenizer's own specials."""
+    prefix, suffix = special_tokens(tokenizer)
+    body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
+    ids: list[int] = []
+    for document in documents:
+        for piece in _pieces(document):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= wanted * body:
+                break
+        if len(ids) >= wanted * body:
+            break
+    count = min(wanted, len(ids) // body)
+    if count < 2:
+        raise SurgeryError(
+            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed, one to fit and one to check "
+            f"(a longer text, or --set length={max(8, len(ids) // 4)})"
+        )
+    rows = [prefix + ids[i * body : (i + 1) * body] + suffix for i in range(count)]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _pieces(document: str, size: int = 2**20) -> Iterator[str]:
+    """A long document in parts cut at line ends, so that a book is not tokenised for its first page."""
+    start = 0
+    while start < len(document):
+        stop = document.find("\n", start + size) + 1 or len(document)
+        yield document[start:stop]
+        start = stop
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids the tokenizer puts before and after a text by itself ([CLS] .. [SEP], <s>)."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+# -- moments ---------------------------------------------------------------------------------------
+@dataclass
+class Target:
+    """What is kept of one output: K itself (O, I); or nothing, where the output is just W x0 and O is
+    large, so that E[x0 x^T] (I, I), shared by every matrix that reads x0, says as much."""
+
+    weight_OI: Tensor
+    residual: bool
+    k_OI: Tensor | None = None
+    plain: float = 0.0  # sum |W x0|^2
+    wanted: float = 0.0  # sum |y*|^2
+
+    @property
+    def shares(self) -> bool:
+        return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
+
+
+class Moments:
+    """Sums over `count` rows for the matrices that read one input; weights: name -> (W, whether the residual
+    stream's gap is added to its output)."""
+
+    def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
+        first = next(iter(weights.values()))[0]
+        self.count, self.diverged = 0, False
+        self.targets = {name: Target(w, residual) for name, (w, residual) in weights.items()}
+        self.c_II = first.new_zeros(first.shape[1], first.shape[1])
+        shared = any(t.shares for t in self.targets.values())
+        self.cross_II = torch.zeros_like(self.c_II) if shared else None  # sum x0 x^T
+        self.original_II = torch.zeros_like(self.c_II) if shared else None  # sum x0 x0^T
+        for target in self.targets.values():
+            if not target.shares:
+                target.k_OI = torch.zeros_like(target.weight_OI)
+
+    def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
+        """x: the converted stream's input; x0: the original's (the same tensor while the streams are one);
+        gap: original minus converted residual stream."""
+        self.count += len(x_NI)
+        self.c_II.addmm_(x_NI.mT, x_NI)
+        if x_NI is not x0_NI:
+            self.diverged = True
+        if self.cross_II is not None and self.original_II is not None:
+            self.cross_II.addmm_(x0_NI.mT, x_NI)
+            self.original_II.addmm_(x0_NI.mT, x0_NI)
+        for target in self.targets.values():
+            if target.k_OI is None:
+                continue
+            y_NO = x0_NI @ target.weight_OI.mT
+            target.plain += float(y_NO.square().sum(dtype=torch.float64))
+            if target.residual and gap_NO is not None:
+                y_NO += gap_NO
+            target.wanted += float(y_NO.square().sum(dtype=torch.float64))
+            target.k_OI.addmm_(y_NO.mT, x_NI)
+
+    def second(self) -> Tensor:
+        """C."""
+        return self.c_II / self.count
+
+    def cross(self, name: str) -> Tensor:
+        """K (O, I)."""
+        target = self.targets[name]
+        if target.k_OI is not None:
+            return target.k_OI / self.count
+        assert self.cross_II is not None
+        return target.weight_OI @ (self.cross_II / self.count)
+
+    def energies(self, name: str) -> tuple[float, float]:
+        """E|W x0|^2 and E|y*|^2."""
+        target = self.targets[name]
+        if target.k_OI is not None:
+            return target.plain / self.count, target.wanted / self.count
+        assert self.original_II is not None
+        energy = Metric(self.original_II / self.count).square(target.weight_OI)
+        return energy, energy
+
+    def nbytes(self) -> int:
+        held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
+
+class Check:
+    """Held-out judgement of one matrix: how far B x is from y* on rows it was not fitted to."""
+
+    def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
+        self.metric = Metric(moments.second(), g_OO)
+        self.k_OI = moments.cross(name)
+        self.gk_OI = Metric(None, g_OO).apply(self.k_OI)
+        self.energy, self.wanted = moments.energies(name)
+
+    def loss(self, b_OI: Tensor) -> float:
+        """<G B C, B> - 2 <G B, K>: the weighted squared error up to a constant."""
+        return self.metric.square(b_OI) - 2 * float((b_OI * self.gk_OI).sum(dtype=torch.float64))
+
+    def relative(self, b_OI: Tensor) -> float:
+        """sqrt(E|y* - B x|^2 / E|W x0|^2), unweighted."""
+        plain = Metric(self.metric.c_II).square(b_OI) - 2 * float((b_OI * self.k_OI).sum(dtype=torch.float64))
+        return (max(plain + self.wanted, 0.0) / max(self.energy, 1e-30)) ** 0.5

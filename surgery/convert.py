@@ -1,0 +1,359 @@
+"""plan + shards -> structured shards, streaming and crash-safe.
+
+    OUT.partial/journal.jsonl     what is done
+    OUT.partial/pieces/           a file for every finished layer, and one for the rest
+    OUT.partial/curvature/        Gram matrices of the outputs' gradients, a file a layer
+    OUT                           the same folder, renamed once everything is in it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.assemble import assemble, copy_companions, out_config
+from surgery.batch import Batch
+from surgery.budget import budgets
+from surgery.calibrate import calibration_inputs
+from surgery.checkpoint import write_shims
+from surgery.errors import SurgeryError
+from surgery.fit import Judge, fit_cut
+from surgery.headcut import convert_head
+from surgery.journal import Journal
+from surgery.layerwise import Grafts, Layerwise, file_name, graft, reload_grafts, stored_dtype
+from surgery.plan import Plan, make_plan
+from surgery.progress import Progress
+from surgery.recipe import Recipe
+from surgery.score import Score, score
+from surgery.shards import Entry, read_header, write_json, write_shard
+from surgery.skeleton import Skeleton
+from surgery.source import Source, open_source
+from surgery.stream import Stream
+from surgery.version import __version__
+from surgery.weights import matrix_of
+
+REPORT = "surgery_report.json"
+REST = "rest"
+
+
+def convert(
+    source: str,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    device: str | None = None,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Convert a checkpoint; the report, as written to OUT/surgery_report.json.
+
+    Raises SurgeryError, leaving nothing but what was there before, or OUT.partial for `resume`.
+    """
+    progress, out = progress or Progress(), Path(out)
+    began = time.perf_counter()
+    _refuse_out(out, resume)
+    opened = open_source(source, trust_remote_code, revision=revision)
+    skeleton = Skeleton(opened, trust_remote_code)
+    plan = make_plan(skeleton, recipe)
+    for note in plan.notes:
+        progress.say(f"note: {note}")
+    batch = _batch(opened, skeleton, recipe)
+    _refuse_small_disk(opened, plan, recipe, out)
+    partial = partial_of(out)
+    fresh = not partial.exists()
+    try:
+        with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal:
+            run = _Run(skeleton, plan, batch, partial, journal, choose_device(device), progress)
+            report = run.everything(began)
+    except SurgeryError:
+        if fresh and not any((partial / "pieces").glob("*.safetensors")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for leftover in ("lock", "journal.jsonl"):
+        (partial / leftover).unlink(missing_ok=True)
+    os.replace(partial, out)
+    return report
+
+
+def partial_of(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The one asked for, else a GPU where there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SurgeryError(f"--device {name}: {str(error).splitlines()[0]}; use cpu, or cuda:0 where there is a GPU") from None
+    return device
+
+
+def _refuse_out(out: Path, resume: bool) -> None:
+    if out.exists():
+        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+    if partial_of(out).exists() and not resume:
+        raise SurgeryError(
+            f"{partial_of(out)} holds an interrupted conversion; continue it with --resume, or remove that folder to start anew"
+        )
+    if not out.parent.is_dir():
+        raise SurgeryError(f"{out.parent} is not a folder; make it first")
+
+
+def _batch(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:
+    if recipe.calibration is None:
+        return None
+    inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
+    return Batch.of(inputs, recipe.holdout)
+
+
+def _fingerprint(source: Source, recipe: Recipe, batch: Batch | None) -> dict[str, Any]:
+    return {
+        "source": source.fingerprint(),
+        "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
+        "version": __version__,
+        "seed": recipe.seed,
+        "calibration": batch.digest() if batch else None,
+    }
+
+
+def _refuse_small_disk(source: Source, plan: Plan, recipe: Recipe, out: Path) -> None:
+    """Before starting: what is written at the peak, against what is free."""
+    rest = source.nbytes - sum(4 * cut.numel for cut in plan.replaced()) // 2
+    needed = max(rest, 0) + sum(int(4 * cut.budget()) for cut in plan.replaced())
+    if recipe.calibration and recipe.curvature != "none":
+        limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
+        needed += sum(4 * (cut.out**2 if cut.out <= limit else cut.out) for cut in plan.replaced())
+    place = partial_of(out) if partial_of(out).exists() else out.parent
+    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_of(out).rglob("*") if f.is_file())
+    if needed > free:
+        raise SurgeryError(
+            f"{out.parent} has {free / 1e9:.1f} GB free, the conversion writes up to {needed / 1e9:.1f} GB; "
+            "free some, or choose --out on another disk"
+        )
+
+
+class _Run:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: Plan,
+        batch: Batch | None,
+        partial: Path,
+        journal: Journal,
+        device: torch.device,
+        progress: Progress,
+    ):
+        self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
+        self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
+        self.pieces, self.grams = partial / "pieces", partial / "curvature"
+        self.pieces.mkdir(exist_ok=True)
+        self.seconds: dict[str, float] = {}
+        self.peaks = {"moments": 0, "hidden_states": 0}
+        self.units = {name: self._unit(name) for name in skeleton.keys}
+
+    def everything(self, began: float) -> dict[str, Any]:
+        torch.manual_seed(self.recipe.seed)
+        if (rest := self.journal.find("piece", piece=REST)) is None:
+            given, allocation = self._budgets()
+            rest = self._convert(given, allocation)
+        lines = [line for line in self.journal.lines if line["step"] == "piece"]
+        with self._timed("write"):
+            weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal)
+            table = {path: spec for line in lines for path, spec in line["table"].items()}
+            config = out_config(self.skeleton.source, self.skeleton, table)
+            copy_companions(self.skeleton.source, self.partial)
+            write_shims(self.partial, config, self.skeleton.model)
+            write_json(self.partial / "config.json", config)
+        report = self._report(lines, rest, weight_map, time.perf_counter() - began)
+        write_json(self.partial / REPORT, report)
+        for folder in (self.pieces, self.grams):
+            shutil.rmtree(folder, ignore_errors=True)
+        return report
+
+    def _budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
+        if done := self.journal.find("budgets"):
+            return done["budgets"], done["allocation"]
+
+        def trial(given: dict[str, float], few: Batch, quick: Recipe) -> Score:
+            with self.progress.bar("trying a spread of ranks", len(self.plan.body.layers)) as tick:
+                return self._pass(given, few, quick, None, lambda *_: tick())[0]
+
+        with self._timed("budgets"):
+            given, allocation = budgets(
+                self.skeleton, self.plan, self.recipe, self.batch, self._stream(), self.grams, trial, self.progress
+            )
+        self.journal.add("budgets", budgets=given, allocation=allocation)
+        return given, allocation
+
+    def _convert(self, given: dict[str, float], allocation: dict[str, Any]) -> dict[str, Any]:
+        """All layers, then the rest; the journal's last line of them."""
+        with self._timed("layers"), self.progress.bar("converting layers", len(self.plan.body.layers)) as tick:
+            if self.batch is None:
+                held, head = None, self._without_text(given, tick)
+            else:
+
+                def write(path: str, grafts: Grafts, seconds: float) -> None:
+                    self._write(path, grafts, seconds=round(seconds, 3))
+                    tick()
+
+                result, head = self._pass(given, self.batch, self.recipe, self.journal, write)
+                held = result.to_dict()
+        with self._timed("rest"):
+            return self._write(REST, head, held_out=held, allocation=allocation)
+
+    def _pass(
+        self, given: dict[str, float], batch: Batch, recipe: Recipe, journal: Journal | None, write: Any
+    ) -> tuple[Score, Grafts]:
+        """One conversion of every layer and the head; with a journal, finished layers are taken from disk."""
+        stream = self._stream()
+        finished = self._finished if journal else lambda path: None
+        layerwise = Layerwise(
+            self.skeleton, self.plan, recipe, given, stream, self.grams,
+            batch.fit_rows, batch.rows, batch.mask(), finished, write,
+        )  # fmt: skip
+        with torch.no_grad():
+            final_BTD: Tensor = stream.run(batch.twice(), layerwise.visit)
+            head = convert_head(self.skeleton, self.plan, recipe, given, batch, final_BTD, self.grams, self.device)
+            linear = next(iter(head.modules.values()), None)
+            result = score(self.skeleton, self.plan, batch, final_BTD, linear, self.device)
+        self.peaks["moments"] = max(self.peaks["moments"], layerwise.moment_bytes)
+        self.peaks["hidden_states"] = max(self.peaks["hidden_states"], stream.hidden_bytes)
+        return result, head
+
+    def _without_text(self, given: dict[str, float], tick: Any) -> Grafts:
+        self.progress.say(
+            "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
+            "model badly (docs/quality.md); give --calibration FILE"
+        )
+        for path in self.plan.body.layers:
+            if self.journal.find("piece", piece=path) is None:
+                began, grafts = time.perf_counter(), Grafts()
+                for cuts in self.plan.of_layer(path).values():
+                    fitted = []
+                    for cut in cuts:
+                        judge = Judge(stored=stored_dtype(self.skeleton, cut))
+                        fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
+                    graft(self.skeleton, list(cuts), fitted, self.device, grafts)
+                self._write(path, grafts, seconds=round(time.perf_counter() - began, 3))
+            tick()
+        return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
+
+    # -- pieces ------------------------------------------------------------------------------------
+    def _stream(self) -> Stream:
+        return Stream(self.skeleton, self.plan.body.layers, self.plan.body.head, self.device, scratch=self.partial)
+
+    def _piece(self, unit: str) -> Path:
+        return self.pieces / f"{unit}.safetensors"
+
+    def _unit(self, parameter: str) -> str:
+        return next((path for path in self.plan.body.layers if parameter.startswith(path + ".")), REST)
+
+    def _finished(self, path: str) -> Grafts | None:
+        done = self.journal.find("piece", piece=path)
+        if done is None:
+            return None
+        return reload_grafts(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
+
+    def _write(self, unit: str, grafts: Grafts, **said: Any) -> dict[str, Any]:
+        """The unit's tensors: stand-ins, and everything else as it was."""
+        replaced = {f"{file_name(self.skeleton, path)}.weight" for path in grafts.modules}
+        split = {f"{file_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"}
+        entries = list(grafts.entries)
+        for name, key in self.skeleton.keys.items():
+            if self.units[name] == unit and key not in replaced | split:
+                entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
+        write_shard(self._piece(unit), entries)
+        self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **said)
+        return self.journal.lines[-1]
+
+    # -- the report --------------------------------------------------------------------------------
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = round(self.seconds.get(what, 0.0) + time.perf_counter() - began, 3)
+
+    def _report(self, lines: list[Any], rest: dict[str, Any], weight_map: dict[str, str], total: float) -> dict[str, Any]:
+        import transformers
+
+        source, records = self.skeleton.source, [record for line in lines for record in line["records"]]
+        return {
+            "surgery": __version__,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+            "source": {"name": source.name, "revision": source.revision, "fingerprint": source.fingerprint()},
+            "model_type": self.plan.model_type,
+            "recipe": json.loads(self.recipe.model_dump_json()),
+            "seed": self.recipe.seed,
+            "notes": list(self.plan.notes),
+            "calibration": {"tokens": self.batch.tokens(), "held_out_windows": self.batch.rows - self.batch.fit_rows, "windows": self.batch.rows}
+            if self.batch
+            else None,
+            "allocation": rest["allocation"],
+            "held_out": rest["held_out"],
+            "totals": totals(records, source, self.partial, weight_map),
+            "modules": records,
+            "time": {
+                "seconds": {**self.seconds, "total": round(total, 3)},
+                "layers": {line["piece"]: line["seconds"] for line in lines if "seconds" in line},
+                "device": device_name(self.device),
+                "threads": torch.get_num_threads(),
+            },
+            "memory": {"peak_rss": peak_rss(), "calibration": self.peaks, "largest_layer": self._largest_layer()},
+        }
+
+    def _largest_layer(self) -> int:
+        """Bytes of the largest layer in float32."""
+        sizes: dict[str, int] = {}
+        for name, key in self.skeleton.keys.items():
+            if self.units[name] != REST:
+                sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * source_numel(self.skeleton.source, key)
+        return max(sizes.values(), default=0)
+
+
+def source_numel(source: Source, key: str) -> int:
+    return source.tensors[key].numel
+
+
+def totals(records: list[dict[str, Any]], source: Source, folder: Path, weight_map: dict[str, str]) -> dict[str, Any]:
+    """Counted on what is stored: numbers and bytes of the whole checkpoint and of the replaced weights."""
+    stored = [t for name in sorted(set(weight_map.values())) for t in read_header(folder / name).values()]
+    before, after = (sum(r[key] for r in records) for key in ("params_before", "params_after"))
+    return {
+        "replaced_params_before": before,
+        "replaced_params_after": after,
+        "kept": after / before,
+        "macs_before": sum(r["macs_before"] for r in records),
+        "macs_after": sum(r["macs_after"] for r in records),
+        "params_before": sum(t.numel for t in source.tensors.values()),
+        "params_after": sum(t.numel for t in stored),
+        "bytes_before": source.nbytes,
+        "bytes_after": sum(t.nbytes for t in stored),
+    }
+
+
+def peak_rss() -> int | None:
+    """Bytes of memory this process held at most; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

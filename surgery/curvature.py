@@ -1,0 +1,231 @@
+"""What an error costs: for each matrix the options a budget can buy, in units of the loss.
+
+One forward and one backward pass of the unconverted model, a layer at a time: each layer is an autograd
+step that keeps only its input and, going back, reads its weights again, runs its forward once more and
+passes the gradient on. On the way every linear gives E[x x^T] and the gradient's energy E[g g^T] (all of
+it, or its diagonal where tokens are too few to know it). Labels are drawn from the model itself, so this
+is the Fisher information, not its empirical cousin (Kunstner et al. 2019). Models without a
+language-model head get random directions of their output, scaled to its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from surgery.allocate import Option
+from surgery.fit import Judge, gram_metric
+from surgery.head import Head
+from surgery.plan import Cut, Plan
+from surgery.recipe import Recipe
+from surgery.shards import Entry, read_header, read_tensor, write_shard
+from surgery.skeleton import Skeleton
+from surgery.stream import LayerCall, Stream, run_phases, spans
+from surgery.structures import STRUCTURES
+from surgery.weights import gram_of, matrix_of
+
+
+class Survey:
+    """options: cut name -> Options; the Gram matrices of a layer are kept in `folder`, one file a layer."""
+
+    def __init__(self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]):
+        self.skeleton, self.plan, self.recipe, self.stream = skeleton, plan, recipe, stream
+        self.folder, self.done = folder, done
+        self.options: dict[str, list[Option]] = {}
+        self.tokens = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, list[Option]]:
+        rows = next(iter(inputs.values()))
+        self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
+        with torch.enable_grad():
+            final_BTD = self.stream.run(inputs, self._visit)
+            final_BTD.backward(self._cotangent(final_BTD.detach()))
+        return self.options
+
+    def _visit(self, call: LayerCall) -> Any:
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        # A detached copy to start from: the first layer's input needs a gradient, whatever made it.
+        hidden = call.hidden_BTD
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
+        return _Layer.apply(self, call, spec, hidden, *leaves)
+
+    def _cotangent(self, final_BTD: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        if not (body := self.plan.body).head or not has_language_head(self.skeleton):
+            noise = torch.randn(final_BTD.shape, generator=generator).to(final_BTD)
+            return noise / final_BTD.square().mean().sqrt().clamp_min(1e-30)
+        head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
+        flat_ND = final_BTD.reshape(-1, final_BTD.shape[-1])
+        grads, energy, count = [], 0.0, 0
+        for part in flat_ND.split(2048):
+            grad_ND, energy_V = head.cotangent(part.to(self.stream.device), generator)
+            grads.append(grad_ND.to(final_BTD.device))
+            energy, count = energy + energy_V * len(part), count + len(part)
+        if body.head in self.plan.cuts:
+            moment = flat_ND.mT @ flat_ND / len(flat_ND)
+            self._record(body.head, {body.head: moment}, {body.head: energy / count})
+        return torch.cat(grads).view_as(final_BTD)
+
+    def _record(self, unit: str, moments: dict[str, Tensor], grams: dict[str, Tensor]) -> None:
+        """Options of every cut of a layer's linears, from their input moment and output Gram matrix."""
+        saved = []
+        for path, moment_II in moments.items():
+            for cut in self.plan.cuts[path]:
+                gram = self._kept(gram_of(cut, grams[path]))
+                weight_OI = matrix_of(self.skeleton, cut, moment_II.device)
+                self.options[cut.name] = options_of(cut, weight_OI, moment_II, gram, self.recipe.damping)
+                if self.recipe.curvature != "none":
+                    saved.append(Entry.of(cut.name, gram))
+        write_shard(self.folder / f"{unit}.safetensors", saved)
+
+
+    def _kept(self, gram: Tensor) -> Tensor:
+        """With curvature: none, outputs count alike: the mean of the energies keeps the unit."""
+        if self.recipe.curvature != "none":
+            return gram
+        energies = gram if gram.dim() == 1 else gram.diagonal()
+        return energies.mean().expand(len(gram)).clone()
+
+
+def options_of(cut: Cut, weight_OI: Tensor, moment_II: Tensor, gram: Tensor, damping: float) -> list[Option]:
+    """What each number of stored numbers leaves as expected rise of the loss; its dense self included."""
+    metric = gram_metric(moment_II, gram, damping)
+    found = [Option(cut.numel, 0.0)]
+    for config in cut.configs:
+        cls = STRUCTURES[config]
+        resolved = cls.resolve(config, cut.out, cut.in_)
+        for step, error in cls.ladder(weight_OI, resolved, metric):
+            params = cls.params(step, cut.out, cut.in_)
+            if params < cut.numel:
+                found.append(Option(params, error / 2))
+    return found
+
+
+def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """A layer's kept Gram matrices by cut name; {} where none were kept."""
+    if not path.is_file():
+        return {}
+    return {name: read_tensor(info).to(device) for name, info in read_header(path).items()}
+
+
+def has_language_head(skeleton: Skeleton) -> bool:
+    head = skeleton.model.get_output_embeddings() if hasattr(skeleton.model, "get_output_embeddings") else None
+    return head is not None
+
+
+class _Layer(torch.autograd.Function):
+    """A layer as one autograd step, recomputed window by window on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, survey: Survey, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
+        ctx.survey, ctx.call, ctx.spec = survey, call, spec
+        # The stations' arguments carry no gradient but for hidden states of another stack.
+        ctx.leaves = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers))
+        step = survey.stream.chunk_rows(hidden.shape[1])
+        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), [(0, len(hidden), nullcontext())], step)
+        ctx.mark_non_differentiable(*(t for t in _tuple(out)[1:] if isinstance(t, Tensor)))
+        return out if isinstance(out, Tensor) else tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
+        survey, call = ctx.survey, ctx.call
+        gathered = _Gather(survey, call)
+        grads: list[Tensor | None] = [None] * len(ctx.leaves)
+        out_BTD = torch.empty_like(ctx.hidden)
+        survey.skeleton.fill(call.path, call.device)
+        with gathered:
+            for first, last in spans(0, len(ctx.hidden), survey.stream.chunk_rows(ctx.hidden.shape[1])):
+                _back(ctx, first, last, grad_BTD, out_BTD, grads)
+        survey.skeleton.empty(call.path)
+        gathered.record()
+        survey.done()
+        return (None, None, None, out_BTD, *grads)
+
+
+def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]) -> None:
+    call = ctx.call
+    args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
+    piece = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
+    with torch.enable_grad():
+        hidden, args, kwargs = piece.rows(first, last)
+        hidden = hidden.requires_grad_(True)
+        out = _tuple(piece.forward(hidden, *args, **kwargs))[0]
+        wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        inputs = [hidden, *(ctx.leaves[i] for i in wanted)]
+        found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)
+    out_BTD[first:last] = found[0].to(out_BTD.device)
+    for i, grad in zip(wanted, found[1:]):
+        if grad is not None:
+            grads[i] = grad if grads[i] is None else grads[i] + grad
+
+
+def _tuple(out: Any) -> tuple[Any, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+class _Gather:
+    """Hooks on the layer's linears to be cut: input moments (one for linears that share an input) and the
+    outputs' gradients."""
+
+    def __init__(self, survey: Survey, call: LayerCall):
+        self.survey, self.path = survey, call.path
+        self.paths = list(survey.plan.of_layer(call.path))
+        self.moments: dict[str, Tensor] = {}
+        self.grams: dict[str, Tensor] = {}
+        self.same: dict[str, str] = {}  # linear -> the linear whose input it shares
+        self.rows: dict[str, int] = {}
+        self._seen: list[tuple[Tensor, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path in self.paths:
+            module = self.survey.skeleton.module(path)
+            self._handles.append(module.register_forward_hook(self._hook(path)))
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._seen.clear()
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            x = args[0].detach()
+            first = next((p for t, p in self._seen if t.data_ptr() == x.data_ptr() and t.shape == x.shape), None)
+            self.same[path] = first or path
+            if first is None:
+                self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
+                flat_NI = x.flatten(0, -2)
+                add_outer(self.moments, path, flat_NI, full=True)
+            self.rows[path] = self.rows.get(path, 0) + x[..., 0].numel()
+            out.register_hook(lambda grad: add_outer(self.grams, path, grad.flatten(0, -2), self._full(path)))
+
+        return hook
+
+    def _full(self, path: str) -> bool:
+        rule, out = self.survey.recipe.curvature, self.survey.plan.cuts[path][0].linear.out
+        return rule == "full" or (rule == "auto" and 4 * out <= self.survey.tokens)
+
+    def record(self) -> None:
+        if not self.paths:
+            return
+        seen = [path for path in self.paths if path in self.grams]
+        moments = {path: self.moments[self.same[path]] / self.rows[path] for path in seen}
+        self.survey._record(self.path, moments, {path: self.grams[path] / self.rows[path] for path in seen})
+
+
+@torch.no_grad()
+def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) -> None:
+    """sums[key] += rows^T rows, or its diagonal."""
+    if full:
+        sums.setdefault(key, rows_NX.new_zeros(rows_NX.shape[1], rows_NX.shape[1])).addmm_(rows_NX.mT, rows_NX)
+    else:
+        sums[key] = sums.get(key, 0) + rows_NX.square().sum(0)

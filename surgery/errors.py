@@ -1,0 +1,20 @@
+"""Errors meant for people: the object, the numbers, the rule, a working example. The command line prints
+them as one message and exits with code 2; anything else is a defect and keeps its traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SurgeryError(Exception):
+    """Something the user can put right: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
+
+
+def nearest(word: str, valid: Iterable[str], count: int = 1) -> str:
+    """A tail for a message: `; did you mean 'low_rank'?`, or the valid names when none is close."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
+    if close:
+        return "; did you mean " + " or ".join(repr(name) for name in close) + "?"
+    return "; valid: " + ", ".join(names)

@@ -1,0 +1,65 @@
+"""Replacing the head: calibrated on what the converted layers finally give it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.batch import Batch
+from surgery.calibrate import Moments
+from surgery.curvature import load_grams
+from surgery.fit import Judge, fit_cut
+from surgery.layerwise import Grafts, graft, stored_dtype
+from surgery.plan import Plan
+from surgery.recipe import Recipe
+from surgery.shards import Entry
+from surgery.skeleton import Skeleton
+from surgery.weights import matrix_of
+
+
+@torch.no_grad()
+def convert_head(
+    skeleton: Skeleton,
+    plan: Plan,
+    recipe: Recipe,
+    budgets: dict[str, float],
+    batch: Batch | None,
+    final_BTD: Tensor | None,
+    grams: Path,
+    device: torch.device,
+) -> Grafts:
+    """Grafts of the head, empty where it is not cut. final_BTD: original rows, then converted."""
+    grafts = Grafts()
+    cuts = plan.of_layer("")
+    for path, (cut, *_) in cuts.items():
+        weight_OI = matrix_of(skeleton, cut, device)
+        judge = Judge(damping=recipe.damping, sweeps=recipe.sweeps, stored=stored_dtype(skeleton, cut))
+        if batch is not None and final_BTD is not None:
+            judge.fit = _moments(cut.name, weight_OI, final_BTD, 0, batch.fit_rows, batch, recipe)
+            judge.held = _moments(cut.name, weight_OI, final_BTD, batch.fit_rows, batch.rows, batch, recipe)
+            judge.gram = load_grams(grams / f"{path}.safetensors", device).get(cut.name)
+        graft(skeleton, [cut], [fit_cut(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
+        grafts.entries += _embedding(skeleton, path)
+    return grafts
+
+
+def _moments(
+    name: str, weight_OI: Tensor, final_BTD: Tensor, first: int, last: int, batch: Batch, recipe: Recipe
+) -> Moments:
+    moments = Moments({name: (weight_OI, False)})
+    for row in range(first, last):
+        x0 = final_BTD[row].to(weight_OI.device).reshape(-1, weight_OI.shape[1])
+        x = final_BTD[row + batch.rows].to(weight_OI.device).reshape(x0.shape)
+        moments.add(x if recipe.calibrate == "sequential" else x0, x0)
+    return moments
+
+
+def _embedding(skeleton: Skeleton, head: str) -> list[Entry]:
+    """A tied input embedding that the file holds only under the head's name is kept under its own."""
+    for name, twin in skeleton.tied.items():
+        embedding = twin if name == f"{head}.weight" else name if twin == f"{head}.weight" else ""
+        if embedding and embedding not in skeleton.keys:
+            return [Entry.copy(embedding, skeleton.info(embedding))]
+    return []

@@ -1,0 +1,273 @@
+"""Converting layer after layer, each calibrated on what the converted layers below it give.
+
+All rows travel twice through the model: the first half through the original layers, the second through the
+converted ones. Inside a layer, linears that read one input form a stage; stages follow the order of
+execution, so that the MLP already sees the converted attention.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibrate import Moments
+from surgery.curvature import load_grams
+from surgery.fit import Fitted, Judge, fit_cut
+from surgery.plan import Cut, Plan
+from surgery.recipe import Recipe
+from surgery.shards import Entry, read_tensor
+from surgery.skeleton import Skeleton
+from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
+from surgery.weights import SplitLinear, empty_standin, matrix_of, part_name, rows_of, spec_of
+
+
+@dataclass
+class Grafts:
+    """A layer's stand-ins by path; what is written of them; the checkpoint's table; the report's records."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Stage:
+    """Linears (by path) that read one input, and the module whose input is the residual stream, or ""."""
+
+    paths: list[str]
+    residual: str
+
+
+class Layerwise:
+    """Visits the layers of a stream. `finished(path)` gives the grafts of a layer done before an
+    interruption, or None; `write(path, grafts, seconds)` makes a layer's grafts durable."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: Plan,
+        recipe: Recipe,
+        budgets: dict[str, float],
+        stream: Stream,
+        grams: Path,
+        fit_rows: int,
+        rows: int,
+        mask_BT: Tensor | None,
+        finished: Callable[[str], Grafts | None],
+        write: Callable[[str, Grafts, float], None],
+    ):
+        self.skeleton, self.plan, self.recipe, self.budgets = skeleton, plan, recipe, budgets
+        self.stream, self.grams, self.fit_rows, self.rows, self.mask_BT = stream, grams, fit_rows, rows, mask_BT
+        self.finished, self.write = finished, write
+        self.diverged = False
+        self.moment_bytes = 0
+
+    @torch.no_grad()
+    def visit(self, call: LayerCall) -> Any:
+        began = time.perf_counter()
+        call.hidden_BTD = self.stream.own(call.hidden_BTD)
+        grafts = self.finished(call.path)
+        if grafts is None:
+            grafts = self._convert(call)
+            self.write(call.path, grafts, time.perf_counter() - began)
+        step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
+        self.diverged = self.diverged or bool(grafts.modules)
+        # While the streams are one the second half is still run: its extra outputs may be wanted further on.
+        phases = [(0, self.rows, nullcontext()), (self.rows, 2 * self.rows, grafted(call.layer, call.path, grafts.modules))]
+        return run_phases(call, phases, step)  # type: ignore[arg-type]
+
+    def _convert(self, call: LayerCall) -> Grafts:
+        grafts, cuts = Grafts(), self.plan.of_layer(call.path)
+        if not cuts:
+            return grafts
+        grams = load_grams(self.grams / f"{call.path}.safetensors", self.stream.device)
+        for stage in self._stages(call, list(cuts)):
+            weights = {
+                cut.name: (matrix_of(self.skeleton, cut, call.device), bool(stage.residual) and cut.part is None)
+                for path in stage.paths
+                for cut in cuts[path]
+            }
+            fit, held = self._moments(call, stage, weights, grafts.modules)
+            judge = Judge(fit, held, None, self.recipe.damping, self.recipe.sweeps)
+            for path in stage.paths:
+                fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
+                graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
+        return grafts
+
+    def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
+        judge.gram, judge.stored = grams.get(cut.name), stored_dtype(self.skeleton, cut)
+        return fit_cut(cut, self.budgets[cut.name], weight_OI, judge)
+
+    def _stages(self, call: LayerCall, paths: list[str]) -> list[Stage]:
+        """One window through the layer shows which linears read the same tensor, and in which order."""
+        seen: list[tuple[Tensor, Stage]] = []
+        handles = []
+        residuals = {linear.path: linear.residual for linear in self.plan.body.linears}
+
+        def look(path: str) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                for x, stage in seen:
+                    if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
+                        stage.paths.append(path)
+                        return
+                seen.append((args[0], Stage([path], residuals[path])))
+
+            return hook
+
+        for path in paths:
+            handles.append(self.skeleton.module(path).register_forward_pre_hook(look(path)))
+        try:
+            call.apply(0, 1)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [stage for _, stage in seen]
+
+    def _moments(
+        self, call: LayerCall, stage: Stage, weights: dict[str, tuple[Tensor, bool]], modules: dict[str, nn.Module]
+    ) -> tuple[Moments, Moments]:
+        """Of the rows to fit and of the held-out rows."""
+        both = Moments(weights), Moments(weights)
+        step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
+        for moments, first, last in zip(both, (0, self.fit_rows), (self.fit_rows, self.rows)):
+            for start, stop in spans(first, last, step):
+                x0, r0 = self._inputs(call, stage, start, stop, {})
+                x, r = x0, r0
+                if self.recipe.calibrate == "sequential" and (self.diverged or modules):
+                    x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, modules)
+                gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
+                moments.add(x, x0, gap)
+        self.moment_bytes = max(self.moment_bytes, sum(m.nbytes() for m in both))
+        return both
+
+    def _inputs(
+        self, call: LayerCall, stage: Stage, start: int, stop: int, modules: dict[str, nn.Module]
+    ) -> tuple[Tensor, Tensor | None]:
+        """(input of the stage (N, I), residual stream (N, D) or None) of rows start:stop; the layer's forward
+        is left as soon as the stage is reached."""
+        caught: dict[str, Tensor] = {}
+
+        def keep(name: str, leave: bool) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                caught[name] = args[0] if args else next(iter(kwargs.values()))
+                if leave:
+                    raise Stop
+
+            return hook
+
+        with grafted(call.layer, call.path, modules):
+            handles = []
+            if stage.residual:
+                reader = call.layer.get_submodule(stage.residual)
+                handles.append(reader.register_forward_pre_hook(keep("residual", False), with_kwargs=True))
+            first = self.skeleton.module(stage.paths[0])
+            handles.append(first.register_forward_pre_hook(keep("input", True), with_kwargs=True))
+            try:
+                call.apply(start, stop)
+            except Stop:
+                pass
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return tuple(self._valid(caught.get(name), start, stop) for name in ("input", "residual"))  # type: ignore[return-value]
+
+    def _valid(self, x: Tensor | None, start: int, stop: int) -> Tensor | None:
+        """Rows of real tokens, (N, X); padding is left out where the mask fits."""
+        if x is None:
+            return None
+        mask = None if self.mask_BT is None else self.mask_BT[start:stop].to(x.device).bool()
+        return x[mask] if mask is not None and x.shape[:2] == mask.shape else x.flatten(0, -2)
+
+
+@contextmanager
+def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
+    """The layer with stand-ins in place of its linears."""
+    before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
+    for path, module in modules.items():
+        layer.set_submodule(path[len(prefix) + 1 :], module)
+    try:
+        yield
+    finally:
+        for path, module in before.items():
+            layer.set_submodule(path[len(prefix) + 1 :], module)
+
+
+def stored_dtype(skeleton: Skeleton, cut: Cut) -> torch.dtype:
+    """Cores are stored in the dtype of the weight they replace."""
+    from surgery.shards import DTYPES
+
+    return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
+
+
+def file_name(skeleton: Skeleton, path: str) -> str:
+    """The module's name in the file: where its weight is stored under another name, that one."""
+    key = skeleton.keys.get(f"{path}.weight", f"{path}.weight")
+    return key.removesuffix(".weight")
+
+
+def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: torch.device, grafts: Grafts) -> None:
+    """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
+    linear = cuts[0].linear
+    bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
+    modules = [_with_bias(c, f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
+    base, dtypes = file_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
+    grafts.records += [f.record.to_dict() for f in fitted]
+    if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
+        grafts.modules[linear.path] = modules[0]
+        dense = fitted[0].dense_OI
+        assert dense is not None
+        grafts.entries.append(Entry.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
+        return
+    specs = [spec_of(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
+    if cuts[0].part is None:
+        module, spec = modules[0], specs[0]
+    else:
+        parts = {part_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
+        heads = cuts[0].part.heads
+        module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
+        spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
+    grafts.modules[linear.path], grafts.table[linear.path] = module, spec
+    for name, tensor in module.state_dict().items():
+        if name == "bias":
+            continue  # copied as it is stored
+        stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
+        grafts.entries.append(Entry.of(f"{base}.{name}", stored))
+
+
+def _with_bias(cut: Cut, fitted: Fitted, bias: Tensor | None) -> nn.Module:
+    if fitted.linear is not None:
+        fitted.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return fitted.linear
+    assert fitted.dense_OI is not None
+    dense = nn.Linear(cut.in_, cut.out, bias=bias is not None, device="meta")
+    dense.weight = nn.Parameter(fitted.dense_OI, requires_grad=False)
+    if bias is not None:
+        dense.bias = nn.Parameter(bias, requires_grad=False)
+    return dense
+
+
+def reload_grafts(skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, Any], device: torch.device) -> Grafts:
+    """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
+    grafts = Grafts(table=done["table"], records=done["records"])
+    for path, cuts in plan.of_layer(done["piece"]).items():
+        base, linear = file_name(skeleton, path), cuts[0].linear
+        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "bias": linear.bias}
+        module = empty_standin(spec).float()
+        for name, old in [*module.named_parameters(), *module.named_buffers()]:
+            tensor = read_tensor(piece[f"{base}.{name}"])
+            if path not in done["table"] and linear.transposed and name == "weight":
+                tensor = tensor.mT.contiguous()
+            tensor = (tensor.float() if tensor.is_floating_point() else tensor).to(device)
+            *parents, leaf = name.split(".")
+            owner = module.get_submodule(".".join(parents))
+            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(old, nn.Parameter) else tensor)
+        grafts.modules[path] = module
+    return grafts

@@ -1,0 +1,58 @@
+"""Registries: a frozen config goes in, a class comes out. They fill by scanning their folder, so that a
+new structure or family is one new file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from surgery.errors import SurgeryError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Config type -> class, with the config's `name` as the word used in recipes and checkpoints."""
+
+    def __init__(self, what: str, package: str):
+        self.what, self.package = what, package
+        self._by_config: dict[type, type[T]] = {}
+        self._by_name: dict[str, type] = {}
+        self._scanned = False
+
+    def register(self, config_type: type) -> Callable[[type[T]], type[T]]:
+        def add(cls: type[T]) -> type[T]:
+            self._by_config[config_type] = cls
+            self._by_name[config_type.name] = config_type  # type: ignore[attr-defined]
+            cls.config_type = config_type  # type: ignore[attr-defined]
+            return cls
+
+        return add
+
+    def _scan(self) -> None:
+        if not self._scanned:
+            self._scanned = True
+            folder = importlib.import_module(self.package)
+            for info in pkgutil.iter_modules(folder.__path__):
+                importlib.import_module(f"{self.package}.{info.name}")
+
+    def names(self) -> list[str]:
+        self._scan()
+        return sorted(self._by_name)
+
+    def __iter__(self) -> Iterator[type]:
+        self._scan()
+        return iter(self._by_config)
+
+    def config_type(self, name: str) -> type:
+        """The config type of that name; SurgeryError with the nearest valid name otherwise."""
+        self._scan()
+        if name not in self._by_name:
+            raise SurgeryError(f"unknown {self.what} {name!r}{nearest(name, self._by_name)}")
+        return self._by_name[name]
+
+    def __getitem__(self, config: Any) -> type[T]:
+        self._scan()
+        return self._by_config[config if isinstance(config, type) else type(config)]

@@ -1,0 +1,59 @@
+"""The held-out verdict on a whole conversion: both streams' final hidden states on the windows that nothing
+was fitted to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.batch import Batch
+from surgery.curvature import has_language_head
+from surgery.head import Head
+from surgery.plan import Plan
+from surgery.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Score:
+    """unit "nats per token": mean loss of the original and of the converted model, and the standard error of
+    their difference over windows; unit "relative output error": 0 and |f0 - f| / |f0|."""
+
+    unit: str
+    original: float
+    converted: float
+    difference_se: float | None
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predicts_text(skeleton: Skeleton) -> bool:
+    """Whether the head's logits at t are about the token at t + 1."""
+    name = type(skeleton.model).__name__
+    generates = "CausalLM" in name or "LMHead" in name or getattr(skeleton.config, "is_encoder_decoder", False)
+    return generates and has_language_head(skeleton)
+
+
+@torch.no_grad()
+def score(
+    skeleton: Skeleton, plan: Plan, batch: Batch, final_BTD: Tensor, linear: nn.Module | None, device: torch.device
+) -> Score:
+    """final_BTD: what reaches the head, original rows then converted; linear: the head's stand-in or None."""
+    held = slice(batch.fit_rows, batch.rows)
+    streams = final_BTD[: batch.rows][held], final_BTD[batch.rows :][held]
+    if not (predicts_text(skeleton) and plan.body.head):
+        gap = float((streams[0] - streams[1]).norm() / streams[0].norm().clamp_min(1e-30))
+        return Score("relative output error", 0.0, gap, None, streams[0][..., 0].numel())
+    head = Head(skeleton, plan.body.head, plan.body.anatomy, device)
+    ids_BT = batch.inputs.get("decoder_input_ids", batch.inputs["input_ids"])[held]
+    losses = []
+    for stream_BTD, standin in zip(streams, (None, linear)):
+        flat = head.losses(stream_BTD[:, :-1].reshape(-1, stream_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), standin)
+        losses.append(flat.view(len(ids_BT), -1).double().mean(1).cpu())
+    difference_B = losses[1] - losses[0]
+    spread = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
+    return Score("nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, ids_BT[:, 1:].numel())

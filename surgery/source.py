@@ -1,0 +1,172 @@
+"""The checkpoint that goes in: config, tensor headers, tokenizer files. Local folder or Hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
+COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+NOT_COPIED = ("config.json", INDEX, "surgery_report.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """`name` as the user gave it; `folder` where its files are; `revision` for a Hub id."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    revision: str | None = None
+
+    def fingerprint(self) -> str:
+        """Of the config and of every tensor's place, and a sample of its bytes: another checkpoint differs."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            digest.update(f"{name} {info.dtype} {info.shape}".encode())
+            with open(info.file, "rb") as file:
+                for start in {info.start, max(info.start, info.stop - 4096)}:
+                    file.seek(start)
+                    digest.update(file.read(min(4096, info.stop - start)))
+        return digest.hexdigest()
+
+    def companions(self) -> list[Path]:
+        """Files to copy beside the converted weights."""
+        files = {p for pattern in COPIED for p in self.folder.glob(pattern) if p.is_file()}
+        return sorted(p for p in files if p.name not in NOT_COPIED)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def open_source(name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None) -> Source:
+    """`weights=False` fetches only config and headers of a Hub id (for `plan`).
+
+    Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
+    already converted, remote code without leave.
+    """
+    local = Path(name).exists()
+    folder, commit = (Path(name), None) if local else _download(name, weights, revision)
+    config = read_config(folder, name)
+    if config.get("auto_map") and not trust_remote_code:
+        raise SurgeryError(
+            f"{name} needs code from its own repository ({sorted(config['auto_map'])[0]}); read that code, "
+            "then pass --trust-remote-code"
+        )
+    _refuse_quantised(config, name)
+    tensors = _headers(folder, name) if local or weights else _remote_headers(name, commit)
+    return Source(name, folder, config, tensors, commit)
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise SurgeryError(f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it")
+    if not path.is_file():
+        raise SurgeryError(f"{name} has no config.json; give the folder of a Hugging Face checkpoint, or a Hub id")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise SurgeryError(f"{path} is not JSON") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise SurgeryError(f"{path} names no model_type; a Hugging Face config has one, for example \"llama\"")
+    return config
+
+
+def _refuse_quantised(config: dict[str, Any], name: str) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if method == "surgery":
+        raise SurgeryError(f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR")
+    raise SurgeryError(
+        f"{name} is quantised ({method}); surgery cuts full-precision weights. Dequantise first: load it with "
+        "transformers, call model.dequantize(), save_pretrained to a new folder"
+    )
+
+
+def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    if index.is_file():
+        return _sharded(folder, index, name)
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
+    if pickles:
+        raise SurgeryError(
+            f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; convert them to "
+            "safetensors first (load with transformers, save_pretrained)"
+        )
+    raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}")
+
+
+def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SurgeryError(f"{index} is not a shard index (a table with a weight_map)") from None
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
+        if not (folder / shard).is_file():
+            raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
+        tensors.update(read_header(folder / shard))
+    for tensor, shard in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file.name != shard:
+            raise SurgeryError(f"{name}: the index puts tensor {tensor!r} in {shard}, whose header does not have it")
+    return tensors
+
+
+def refuse_dtype(info: TensorInfo) -> None:
+    """A weight to be cut must be plain floating point."""
+    if info.dtype not in FLOATS:
+        known = "" if info.dtype in DTYPES else " (unknown to surgery)"
+        raise SurgeryError(
+            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of {', '.join(FLOATS)}"
+        )
+
+
+def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str | None]:
+    """Fetch from the Hub; for a plan the config alone."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    patterns = ["config.json", "*.py"] + (["*.safetensors", INDEX, *COPIED] if weights else [])
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SurgeryError(
+            f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
+        ) from None
+    return folder, folder.name
+
+
+def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
+    """The headers alone, by range requests."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        files = get_safetensors_metadata(name, revision=revision).files_metadata
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
+        raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
+    return {
+        tensor: TensorInfo(tensor, Path(file), str(info.dtype), tuple(info.shape), *info.data_offsets)
+        for file, header in files.items()
+        for tensor, info in header.tensors.items()
+    }

@@ -1,0 +1,241 @@
+"""Running a skeleton a layer at a time, with transformers' own forward.
+
+The model is called once on all calibration windows; each layer's forward (of that instance, not of its
+class) stops at a station, which fills the layer with its weights, lets a visitor work on it window by
+window, and empties it again. So masks, rotary tables, position biases and cross attention are the
+library's own, whatever the family, and never more than one layer is in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.shards import gather_rows
+from surgery.skeleton import Skeleton, place
+
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+
+class Stop(Exception):
+    """Leaves a forward once what was wanted has been seen."""
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer on all rows (windows) at once; `apply` runs some of them.
+
+    hidden_BTD may lie elsewhere than the layer (spilled to disk); rows travel to `device` and back.
+    """
+
+    path: str
+    layer: nn.Module
+    forward: Callable[..., Any]
+    hidden_BTD: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+
+    def rows(self, first: int, last: int) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        """The arguments for rows first:last: tensors with the batch as leading axis are sliced."""
+        batch = self.hidden_BTD.shape[0]
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if value.dim() > 1 and value.shape[0] == batch > 1:
+                    value = value[first:last]
+                return value.to(self.device)
+            if isinstance(value, (tuple, list)):
+                return type(value)(cut(v) for v in value)
+            return {k: cut(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+        return cut(self.hidden_BTD), tuple(cut(a) for a in self.args), {k: cut(v) for k, v in self.kwargs.items()}
+
+    def apply(self, first: int, last: int) -> Any:
+        hidden, args, kwargs = self.rows(first, last)
+        return self.forward(hidden, *args, **kwargs)
+
+
+Visitor = Callable[[LayerCall], Any]
+
+
+class Stream:
+    """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes go to a
+    file under `scratch`, which the operating system can write out."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        layers: tuple[str, ...],
+        head: str,
+        device: torch.device,
+        limit: int = 2 << 30,
+        scratch: Path | None = None,
+    ):
+        self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
+        self.limit, self.scratch = limit, scratch
+        self.hidden_bytes = 0
+        self._buffers: list[Tensor] = []
+        self.home = torch.device("cpu")
+
+    def chunk_rows(self, length: int) -> int:
+        return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))
+
+    def run(self, inputs: dict[str, Tensor], visit: Visitor) -> Tensor:
+        """What reaches the head (or, without one, the model's first output), (B, T, D)."""
+        self.home = self._home(inputs)
+        restore = self._prepare(inputs)
+        try:
+            for path in self.layers:
+                restore.append(self._station(path, visit))
+            caught: list[Tensor] = []
+            if self.head:
+                restore.append(catch_input(self.skeleton.module(self.head), caught))
+            out = self._call({k: v.to(self.home) for k, v in inputs.items()})
+            return caught[-1] if caught else out[0]
+        finally:
+            for undo in reversed(restore):
+                undo()
+            self._buffers.clear()
+
+    def _call(self, inputs: dict[str, Tensor]) -> Any:
+        try:
+            return self.skeleton.model(**inputs, use_cache=False)
+        except TypeError:
+            return self.skeleton.model(**inputs)  # encoders that know no cache
+
+    def _home(self, inputs: dict[str, Tensor]) -> torch.device:
+        """Where the hidden states of all rows live between layers."""
+        config = self.skeleton.config.get_text_config()
+        width = getattr(config, "hidden_size", None) or getattr(config, "d_model", 1024)
+        rows = next(iter(inputs.values()))
+        tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1024)
+        self.hidden_bytes = tokens * width * 4
+        return self.device if self.hidden_bytes <= self.limit else torch.device("cpu")
+
+    def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
+        """Fill everything but layers, head and large embeddings; those get only the rows that occur."""
+        model, skeleton, restore = self.skeleton.model, self.skeleton, []
+        large = [p for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.numel() > 2**20]
+        outside = [*self.layers, *large, *([self.head] if self.head else [])]
+        skeleton.fill("", self.home, skip=outside)
+        for path in large:
+            restore.append(self._compact_embedding(path, inputs))
+        for module in model.modules():  # rotary tables and the like, computed at construction
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.home)
+        return restore
+
+    def _compact_embedding(self, path: str, inputs: dict[str, Tensor]) -> Callable[[], None]:
+        """Keep the embedding's own forward, with a table of only the rows that occur and ids renumbered."""
+        module, info = self.skeleton.module(path), self.skeleton.info(f"{path}.weight")
+        rows = torch.unique(torch.cat([t.flatten() for t in inputs.values() if t.dtype == torch.int64]).cpu())
+        # Ids made up by the model (a decoder's start, a padding id, positions) may occur as well.
+        extra = [0, 1, 2, 3, *(v for v in vars(self.skeleton.config).values() if type(v) is int and 0 <= v < info.shape[0])]
+        rows = torch.unique(torch.cat([rows, torch.tensor(extra)]))
+        rows = rows[(rows >= 0) & (rows < info.shape[0])]
+        place(module, "weight", gather_rows(info, rows).float().to(self.home))
+        rows, padding, module.padding_idx = rows.to(self.home), module.padding_idx, None
+
+        def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            found = torch.searchsorted(rows, args[0]).clamp_max(len(rows) - 1)
+            if not torch.equal(rows[found], args[0]):
+                raise SurgeryError(f"{path}: the model looks up ids that are not in its input; give input tensors instead of text")
+            return (found, *args[1:])
+
+        handle = module.register_forward_pre_hook(renumber)
+
+        def undo() -> None:
+            handle.remove()
+            module.padding_idx = padding
+            place(module, "weight", torch.empty(info.shape, device="meta"))
+
+        return undo
+
+    def _station(self, path: str, visit: Visitor) -> Callable[[], None]:
+        layer = self.skeleton.module(path)
+        forward = layer.forward
+
+        def station(*args: Any, **kwargs: Any) -> Any:
+            hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+            call = LayerCall(path, layer, forward, hidden, rest, kwargs, self.device)
+            self.skeleton.fill(path, self.device)
+            try:
+                return visit(call)
+            finally:
+                self.skeleton.empty(path)
+
+        layer.forward = station  # of this instance only
+        return lambda: layer.__dict__.pop("forward", None)
+
+    def own(self, hidden_BTD: Tensor) -> Tensor:
+        """A buffer that a layer's output may overwrite: ours already, or a copy."""
+        if any(hidden_BTD is buffer for buffer in self._buffers):
+            return hidden_BTD
+        buffer = self.kept(hidden_BTD)
+        self._buffers.append(buffer)
+        return buffer
+
+    def kept(self, hidden_BTD: Tensor, copies: int = 1) -> Tensor:
+        """A float32 copy, in a file where `copies` of them would exceed the limit."""
+        if hidden_BTD.numel() * 4 * copies <= self.limit:
+            return hidden_BTD.to(self.home, torch.float32, copy=True)
+        file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
+        file.truncate(hidden_BTD.numel() * 4)
+        flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=torch.float32)
+        file.close()  # unlinked: the mapping keeps it, and a kill leaves nothing behind
+        return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
+
+
+def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
+    """Give `module` a forward that keeps its input and returns a sliver of it."""
+
+    def forward(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        caught.append(hidden)
+        return hidden[..., :1]
+
+    module.forward = forward  # type: ignore[method-assign]
+    return lambda: module.__dict__.pop("forward", None)
+
+
+Phase = tuple[int, int, AbstractContextManager[Any]]
+
+
+def run_phases(call: LayerCall, phases: list[Phase], step: int) -> Any:
+    """Run rows first:last of each phase through the layer, in steps, inside the phase's context, writing over
+    their hidden states. The layer's output, whole, in the shape it gave it; tensors besides the hidden
+    states are joined along the batch where they have one."""
+    extras: list[tuple[Any, ...]] = []
+    kind: type | None = None
+    size = 0
+    for first, last, context in phases:
+        with context:
+            for start, stop in spans(first, last, step):
+                out = call.apply(start, stop)
+                if not isinstance(out, Tensor):
+                    kind, size = type(out), size or stop - start
+                    extras.append(tuple(out[1:]))
+                    out = out[0]
+                call.hidden_BTD[start:stop] = out.to(call.hidden_BTD.device)
+    if kind is None:
+        return call.hidden_BTD
+    return kind([call.hidden_BTD, *(_joined(values, size) for values in zip(*extras))])
+
+
+def _joined(values: tuple[Any, ...], rows: int) -> Any:
+    if isinstance(values[0], Tensor) and values[0].dim() > 1 and values[0].shape[0] == rows:
+        return torch.cat(values)
+    return values[0]
+
+
+def spans(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, last)) for start in range(first, last, step))

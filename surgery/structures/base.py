@@ -1,0 +1,221 @@
+"""The protocol of a structured matrix W (out = O, in = I), B its structured stand-in.
+
+    config = STRUCTURES[BTT].fit(BTT(blocks=(4, 4)), out, in_, budget=params)     a rank under a budget
+    linear = STRUCTURES[config].project(weight_OI, config, metric)                the start, closed form
+    linear.refine(weight_OI, metric)                                              one sweep nearer, in place
+    linear(x), linear.dense(), linear.cost(), linear.mup()
+
+`project` minimises the metric's norm of W - B where a closed form exists and says what it minimises
+where none does. Arithmetic is float32 on the weight's device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError, nearest
+from surgery.registry import Registry
+from surgery.structures.metric import Metric
+
+Rank = int | Literal["full"] | None
+
+
+class Cost(NamedTuple):
+    """What is stored (numbers, index tables included, bias excluded) and what a token pays."""
+
+    params: int
+    macs: int
+
+
+class MuP(NamedTuple):
+    """A core seen as a block-diagonal dense layer of this fan-in and fan-out.
+
+    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's rate scales as
+    1 / fan_in. Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2.
+    """
+
+    fan_in: int
+    fan_out: int
+
+    @property
+    def std(self) -> float:
+        return (min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5
+
+    @property
+    def adam_rate(self) -> float:
+        return 1.0 / self.fan_in
+
+
+@dataclass(frozen=True)
+class StructureConfig:
+    """`name` is the word in recipes and checkpoints. rank None: the plan's budget decides."""
+
+    name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"structure": self.name, **{k: _plain(v) for k, v in asdict(self).items()}}  # type: ignore[call-overload]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def config_from_dict(data: dict[str, Any]) -> StructureConfig:
+    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(...); unknown keys are refused by name."""
+    data = dict(data)
+    config_type = STRUCTURES.config_type(str(data.pop("structure", "")))
+    known = {f.name for f in fields(config_type)}
+    for key in data:
+        if key not in known:
+            raise SurgeryError(f"structure {config_type.name!r} has no option {key!r}{nearest(key, known)}")
+    return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+class StructuredLinear(nn.Module):
+    """A linear map y = B x + bias with B stored as small cores; `weight` is one of them, never 2-D.
+
+    The odd shape of `weight` is deliberate: a library that loads the checkpoint without knowing us finds
+    a mismatched shape and stops, where a missing name would leave random numbers.
+    """
+
+    config_type: ClassVar[type]
+
+    def __init__(self, in_features: int, out_features: int, config: Any, bias: bool = True, **factory: Any):
+        super().__init__()
+        self.in_features, self.out_features, self.config = in_features, out_features, config
+        for name, shape in self.shapes(config, out_features, in_features).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+        self.bias = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    # -- what a structure defines ------------------------------------------------------------------
+    @classmethod
+    def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every core of a resolved config."""
+        raise NotImplementedError
+
+    @classmethod
+    def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        """The config with every 'sqrt' made a number; SurgeryError where the dims forbid it."""
+        return config
+
+    @classmethod
+    def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """The rank at which every matrix is represented exactly."""
+        raise NotImplementedError
+
+    @classmethod
+    def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        raise NotImplementedError
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        """(config, squared error it leaves in the metric) at some `steps` ranks, cheapest first.
+
+        An estimate from spectra alone, for spreading a budget; `project` then `refine` do no worse.
+        """
+        raise NotImplementedError
+
+    def mup(self) -> dict[str, MuP]:
+        raise NotImplementedError
+
+    def macs(self) -> int:
+        """Multiply-accumulates per token."""
+        raise NotImplementedError
+
+    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
+        """One sweep of descent in the metric, in place; False where `project` is already the optimum."""
+        return False
+
+    # -- what follows from it ----------------------------------------------------------------------
+    @classmethod
+    def params(cls, config: Any, out: int, in_: int) -> int:
+        """Numbers stored for a resolved config with its rank known."""
+        return sum(_size(shape) for shape in cls.shapes(config, out, in_).values())
+
+    @classmethod
+    def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
+        """The largest rank within `budget` stored numbers; SurgeryError where rank 1 does not fit."""
+        config = cls.resolve(config, out, in_)
+        if config.rank == "full":
+            return replace(config, rank=cls.full_rank(config, out, in_))
+        if config.rank is not None:
+            return replace(config, rank=min(config.rank, cls.full_rank(config, out, in_)))
+        size = lambda rank: cls.params(replace(config, rank=rank), out, in_)  # noqa: E731
+        # The size grows with the rank, so the number of ranks that fit is the largest rank.
+        rank = bisect.bisect_right(range(1, cls.full_rank(config, out, in_) + 1), budget, key=size)
+        if rank < 1:
+            raise SurgeryError(
+                f"{config} cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
+                f"rank 1 already stores {size(1):,}; raise keep to {size(1) / (out * in_):.3f} or more"
+            )
+        return replace(config, rank=rank)
+
+    def cost(self) -> Cost:
+        return Cost(sum(getattr(self, n).numel() for n in self.core_names()), self.macs())
+
+    def core_names(self) -> list[str]:
+        return list(self.shapes(self.config, self.out_features, self.in_features))
+
+    def reset_parameters(self) -> None:
+        """muP initialisation, for training from scratch."""
+        for name, scale in self.mup().items():
+            nn.init.normal_(getattr(self, name), std=scale.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    @torch.no_grad()
+    def from_cores(cls, config: Any, out: int, in_: int, cores: dict[str, Tensor]) -> StructuredLinear:
+        """A module without bias holding these cores."""
+        linear = cls(in_, out, config, bias=False, device="meta")
+        for name, core in cores.items():
+            expected = getattr(linear, name).shape
+            assert core.shape == expected, (config, name, tuple(core.shape), tuple(expected))
+            linear._parameters[name] = nn.Parameter(core.contiguous(), requires_grad=core.is_floating_point())
+        return linear
+
+    def dense(self) -> Tensor:
+        """B, (out, in), multiplied out."""
+        eye_II = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
+        return self.product(eye_II).mT
+
+    def product(self, x: Tensor) -> Tensor:
+        """B x without the bias; x (..., in)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, {self.config}"
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def ladder_ranks(full: int, steps: int) -> list[int]:
+    """At most `steps` ranks from 1 to full, evenly spread, both ends included."""
+    stride = max(1, -(-full // steps))
+    return sorted({1, full, *range(stride, full + 1, stride)})
+
+
+def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Rescale so that column r of left and row r of right have one norm: rounds and trains better."""
+    ratio = right_RI.norm(dim=-1) / left_OR.norm(dim=-2).clamp_min(1e-30)
+    scale = torch.where(ratio > 1e-20, ratio, 1.0).sqrt()
+    return left_OR * scale.unsqueeze(-2), right_RI / scale.unsqueeze(-1)
+
+
+STRUCTURES: Registry[StructuredLinear] = Registry("structure", "surgery.structures")

@@ -1,0 +1,241 @@
+"""BTT, block tensor-train with two cores: W[b,c] = left[b,c] @ right[b,c] for every block.
+
+    b,c: block grid   a,d: block shape   s: block rank        out = b*a, in = c*d (padded up where they do not divide)
+
+Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 2022). Qiu et al. 2024,
+"Compute Better Spent", section 3.1. The product is two batched matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.structures.base import (
+    STRUCTURES,
+    MuP,
+    Rank,
+    StructureConfig,
+    StructuredLinear,
+    balanced,
+    ladder_ranks,
+)
+from surgery.structures.low_rank import leading_directions, tail_energies
+from surgery.structures.metric import Metric, symmetric_roots
+
+# Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
+SWEEP_NUMBERS = 2**25
+
+
+@dataclass(frozen=True)
+class BTT(StructureConfig):
+    """blocks: grid (b, c); "sqrt": about the square root of each dim, a divisor where there is one."""
+
+    name: ClassVar[str] = "btt"
+    blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
+    rank: Rank = None
+
+
+def btt_mvm(x_Ncd: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
+    """y[n, b] = sum_c left[b,c] (right[b,c] x[n, c]): (N, b, a)."""
+    z_Nbcs = torch.einsum("ncd,cdbs->nbcs", x_Ncd, right_cdbs)
+    return torch.einsum("nbcs,bcsa->nba", z_Nbcs, left_bcsa)
+
+
+def sqrt_blocks(n: int) -> int:
+    """The largest divisor of n up to sqrt(n); a dim without one near (a prime) is padded: round(sqrt(n))."""
+    divisor = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+    return divisor if divisor * 4 > math.isqrt(n) else round(n**0.5)
+
+
+def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    return F.pad(matrix, (0, columns - matrix.shape[-1], 0, rows - matrix.shape[-2]))
+
+
+@STRUCTURES.register(BTT)
+class BTTLinear(StructuredLinear):
+    """`weight` is left (b, c, s, a); right (c, d, b, s)."""
+
+    weight: Tensor
+    right: Tensor
+
+    @classmethod
+    def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        blocks = (sqrt_blocks(out), sqrt_blocks(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
+        for count, dim, side in zip(blocks, (out, in_), ("out", "in")):
+            if not 1 <= count <= dim:
+                raise SurgeryError(
+                    f"{config} cannot tile a matrix of out={out}, in={in_}: {count} blocks along {side}; "
+                    f"use 1 to {dim}, for example blocks: [4, 4]"
+                )
+        return replace(config, blocks=blocks)
+
+    @classmethod
+    def block_shape(cls, config: Any, out: int, in_: int) -> tuple[int, int]:
+        return -(-out // config.blocks[0]), -(-in_ // config.blocks[1])
+
+    @classmethod
+    def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        (b, c), (a, d), s = config.blocks, cls.block_shape(config, out, in_), config.rank
+        return {"weight": (b, c, s, a), "right": (c, d, b, s)}
+
+    @classmethod
+    def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        return min(cls.block_shape(config, out, in_))
+
+    @classmethod
+    def _blocks(cls, weight_OI: Tensor, config: Any) -> Tensor:
+        """(b, c, a, d) view of the zero-padded matrix."""
+        (b, c), (a, d) = config.blocks, cls.block_shape(config, *weight_OI.shape)
+        return padded(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
+
+    @classmethod
+    def _block_roots(cls, config: Any, out: int, in_: int, metric: Metric) -> tuple[Any, Any]:
+        """(G_bb^(1/2), inverse) as (b, 1, a, a) and (C_cc^(1/2), inverse) as (1, c, d, d), or None each."""
+        (b, c), (a, d) = config.blocks, cls.block_shape(config, out, in_)
+        g = c_roots = None
+        if metric.g_OO is not None:
+            g = [r[:, None] for r in symmetric_roots(diagonal_blocks(metric.g_OO, b, a))]
+        if metric.c_II is not None:
+            c_roots = [r[None] for r in symmetric_roots(diagonal_blocks(metric.c_II, c, d))]
+        return g, c_roots
+
+    @classmethod
+    def _whitened_blocks(cls, weight_OI: Tensor, config: Any, metric: Metric) -> tuple[Tensor, Any, Any]:
+        blocks_bcad = cls._blocks(weight_OI, config)
+        g, c_roots = cls._block_roots(config, *weight_OI.shape, metric)
+        m_bcad = blocks_bcad if g is None else g[0] @ blocks_bcad
+        return (m_bcad if c_roots is None else m_bcad @ c_roots[0]), blocks_bcad, g
+
+    @classmethod
+    def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Each block's best rank s in its own C_cc and G_bb (optimal if inputs of different blocks were
+        uncorrelated; the start that `refine` improves). Exact at full rank."""
+        if config.rank >= cls.full_rank(config, *weight_OI.shape) or metric is None:
+            metric = Metric()
+        m_bcad, blocks_bcad, g = cls._whitened_blocks(weight_OI, config, metric)
+        u_bcas = leading_directions(m_bcad, config.rank)
+        if g is None:
+            left_bcas, right_bcsd = balanced(u_bcas, u_bcas.mT @ blocks_bcad)
+        else:
+            left_bcas, right_bcsd = balanced(g[1] @ u_bcas, u_bcas.mT @ (g[0] @ blocks_bcad))
+        cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
+        return cls.from_cores(config, *weight_OI.shape, cores)
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        tail = cls.block_tails(weight_OI, config, metric)
+        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        return [(replace(config, rank=r), tail[r]) for r in ranks]
+
+    @classmethod
+    def block_tails(cls, weight_OI: Tensor, config: Any, metric: Metric) -> list[float]:
+        """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
+        return tail_energies(cls._whitened_blocks(weight_OI, config, metric)[0]).sum((0, 1)).tolist()
+
+    @torch.no_grad()
+    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
+        """One sweep of alternating least squares with the full C (and each row block's G_bb):
+        (a) all left of a row block jointly, given right; (b) each right block given the rest."""
+        (b, c), s = self.config.blocks, self.config.rank
+        a, d = self.block_shape(self.config, self.out_features, self.in_features)
+        if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
+            return False
+        c_II = padded(metric.c_II, c * d, c * d)
+        target_baI = padded(weight_OI, b * a, c * d).view(b, a, c * d)
+        g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
+        for rows in row_groups(b, c * d * c * s + a * c * d):
+            sweep(
+                self.weight.data[rows],
+                self.right.data[:, :, rows],
+                target_baI[rows] @ c_II,
+                c_II,
+                None if g_baa is None else g_baa[rows],
+            )
+        left, right = balanced(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
+        self.weight.data.copy_(left.mT)
+        self.right.data.copy_(right.permute(1, 3, 0, 2))
+        return True
+
+    def product(self, x: Tensor) -> Tensor:
+        (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
+        if c * d != self.in_features:
+            x = F.pad(x, (0, c * d - self.in_features))
+        y_Nba = btt_mvm(x.reshape(-1, c, d), self.right, self.weight)
+        return y_Nba.reshape(*x.shape[:-1], b * a)[..., : self.out_features]
+
+    def dense(self) -> Tensor:
+        blocks_bacd = torch.einsum("cdbs,bcsa->bacd", self.right, self.weight)
+        b, a, c, d = blocks_bacd.shape
+        return blocks_bacd.reshape(b * a, c * d)[: self.out_features, : self.in_features]
+
+    def macs(self) -> int:
+        return self.weight.numel() + self.right.numel()
+
+    def mup(self) -> dict[str, MuP]:
+        (b, c, s, a), d = self.weight.shape, self.right.shape[1]
+        return {"right": MuP(d, b * s), "weight": MuP(c * s, a)}
+
+
+def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
+    """(count, size, size): the diagonal blocks of a matrix, or of one given by its diagonal (O,), padded with
+    the mean of the diagonal."""
+    n, diagonal = matrix.shape[0], matrix if matrix.dim() == 1 else matrix.diagonal()
+    if matrix.dim() == 1:
+        whole_n = F.pad(diagonal, (0, count * size - n), value=float(diagonal.mean()))
+        return torch.diag_embed(whole_n.view(count, size))
+    whole = padded(matrix, count * size, count * size)
+    whole.diagonal()[n:] = diagonal.mean()
+    return torch.stack([whole[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
+
+
+def row_groups(b: int, numbers_each: int) -> Iterator[slice]:
+    size = max(1, SWEEP_NUMBERS // numbers_each)
+    return (slice(start, min(b, start + size)) for start in range(0, b, size))
+
+
+def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """matrix^-1 rhs for (batches of) positive semidefinite matrices, with a rounding-sized ridge."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
+    ridged = matrix.clone()
+    ridged.diagonal(dim1=-2, dim2=-1).add_(1e-6 * mean)
+    factor, failed = torch.linalg.cholesky_ex(ridged)
+    if bool(failed.any()):  # hopelessly conditioned: the least-norm answer
+        return torch.linalg.pinv(ridged, hermitian=True) @ rhs
+    return torch.cholesky_solve(rhs, factor)
+
+
+def sweep(left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, g_baa: Tensor | None) -> None:
+    """One alternation over a group of row blocks, in place. wc_baI = W C.
+
+    (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
+    (b) right = (L^T G L)^-1 L^T G (E C)[:, c] C_cc^-1 with E the residual without this block.
+    """
+    b, c, s, a = left_bcsa.shape
+    d = right_cdbs.shape[1]
+    cr_Ibcs = torch.einsum("icd,cdbs->ibcs", c_II.view(-1, c, d), right_cdbs)
+    gram_bcset = torch.einsum("cdbs,cdbet->bcset", right_cdbs, cr_Ibcs.view(c, d, b, c, s))
+    rhs_bcsa = torch.einsum("bacd,cdbs->bcsa", wc_baI.view(b, a, c, d), right_cdbs)
+    gram_bXX, rhs_bXa = gram_bcset.reshape(b, c * s, c * s), rhs_bcsa.reshape(b, c * s, a)
+    left_bcsa.copy_(solve_spd(gram_bXX, rhs_bXa).view(b, c, s, a))
+
+    left_bacs = left_bcsa.permute(0, 3, 1, 2)
+    fit_Ibcs = cr_Ibcs.permute(1, 2, 3, 0).reshape(b, c * s, c * d)
+    ec_baI = wc_baI - left_bacs.reshape(b, a, c * s) @ fit_Ibcs
+    for j in range(c):
+        columns = slice(j * d, (j + 1) * d)
+        c_dd = c_II[columns, columns]
+        left_bas = left_bacs[:, :, j]
+        weighted_bsa = left_bas.mT if g_baa is None else left_bas.mT @ g_baa
+        gradient_bsd = weighted_bsa @ ec_baI[:, :, columns]
+        step_bsd = solve_spd(weighted_bsa @ left_bas, gradient_bsd)
+        step_dbs = solve_spd(c_dd, step_bsd.permute(2, 0, 1).reshape(d, b * s)).view(d, b, s)
+        ec_baI -= left_bas @ (step_dbs.permute(1, 2, 0) @ c_II[columns])
+        right_cdbs[j] += step_dbs

@@ -1,0 +1,136 @@
+"""Kronecker: W = sum_k A_k (x) B_k, that is W[b,c] = sum_k left[k,b,c] right[k] for every block.
+
+    b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d (padded up)
+
+The rearranged matrix (Van Loan & Pitsianis 1993) turns the sum into rank r, so a plain fit is one SVD.
+Its product costs more than its storage: r (c d a + b c a) multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, balanced, ladder_ranks
+from surgery.structures.btt import BTTLinear, padded
+from surgery.structures.low_rank import leading_directions, tail_energies
+from surgery.structures.metric import Metric
+
+
+@dataclass(frozen=True)
+class Kronecker(StructureConfig):
+    """blocks: shape (b, c) of the left factor; "sqrt" as in BTT. rank: the number of terms."""
+
+    name: ClassVar[str] = "kronecker"
+    blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
+    rank: Rank = None
+
+
+def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
+    """`steps` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
+    x, residual = start, rhs - apply(start)
+    direction, square = residual, float((residual * residual).sum())
+    for _ in range(steps):
+        if square <= 1e-30:
+            break
+        image = apply(direction)
+        curvature = float((direction * image).sum())
+        if curvature <= 0:  # rounding has eaten the direction
+            break
+        x = x + (square / curvature) * direction
+        residual = residual - (square / curvature) * image
+        square, before = float((residual * residual).sum()), square
+        direction = residual + (square / before) * direction
+    return x
+
+
+@STRUCTURES.register(Kronecker)
+class KroneckerLinear(StructuredLinear):
+    """`weight` is left (r, b, c), right (r, a, d)."""
+
+    weight: Tensor
+    right: Tensor
+
+    @classmethod
+    def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        return BTTLinear.resolve(config, out, in_)
+
+    @classmethod
+    def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        (b, c), (a, d), r = config.blocks, BTTLinear.block_shape(config, out, in_), config.rank
+        return {"weight": (r, b, c), "right": (r, a, d)}
+
+    @classmethod
+    def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, out, in_)
+        return min(b * c, a * d)
+
+    @classmethod
+    def _rearranged(cls, weight_OI: Tensor, config: Any) -> Tensor:
+        """(b c, a d): one row a block."""
+        (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, *weight_OI.shape)
+        return padded(weight_OI, b * a, c * d).view(b, a, c, d).transpose(1, 2).reshape(b * c, a * d)
+
+    @classmethod
+    def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Optimal in the Frobenius norm only (the rearrangement does not commute with C); `refine` then
+        descends in the metric. Exact at full rank."""
+        rows_XY = cls._rearranged(weight_OI, config)
+        u_Xr = leading_directions(rows_XY, config.rank)
+        left_Xr, right_rY = balanced(u_Xr, u_Xr.mT @ rows_XY)
+        shapes = cls.shapes(config, *weight_OI.shape)
+        cores = {"weight": left_Xr.mT.reshape(shapes["weight"]), "right": right_rY.reshape(shapes["right"])}
+        return cls.from_cores(config, *weight_OI.shape, cores)
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        tail = tail_energies(cls._rearranged(weight_OI, config))
+        share = (tail / tail[0].clamp_min(1e-30) * metric.square(weight_OI)).tolist()
+        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        return [(replace(config, rank=r), share[r]) for r in ranks]
+
+    @torch.no_grad()
+    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
+        """Conjugate gradients on left given right, then on right given left, with the full C and G."""
+        if metric.c_II is None or self.config.rank >= self.full_rank(self.config, *weight_OI.shape):
+            return False
+        target = metric.apply(weight_OI)
+
+        def solve(core: Tensor, put: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor]) -> None:
+            def normal(x: Tensor) -> Tensor:
+                return take(self._rearranged(metric.apply(put(x)), self.config))
+
+            core.copy_(conjugate_gradient(normal, take(self._rearranged(target, self.config)), core.clone(), steps=6))
+
+        left, right = self.weight.data, self.right.data
+        solve(left, lambda x: self._assemble(x, right), lambda m: (m @ right.flatten(1).mT).mT.view_as(left))
+        solve(right, lambda x: self._assemble(left, x), lambda m: (left.flatten(1) @ m).view_as(right))
+        return True
+
+    def _assemble(self, left_rbc: Tensor, right_rad: Tensor) -> Tensor:
+        (_, b, c), (_, a, d) = left_rbc.shape, right_rad.shape
+        blocks_bcad = (left_rbc.flatten(1).mT @ right_rad.flatten(1)).view(b, c, a, d)
+        return blocks_bcad.transpose(1, 2).reshape(b * a, c * d)[: self.out_features, : self.in_features]
+
+    def dense(self) -> Tensor:
+        return self._assemble(self.weight, self.right)
+
+    def product(self, x: Tensor) -> Tensor:
+        (_, b, c), (_, a, d) = self.weight.shape, self.right.shape
+        x = F.pad(x, (0, c * d - self.in_features)) if c * d != self.in_features else x
+        z_Ncka = torch.einsum("ncd,kad->ncka", x.reshape(-1, c, d), self.right)
+        y_Nba = torch.einsum("ncka,kbc->nba", z_Ncka, self.weight)
+        return y_Nba.reshape(*x.shape[:-1], b * a)[..., : self.out_features]
+
+    def macs(self) -> int:
+        (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
+        return r * (c * d * a + b * c * a)
+
+    def mup(self) -> dict[str, MuP]:
+        (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
+        return {"right": MuP(d, r * a), "weight": MuP(r * c, b)}

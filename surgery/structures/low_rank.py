@@ -1,0 +1,100 @@
+"""Low rank: B = left @ right, left (O, R), right (R, I).
+
+Optimal in the metric (Eckart-Young on the whitened matrix): with M = G^(1/2) W C^(1/2) and U its leading
+left singular vectors, B = G^(-1/2) U U^T G^(1/2) W. U comes from eigh of the smaller Gram matrix of M.
+Input whitening: SVD-LLM (Wang et al. 2024), CorDA; two-sided: K-FAC-weighted SVD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.structures.base import (
+    STRUCTURES,
+    MuP,
+    Rank,
+    StructureConfig,
+    StructuredLinear,
+    balanced,
+    ladder_ranks,
+)
+from surgery.structures.metric import Metric
+
+
+@dataclass(frozen=True)
+class LowRank(StructureConfig):
+    name: ClassVar[str] = "low_rank"
+    rank: Rank = None
+
+
+def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
+    """Orthonormal (..., O, rank): the leading left singular vectors of m, from the smaller Gram's eigh.
+
+    Squaring costs precision only among directions whose singular values are below 3e-4 of the largest;
+    what counts for the projection is that the columns are orthonormal, which QR guarantees.
+    """
+    if m_OI.shape[-2] <= m_OI.shape[-1]:
+        return torch.linalg.eigh(m_OI @ m_OI.mT)[1][..., -rank:].flip(-1)
+    v_IR = torch.linalg.eigh(m_OI.mT @ m_OI)[1][..., -rank:].flip(-1)
+    return torch.linalg.qr(m_OI @ v_IR)[0]
+
+
+def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
+    """left_OR, right_RI of the best rank-R approximation in the metric; exact at full rank."""
+    if rank >= min(weight_OI.shape):
+        metric = Metric()  # every metric agrees there, and the plain one rounds least
+    u_OR = leading_directions(metric.whiten(weight_OI), rank)
+    return balanced(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
+
+
+def tail_energies(m_OI: Tensor) -> Tensor:
+    """tail[..., r] = sum of squared singular values beyond the first r, r = 0..min(O, I)."""
+    gram = m_OI @ m_OI.mT if m_OI.shape[-2] <= m_OI.shape[-1] else m_OI.mT @ m_OI
+    energies = torch.linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
+    tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
+    return tail.flip(-1)
+
+
+@STRUCTURES.register(LowRank)
+class LowRankLinear(StructuredLinear):
+    """y = left (right x). `weight` is left, stored (1, O, R); right (R, I)."""
+
+    weight: Tensor
+    right: Tensor
+
+    @classmethod
+    def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (1, out, config.rank), "right": (config.rank, in_)}
+
+    @classmethod
+    def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        return min(out, in_)
+
+    @classmethod
+    def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
+        return cls.from_cores(config, *weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        tail = tail_energies(metric.whiten(weight_OI)).tolist()
+        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        return [(replace(config, rank=r), tail[r]) for r in ranks]
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.right), self.weight[0])
+
+    def dense(self) -> Tensor:
+        return self.weight[0] @ self.right
+
+    def macs(self) -> int:
+        return self.weight.numel() + self.right.numel()
+
+    def mup(self) -> dict[str, MuP]:
+        rank = self.config.rank
+        return {"right": MuP(self.in_features, rank), "weight": MuP(rank, self.out_features)}

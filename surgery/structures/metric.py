@@ -1,0 +1,93 @@
+"""The metric of a projection: min tr(G (W - B) C (W - B)^T).
+
+C_II is the second moment of the inputs, E[x x^T]; G_OO weighs output directions, E[g g^T] with g the
+gradient of the loss at the output (the Fisher, or Gauss-Newton, factor of K-FAC: Martens & Grosse 2015,
+eq. 13). With both, half the value is the expected rise of the loss in nats per token, to second order;
+with C alone it is the mean squared output error; with neither, the squared Frobenius norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def damped(moment_II: Tensor, damping: float) -> Tensor:
+    """C + damping * mean(diag C) I: a direction that the calibration text never showed still counts."""
+    out = moment_II.clone()
+    scale = moment_II.diagonal().mean()
+    # A moment of nothing (a dead input) leaves only the identity, so that no direction is free.
+    out.diagonal().add_(damping * scale if float(scale) > 0 else 1.0)
+    return out
+
+
+def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """C^(1/2) and C^(-1/2) by eigh, of (a batch of) positive semidefinite matrices; eigenvalues below
+    float32 rounding of the largest are raised to it."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
+    root = values.sqrt().unsqueeze(-2)
+    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
+
+
+def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
+    """T, T^-1 with T^T T = G, by Cholesky: any root serves on the output side, and O can be wide."""
+    lower, failed = torch.linalg.cholesky_ex(gram_OO)
+    if bool(failed):
+        return symmetric_roots(gram_OO)
+    eye = torch.eye(len(gram_OO), dtype=gram_OO.dtype, device=gram_OO.device)
+    return lower.mT, torch.linalg.solve_triangular(lower.mT, eye, upper=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """c_II: (already damped) input second moment or None.
+    g_OO: output Gram (damped), or its diagonal alone as (O,), or None."""
+
+    c_II: Tensor | None = None
+    g_OO: Tensor | None = None
+
+    @cached_property
+    def c_roots(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.c_II is None else symmetric_roots(self.c_II)
+
+    @cached_property
+    def g_roots(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.g_OO is None or self.g_OO.dim() == 1 else output_roots(self.g_OO)
+
+    def weigh(self, matrix_OX: Tensor) -> Tensor:
+        """T X with T^T T = G."""
+        if self.g_OO is None:
+            return matrix_OX
+        return self.g_OO.sqrt()[:, None] * matrix_OX if self.g_roots is None else self.g_roots[0] @ matrix_OX
+
+    def unweigh(self, matrix_OX: Tensor) -> Tensor:
+        """T^-1 X."""
+        if self.g_OO is None:
+            return matrix_OX
+        return matrix_OX / self.g_OO.sqrt()[:, None] if self.g_roots is None else self.g_roots[1] @ matrix_OX
+
+    def whiten(self, weight_OI: Tensor) -> Tensor:
+        """T W C^(1/2): its Frobenius norm is the metric's norm of W."""
+        weighed_OI = self.weigh(weight_OI)
+        return weighed_OI if self.c_roots is None else weighed_OI @ self.c_roots[0]
+
+    def apply(self, weight_OI: Tensor) -> Tensor:
+        """G W C, the gradient of half the squared norm."""
+        if self.g_OO is not None:
+            weight_OI = self.g_OO[:, None] * weight_OI if self.g_OO.dim() == 1 else self.g_OO @ weight_OI
+        return weight_OI if self.c_II is None else weight_OI @ self.c_II
+
+    @torch.no_grad()
+    def square(self, weight_OI: Tensor) -> float:
+        """tr(G W C W^T)."""
+        return float((self.apply(weight_OI) * weight_OI).sum(dtype=torch.float64))
+
+    @torch.no_grad()
+    def error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
+        """Relative error ||target - approx|| / ||target|| in this metric."""
+        whole = self.square(target_OI)
+        return (max(self.square(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0

@@ -1,0 +1,89 @@
+"""Monarch: BTT of block rank one (Dao et al. 2022, "Monarch", section 3.1).
+
+A block-diagonal matrix, a transposition, another block-diagonal matrix; in block form every a x d block
+is an outer product, so 1/a + 1/d of the numbers are kept and a budget chooses the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.structures.base import STRUCTURES, StructureConfig
+from surgery.structures.btt import BTTLinear
+from surgery.structures.metric import Metric
+
+
+@dataclass(frozen=True)
+class Monarch(StructureConfig):
+    """blocks: grid (b, c); "budget": the grid of squarest blocks that fills the budget; "sqrt" as in BTT.
+
+    rank: 1, or "full" for blocks one row high, which hold any matrix.
+    """
+
+    name: ClassVar[str] = "monarch"
+    blocks: tuple[int, int] | Literal["budget", "sqrt"] = "budget"
+    rank: Literal["full"] | int | None = None
+
+
+@STRUCTURES.register(Monarch)
+class MonarchLinear(BTTLinear):
+    """As BTTLinear with s = 1."""
+
+    @classmethod
+    def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        if config.rank == "full":
+            return replace(config, blocks=(out, 1), rank=1)
+        if config.rank not in (None, 1):
+            raise SurgeryError(
+                f"{config}: a monarch block has rank 1 (or rank: full); give blocks, or use structure btt for rank {config.rank}"
+            )
+        if config.blocks == "budget":
+            return replace(config, rank=1)
+        return replace(super().resolve(config, out, in_), rank=1)
+
+    @classmethod
+    def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
+        config = cls.resolve(config, out, in_)
+        if config.blocks != "budget":
+            return config
+        grids = [replace(config, blocks=grid) for grid in grids_of(out, in_)]
+        fitting = [g for g in grids if cls.params(g, out, in_) <= budget]
+        if not fitting:
+            least = min(cls.params(g, out, in_) for g in grids)
+            raise SurgeryError(
+                f"monarch cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
+                f"its smallest grid stores {least:,}; raise keep to {least / (out * in_):.3f} or more"
+            )
+        return max(fitting, key=lambda g: (cls.params(g, out, in_), -_lopsided(g, out, in_)))
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        out, in_ = weight_OI.shape
+        config = cls.resolve(config, out, in_)
+        grids = grids_of(out, in_) if config.blocks == "budget" else [config.blocks]
+        by_size: dict[int, Any] = {}  # of equally large grids the squarest
+        for option in sorted((replace(config, blocks=g) for g in grids), key=lambda o: -_lopsided(o, out, in_)):
+            by_size[cls.params(option, out, in_)] = option
+        chosen = [by_size[size] for size in sorted(by_size) if size <= out * in_]
+        stride = max(1, len(chosen) // steps)
+        return [(o, cls.block_tails(weight_OI, o, metric)[1]) for o in chosen[::stride]]
+
+
+def block_sizes(n: int) -> list[int]:
+    """Sizes of 2 or more that divide n; where none up to 8 does (a prime), small ones that need padding."""
+    sizes = [k for k in range(2, n + 1) if n % k == 0]
+    return sizes if sizes and sizes[0] <= 8 else [*range(2, min(n, 17)), *sizes]
+
+
+def grids_of(out: int, in_: int) -> list[tuple[int, int]]:
+    """Block grids (b, c), blocks at least 2 x 2: smaller ones save nothing."""
+    return [(-(-out // a), -(-in_ // d)) for a in block_sizes(out) for d in block_sizes(in_)]
+
+
+def _lopsided(config: Any, out: int, in_: int) -> float:
+    a, d = BTTLinear.block_shape(config, out, in_)
+    return max(a / d, d / a)
