@@ -11,4 +11,8 @@ _root = Path(__file__).resolve().parents[1]
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
+from surgery.checkpoint import register  # noqa: E402
+
+register()
+
 __all__ = ["__version__"]

@@ -1,2 +1,75 @@
-def quantization_table(table): return {"quant_method":"surgery","modules":table}
-def write_shims(*a): pass
+"""A native Hugging Face checkpoint: the table of stand-ins is the config's `quantization_config`, and a
+registered quantizer puts them in place on the meta device, before transformers loads the weights.
+
+After loading nothing of a quantised model is left but the table, so that half(), float(), Trainer,
+save_pretrained and deepcopy treat the model as the ordinary one it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.hooks import after_import
+
+METHOD = "surgery"
+SHIM = "surgery_shim.py"
+SHIM_TEXT = '''"""Opens this checkpoint, whose weights are structured, with the package transformer-surgery."""
+
+try:
+    from surgery.shims import *  # noqa: F403
+except ImportError as error:
+    raise ImportError("this checkpoint needs `pip install transformer-surgery`") from error
+'''
+
+
+def register() -> None:
+    """Make transformers and peft know us, now or when they are imported."""
+    after_import("transformers.quantizers.auto", _register_quantizer)
+    after_import("peft.tuners.lora.model", _register_lora)
+
+
+def _register_lora() -> None:
+    from surgery.lora import register_lora
+
+    register_lora()
+
+
+def _register_quantizer() -> None:
+    import transformers.quantizers.auto as auto
+
+    if METHOD in auto.AUTO_QUANTIZER_MAPPING:
+        return
+    from surgery.quantizer import SurgeryConfig, SurgeryQuantizer
+
+    auto.register_quantization_config(METHOD)(SurgeryConfig)
+    auto.register_quantizer(METHOD)(SurgeryQuantizer)
+
+
+def quantization_table(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The config's entry: what stands at which path."""
+    from surgery.version import __version__
+
+    return {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+
+
+def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Path -> entry of a converted checkpoint's config.json; SurgeryError where there is none."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")
+    modules = quantization.get("modules")
+    if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
+        raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
+    return modules
+
+
+def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
+    """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config."""
+    from surgery.shims import AUTO_CLASSES, auto_class
+
+    serving = [name for name in AUTO_CLASSES if type(model.config) in auto_class(name)._model_mapping]
+    module = SHIM.removesuffix(".py")
+    config["auto_map"] = {name: f"{module}.Shim{name}" for name in ("AutoConfig", *serving)}
+    (folder / SHIM).write_text(SHIM_TEXT, encoding="utf-8")

@@ -1,0 +1,282 @@
+"""Text to learn from and to be asked about, all of it invented here: short stories, facts, lists, needles.
+
+Three kinds of document, each a pure function of a random generator:
+
+    Story: ...                        a little world (people, things, places) and what happens in it
+    Story: ... with codes hidden ...  the same, with "The code of the red lantern is 7 3." here and there,
+                                      and at the end "Question: What is the code of the red lantern?
+                                      Answer: 7 3." : a needle in a haystack
+    List: ...                         facts without a story, and questions about them
+
+Codes, capitals and the like are drawn afresh for each document, so only the context can answer a question.
+Every draw uses `Random.random()` alone, the one method whose sequence Python promises to keep: the same
+seed gives the same bytes on every version of Python. No torch, no tokenizer: lengths are counted by
+whatever `count` function is passed in (default: words, digits and punctuation marks).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
+
+from surgery.recipes.papers.lexicon import ENDINGS, EVENTS, OPENINGS, WORDS
+
+T = TypeVar("T")
+Count = Callable[[str], int]
+
+END = "<|endoftext|>"
+# What the tokenizer cuts text into before it merges bytes: a word, a digit or a mark, each with its space.
+PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
+_PIECE = re.compile(PIECE)
+
+HELDOUT_SEED, CALIBRATION_SEED = 20_001, 20_002
+HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 96_000, 64_000
+
+
+def _pick(rng: Random, options: Sequence[T]) -> T:
+    return options[int(rng.random() * len(options))]
+
+
+def _skewed(rng: Random, options: Sequence[T]) -> T:
+    """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
+    return options[int(rng.random() ** 2 * len(options))]
+
+
+def _between(rng: Random, low: int, high: int) -> int:
+    """An integer from low to high, both included, uniform in its logarithm: as many short as long ones."""
+    return min(high, int(low * ((high + 1) / low) ** rng.random()))
+
+
+class World:
+    """The people of one story, what they hold and what lies hidden; `world[slot]` fills a template's slot."""
+
+    def __init__(self, rng: Random):
+        self.rng = rng
+        self.people: list[dict[str, str]] = []
+        self.holds: dict[str, list[str]] = {}
+        self.hidden: list[tuple[str, str]] = []
+        self.slots: dict[str, str] = {}
+
+    def __getitem__(self, slot: str) -> str:
+        if slot not in self.slots:
+            self.slots[slot] = _skewed(self.rng, WORDS[slot.rstrip("2")])
+        return self.slots[slot]
+
+    def tell(self, templates: Sequence[str]) -> str:
+        return " " + _pick(self.rng, templates).format_map(self)
+
+    def person(self) -> str:
+        """Introduces somebody new: the sentence that does so."""
+        girl = self.rng.random() < 0.5
+        names = [name for name in WORDS["girl" if girl else "boy"] if name not in self.holds]
+        someone = {
+            "A": _pick(self.rng, names),
+            "he": "she" if girl else "he",
+            "home": _pick(self.rng, WORDS["place"]),
+        }
+        someone["own"] = _pick(self.rng, WORDS["role"])
+        self.people.append(someone)
+        self.holds[someone["A"]] = []
+        self.slots = {**someone, "role": someone["own"]}
+        return self.tell(OPENINGS)
+
+    def cast(self) -> None:
+        """Chooses who acts next (A) and who else is there (B); the other slots are fresh."""
+        first = int(self.rng.random() * len(self.people))
+        second = (first + 1 + int(self.rng.random() * (len(self.people) - 1))) % len(self.people)
+        self.slots = dict(self.people[first])
+        self.slots["B"] = self.people[second]["A"]
+
+    def event(self) -> str:
+        """One thing that happens, among those that can: a sentence or two, and the world is changed."""
+        self.cast()
+        mine = self.holds[self.slots["A"]]
+        kinds = ["walk", "mood", "talk", "meal", "sight", "find"]
+        kinds += ["give", "hide", "recall"] * bool(mine) + ["where", "where", "fetch"] * bool(self.hidden)
+        kind = _pick(self.rng, kinds)
+        if kind in ("give", "hide", "recall"):
+            self.slots["mine"] = _pick(self.rng, mine)
+        elif kind in ("where", "fetch"):
+            self.slots["hidden"], self.slots["where"] = _pick(self.rng, self.hidden)
+        elif kind == "find":
+            self.slots["new"] = f"{_skewed(self.rng, WORDS['adjective'])} {_skewed(self.rng, WORDS['thing'])}"
+        if kind == "hide":
+            self.slots["where"] = _pick(self.rng, WORDS["spot"])
+        text = self.tell(EVENTS[kind])
+        self._change(kind)
+        return text
+
+    def _change(self, kind: str) -> None:
+        """Applies an event's effect: things change hands, are hidden, and are found again."""
+        slots, mine = self.slots, self.holds[self.slots["A"]]
+        if kind == "find":
+            mine.append(slots["new"])
+        elif kind == "give":
+            mine.remove(slots["mine"])
+            self.holds[slots["B"]].append(slots["mine"])
+        elif kind == "hide":
+            mine.remove(slots["mine"])
+            self.hidden.append((slots["mine"], slots["where"]))
+        elif kind == "fetch":
+            self.hidden.remove((slots["hidden"], slots["where"]))
+            mine.append(slots["hidden"])
+
+    def ending(self) -> str:
+        self.cast()
+        self.slots["mine"] = (self.holds[self.slots["A"]] or ["secret"])[0]
+        return self.tell(ENDINGS)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that only the context can tell: how it is stated, and how one asks for it."""
+
+    statement: str  # " The code of the red lantern is 7 3."
+    question: str  # "What is the code of the red lantern?"
+    answer: str  # " 7 3"
+
+    @property
+    def prompt(self) -> str:
+        return f"\nQuestion: {self.question} Answer:"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context with a question at its end, and the answer that should follow (it begins with its space)."""
+
+    prompt: str
+    answer: str
+
+
+def count_pieces(text: str) -> int:
+    """How many words, digits and punctuation marks: a little under the number of tokens."""
+    return len(_PIECE.findall(text))
+
+
+def _fact(subject: str, value: str) -> Fact:
+    return Fact(f" The {subject} is {value}.", f"What is the {subject}?", f" {value}")
+
+
+def _invented(rng: Random) -> str:
+    """A name of two syllables that means nothing, like Zelmor."""
+    first = _pick(rng, WORDS["first"])
+    return first + _pick(rng, WORDS["second"])
+
+
+def code_facts(rng: Random, n: int) -> list[Fact]:
+    """n codes of two digits for n different things; half the others share a word with the first one."""
+    keys: dict[tuple[str, str], None] = {}
+    while len(keys) < n:
+        key = (_pick(rng, WORDS["adjective"]), _pick(rng, WORDS["thing"]))
+        if keys and (shared := rng.random()) < 0.5:
+            first = next(iter(keys))
+            key = (first[0], key[1]) if shared < 0.25 else (key[0], first[1])
+        keys[key] = None
+    values: dict[str, None] = {}
+    while len(values) < n:
+        values[f"{int(rng.random() * 10)} {int(rng.random() * 10)}"] = None
+    return [_fact(f"code of the {' '.join(key)}", value) for key, value in zip(keys, values)]
+
+
+def mixed_facts(rng: Random, n: int) -> list[Fact]:
+    """n facts of one kind, codes most often; subjects differ, and values differ where they are codes."""
+    kind = rng.random()
+    if kind < 0.6:
+        return code_facts(rng, n)
+    subjects: dict[str, None] = {}
+    while len(subjects) < min(n, len(WORDS["girl"])):
+        subjects[
+            "capital of " + _invented(rng) if kind < 0.8 else "favorite color of " + _pick(rng, WORDS["girl"])
+        ] = None
+    return [_fact(s, _invented(rng) if kind < 0.8 else _pick(rng, WORDS["adjective"][:12])) for s in subjects]
+
+
+def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
+    """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
+    world, sentences = World(rng), []
+    while True:
+        text = world.person() if len(world.people) < 2 or rng.random() < 0.03 else world.event()
+        length -= count(text)
+        if length < 0:
+            return sentences
+        sentences.append(text)
+        if ends and length < 24:
+            return [*sentences, world.ending()]
+
+
+def bury(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
+    """The story with each fact said at its depth: 0 before the first sentence, 1 after the last."""
+    order = sorted(range(len(facts)), key=lambda i: depths[i])
+    gaps = {i: min(len(sentences), int(depths[i] * (len(sentences) + 1))) for i in order}
+    lines = [[facts[i].statement for i in order if gaps[i] == gap] for gap in range(len(sentences) + 1)]
+    told = [line + sentences[gap : gap + 1] for gap, line in enumerate(lines)]
+    return "Story:" + "".join(text for line in told for text in line)
+
+
+def _asked(facts: list[Fact]) -> str:
+    return "".join(f"{fact.prompt}{fact.answer}." for fact in facts)
+
+
+def needle_question(
+    rng: Random, length: int, depth: float, distractors: int | None = None, count: Count = count_pieces
+) -> Question:
+    """A code hidden at `depth` (0 first sentence, 1 last) of a story, among codes of other things.
+
+    The prompt and its answer together are at most `length` by `count`, and less by one sentence at most.
+    distractors: how many other codes; by default one in 64 of the length, one at least and seven at most.
+    """
+    if not 0 <= depth <= 1:
+        raise ValueError(f"needle_question(depth={depth}): the depth is a share of the story, from 0 to 1")
+    others = min(7, max(1, length // 64)) if distractors is None else distractors
+    facts = code_facts(rng, 1 + others)
+    used = count("Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer)
+    if used > length:
+        raise ValueError(
+            f"needle_question(length={length}, distractors={others}): the facts alone take {used}"
+        )
+    # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
+    depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
+    return Question(bury(filler(rng, length - used, count), facts, depths) + facts[0].prompt, facts[0].answer)
+
+
+def needle_document(rng: Random, length: int, count: Count = count_pieces) -> str:
+    """A story of at most about `length` with facts hidden anywhere and up to four questions at its end."""
+    facts = mixed_facts(rng, _between(rng, 1, max(1, min(12, length // 32))))
+    asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
+    used = count(_asked(asked) + "".join(fact.statement for fact in facts)) + 2
+    return bury(filler(rng, length - used, count), facts, [rng.random() for _ in facts]) + _asked(asked)
+
+
+def list_document(rng: Random, most: int = 16) -> str:
+    """Two to `most` facts in a row, and questions about up to eight of them."""
+    facts = mixed_facts(rng, _between(rng, 2, most))
+    asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
+    return "List:" + "".join(fact.statement for fact in facts) + _asked(asked)
+
+
+def document(rng: Random) -> str:
+    """One document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
+    kind = rng.random()
+    if kind < 0.5:
+        return "Story:" + "".join(filler(rng, _between(rng, 80, 500), ends=True))
+    return needle_document(rng, _between(rng, 60, 800)) if kind < 0.83 else list_document(rng)
+
+
+def corpus(seed: int, characters: int) -> str:
+    """Documents, each ended by a line that says END, until the text has at least so many characters."""
+    rng, parts, size = Random(seed), [], 0
+    while size < characters:
+        parts.append(f"{document(rng)}\n{END}\n")
+        size += len(parts[-1])
+    return "".join(parts)
+
+
+def heldout() -> str:
+    """The text that conversions are measured on; its seed is never trained on."""
+    return corpus(HELDOUT_SEED, HELDOUT_CHARACTERS)
+
+
+def calibration() -> str:
+    """The text that conversions are calibrated on; another seed."""
+    return corpus(CALIBRATION_SEED, CALIBRATION_CHARACTERS)

@@ -1,0 +1,51 @@
+"""Running something once a heavy module has been imported, without importing it ourselves.
+
+`import surgery` must cost little, yet transformers and peft must know our modules as soon as they are used.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def after_import(name: str, act: Callable[[], None]) -> None:
+    """Call `act` now if module `name` is loaded, else right after it is."""
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[], None]):
+        self.name, self.act = name, act
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.act)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, act: Callable[[], None]):
+        self.loader, self.act = loader, act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.act()
+
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package and the like
+        return getattr(self.loader, name)

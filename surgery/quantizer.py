@@ -1,0 +1,83 @@
+"""What transformers calls while it loads a converted checkpoint. See checkpoint.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from surgery.checkpoint import METHOD
+from surgery.errors import SurgeryError
+from surgery.weights import empty_standin
+
+FORMAT = 1
+
+
+class SurgeryConfig(QuantizationConfigMixin):
+    """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias}."""
+
+    def __init__(self, modules: dict[str, Any] | None = None, format: int = FORMAT, surgery_version: str = "", **_: Any):
+        if format != FORMAT:
+            raise SurgeryError(
+                f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "
+                "pip install -U transformer-surgery"
+            )
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.format, self.surgery_version, self.modules = format, surgery_version, modules or {}
+
+
+class SurgeryQuantizer(HfQuantizer):
+    requires_calibration = False
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        """Stand-ins for the linears of the table, on meta, in the dtype the model is loaded in."""
+        if not self.pre_quantized:
+            raise SurgeryError("models are converted with `surgery convert`, not while they load")
+        modules = dict(model.named_modules())
+        missing = []
+        for path, spec in self.quantization_config.modules.items():
+            place = _place(model, path, modules)
+            if place is None:
+                missing.append(path)
+                continue
+            model.set_submodule(place, empty_standin(spec))
+        if len(missing) == len(self.quantization_config.modules) and missing:
+            raise SurgeryError(
+                f"{type(model).__name__} has none of the {len(missing)} linears of the checkpoint's table ({missing[0]}, ..)"
+            )
+
+    def postprocess_model(self, model: Any, **_: Any) -> Any:
+        """Leave an ordinary model that remembers its table."""
+        model.config.quantization_config = self.quantization_config
+        model.is_quantized = False
+        for name in ("hf_quantizer", "quantization_method"):
+            model.__dict__.pop(name, None)
+        # Shims lie beside the loaded files only; a copy saved from here would point at nothing.
+        if METHOD in str(getattr(model.config, "auto_map", "")):
+            del model.config.auto_map
+        return model
+
+
+def _place(model: Any, path: str, modules: dict[str, Any]) -> str | None:
+    """Where the table's path is in this class: as written, with the base model's prefix more or less, or
+    renamed since the checkpoint was written."""
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    for candidate in (path, path.removeprefix(prefix), prefix + path):
+        if candidate in modules:
+            return candidate
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [rule for rule in get_model_conversion_mapping(model) or [] if isinstance(rule, WeightRenaming)]
+    state = {f"{name}.weight": True for name in modules}
+    renamed = rename_source_key(f"{path}.weight", renamings, [], model.base_model_prefix, state)[0]
+    found = renamed.removesuffix(".weight")
+    return found if found in modules else None
