@@ -151,8 +151,7 @@ class Target:
     weight_OI: Tensor
     residual: bool
     k_OI: Tensor | None = None
-    plain: float = 0.0  # sum |W x0|^2
-    wanted: float = 0.0  # sum |y*|^2
+    energy: float = 0.0  # sum |y*|^2
 
     @property
     def shares(self) -> bool:
@@ -189,10 +188,9 @@ class Moments:
             if target.k_OI is None:
                 continue
             y_NO = x0_NI @ target.weight_OI.mT
-            target.plain += float(y_NO.square().sum(dtype=torch.float64))
             if target.residual and gap_NO is not None:
                 y_NO += gap_NO
-            target.wanted += float(y_NO.square().sum(dtype=torch.float64))
+            target.energy += float(y_NO.square().sum(dtype=torch.float64))
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def second(self) -> Tensor:
@@ -207,14 +205,13 @@ class Moments:
         assert self.cross_II is not None
         return target.weight_OI @ (self.cross_II / self.count)
 
-    def energies(self, name: str) -> tuple[float, float]:
-        """E|W x0|^2 and E|y*|^2."""
+    def energy(self, name: str) -> float:
+        """E|y*|^2."""
         target = self.targets[name]
         if target.k_OI is not None:
-            return target.plain / self.count, target.wanted / self.count
+            return target.energy / self.count
         assert self.original_II is not None
-        energy = Metric(self.original_II / self.count).square(target.weight_OI)
-        return energy, energy
+        return Metric(self.original_II / self.count).square(target.weight_OI)
 
     def nbytes(self) -> int:
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
@@ -228,13 +225,13 @@ class Check:
         self.metric = Metric(moments.second(), g_OO)
         self.k_OI = moments.cross(name)
         self.gk_OI = Metric(None, g_OO).apply(self.k_OI)
-        self.energy, self.wanted = moments.energies(name)
+        self.wanted = moments.energy(name)
 
     def loss(self, b_OI: Tensor) -> float:
         """<G B C, B> - 2 <G B, K>: the weighted squared error up to a constant."""
         return self.metric.square(b_OI) - 2 * float((b_OI * self.gk_OI).sum(dtype=torch.float64))
 
     def relative(self, b_OI: Tensor) -> float:
-        """sqrt(E|y* - B x|^2 / E|W x0|^2), unweighted."""
+        """sqrt(E|y* - B x|^2 / E|y*|^2), unweighted."""
         plain = Metric(self.metric.c_II).square(b_OI) - 2 * float((b_OI * self.k_OI).sum(dtype=torch.float64))
-        return (max(plain + self.wanted, 0.0) / max(self.energy, 1e-30)) ** 0.5
+        return (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5

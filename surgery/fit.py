@@ -22,9 +22,10 @@ WORTHWHILE = 1e-4
 
 @dataclass(frozen=True)
 class Record:
-    """What the report says of one matrix. Errors are relative to the original output, E|W x0|^2: `error` on
-    the rows it was fitted to, `held_out` on others, `start` of the closed form alone; without calibration
-    all are of the weights (Frobenius). refit: whether the target was moved to make up for layers below."""
+    """What the report says of one matrix. Errors are relative to the output it was to reproduce,
+    sqrt(E|y* - B x|^2 / E|y*|^2): `error` on the rows it was fitted to, `held_out` on others; `start` is the
+    closed form's in the metric of the fit. Without calibration they are of the weights (Frobenius).
+    refit: whether the target was moved to make up for the layers below."""
 
     name: str
     roles: list[str]

@@ -22,8 +22,9 @@ from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
-from surgery.shards import Entry, read_tensor
-from surgery.skeleton import Skeleton
+from surgery.errors import SurgeryError
+from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
+from surgery.skeleton import Skeleton, place
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
 from surgery.weights import SplitLinear, empty_standin, matrix_of, part_name, rows_of, spec_of
 
@@ -202,8 +203,6 @@ def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Ite
 
 def stored_dtype(skeleton: Skeleton, cut: Cut) -> torch.dtype:
     """Cores are stored in the dtype of the weight they replace."""
-    from surgery.shards import DTYPES
-
     return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
 
 
@@ -234,6 +233,8 @@ def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: tor
         heads = cuts[0].part.heads
         module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
         spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
+    # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
+    spec = {**spec, **({"file_name": base} if base != linear.path else {}), **({"transposed": True} if linear.transposed else {})}
     grafts.modules[linear.path], grafts.table[linear.path] = module, spec
     for name, tensor in module.state_dict().items():
         if name == "bias":
@@ -254,20 +255,29 @@ def _with_bias(cut: Cut, fitted: Fitted, bias: Tensor | None) -> nn.Module:
     return dense
 
 
-def reload_grafts(skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, Any], device: torch.device) -> Grafts:
+def reload_grafts(
+    skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+) -> Grafts:
     """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
     grafts = Grafts(table=done["table"], records=done["records"])
     for path, cuts in plan.of_layer(done["piece"]).items():
-        base, linear = file_name(skeleton, path), cuts[0].linear
-        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "bias": linear.bias}
-        module = empty_standin(spec).float()
-        for name, old in [*module.named_parameters(), *module.named_buffers()]:
-            tensor = read_tensor(piece[f"{base}.{name}"])
-            if path not in done["table"] and linear.transposed and name == "weight":
-                tensor = tensor.mT.contiguous()
-            tensor = (tensor.float() if tensor.is_floating_point() else tensor).to(device)
-            *parents, leaf = name.split(".")
-            owner = module.get_submodule(".".join(parents))
-            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(old, nn.Parameter) else tensor)
-        grafts.modules[path] = module
+        linear = cuts[0].linear
+        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "transposed": linear.transposed}
+        grafts.modules[path] = load_standin(spec, file_name(skeleton, path), piece, device)
     return grafts
+
+
+def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
+    """The module of a table entry with its tensors, float32."""
+    module = empty_standin(spec).float()
+    for name, tensor in module.state_dict().items():
+        info = tensors.get(f"{base}.{name}")
+        if info is None:
+            raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table names")
+        loaded = read_tensor(info)
+        if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
+            loaded = loaded.mT.contiguous()
+        if loaded.shape != tensor.shape:
+            raise SurgeryError(f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}")
+        place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+    return module

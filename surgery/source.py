@@ -69,6 +69,12 @@ def open_source(name: str, trust_remote_code: bool = False, weights: bool = True
     return Source(name, folder, config, tensors, commit)
 
 
+def open_converted(name: str, revision: str | None = None) -> Source:
+    """A checkpoint that `surgery convert` wrote, local or on the Hub."""
+    folder, commit = (Path(name), None) if Path(name).exists() else _download(name, True, revision)
+    return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
+
+
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():

@@ -62,12 +62,19 @@ class SplitLinear(nn.Module):
         y = torch.cat(ys, dim=-1)
         return y.flatten(-2) if self.heads else y
 
-    def dense(self) -> Tensor:
-        """(out, in), rows in the fused order."""
-        rows = [p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()]
+    def _fused(self, rows: list[Tensor]) -> Tensor:
         if not self.heads:
             return torch.cat(rows)
         return torch.cat([r.unflatten(0, (self.heads, -1)) for r in rows], dim=1).flatten(0, 1)
+
+    def dense(self) -> Tensor:
+        """(out, in), rows in the fused order."""
+        return self._fused([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
+
+    def fused_bias(self) -> Tensor | None:
+        """(out,), or None."""
+        biases = [part.bias for part in self.parts.values()]
+        return None if any(b is None for b in biases) else self._fused(biases)  # type: ignore[arg-type]
 
 
 def part_name(role: str) -> str:
@@ -80,7 +87,7 @@ def empty_standin(spec: dict[str, Any], device: str | torch.device = "meta", dty
     "bias": ..}, or {"structure": "split", "parts": {role: entry}, "heads": ..}."""
     from surgery.structures.base import config_from_dict
 
-    spec = dict(spec)
+    spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
         parts = {name: empty_standin(entry, device, dtype) for name, entry in spec["parts"].items()}
         sizes = tuple(entry["out_features"] for entry in spec["parts"].values())
@@ -94,6 +101,6 @@ def empty_standin(spec: dict[str, Any], device: str | torch.device = "meta", dty
 
 
 def spec_of(cut: Cut, config: StructureConfig | None) -> dict[str, Any]:
-    """The table's entry for one fitted cut."""
+    """The table's entry for one fitted cut (or part)."""
     structure = config.to_dict() if config is not None else {"structure": "dense"}
     return {**structure, "in_features": cut.in_, "out_features": cut.out, "bias": cut.linear.bias}

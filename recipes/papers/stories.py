@@ -28,7 +28,7 @@ Count = Callable[[str], int]
 END = "<|endoftext|>"
 # What the tokenizer cuts text into before it merges bytes: a word, a digit or a mark, each with its space.
 PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
-_PIECE = re.compile(PIECE)
+_PIECE = re.compile(re.escape(END) + "|" + PIECE)
 
 HELDOUT_SEED, CALIBRATION_SEED = 20_001, 20_002
 HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 96_000, 64_000
@@ -40,7 +40,7 @@ def _pick(rng: Random, options: Sequence[T]) -> T:
 
 def _skewed(rng: Random, options: Sequence[T]) -> T:
     """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
-    return options[int(rng.random() ** 2 * len(options))]
+    return options[int(len(options) * rng.random() * rng.random())]
 
 
 def _between(rng: Random, low: int, high: int) -> int:
@@ -149,9 +149,14 @@ class Question:
     answer: str
 
 
+def pieces(text: str) -> list[str]:
+    """The text cut as the tokenizer cuts it, END in one piece; joined again they are the text."""
+    return _PIECE.findall(text)
+
+
 def count_pieces(text: str) -> int:
     """How many words, digits and punctuation marks: a little under the number of tokens."""
-    return len(_PIECE.findall(text))
+    return len(pieces(text))
 
 
 def _fact(subject: str, value: str) -> Fact:

@@ -1,0 +1,131 @@
+"""How often a model finds a needle: greedy exact match, by length and depth.
+
+The questions come from the story generator: a code said once at some depth of a story, other codes
+around it, and the question at the end. One forward over the question with its answer is enough: greedy
+decoding gives the answer exactly when every answer token is the argmax given the ones before it.
+B batch, T tokens, N positions looked at.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from surgery.recipes.papers.stories import Question, needle_question
+
+LENGTHS = (64, 128, 256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class NeedleTable:
+    """Shares of right answers: `accuracy[i][j]` is for lengths[i] (tokens) and depths[j] (0 start, 1 end)."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+    accuracy: tuple[tuple[float, ...], ...]
+
+    @property
+    def errors(self) -> tuple[tuple[float, ...], ...]:
+        """Standard errors, from (k + 1) / (n + 2) right answers: not zero for a cell without a miss."""
+        n = self.samples
+        shares = [[(p * n + 1) / (n + 2) for p in row] for row in self.accuracy]
+        return tuple(tuple((p * (1 - p) / (n + 2)) ** 0.5 for p in row) for row in shares)
+
+    @property
+    def worst(self) -> float:
+        return min(min(row) for row in self.accuracy)
+
+    @property
+    def mean(self) -> float:
+        return sum(map(sum, self.accuracy)) / (len(self.lengths) * len(self.depths))
+
+    def markdown(self) -> str:
+        """A table in percent: one row for each length, one column for each depth."""
+        lines = [
+            ["length \\ depth", *(f"{depth:g}" for depth in self.depths)],
+            ["---"] * (len(self.depths) + 1),
+        ]
+        for length, row in zip(self.lengths, self.accuracy):
+            lines.append([str(length), *(f"{100 * share:.1f}" for share in row)])
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"errors": self.errors, "worst": self.worst, "mean": self.mean}
+
+
+def needle_accuracy(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 32,
+    seed: int = 0,
+    batch_size: int = 16,
+    device: str | torch.device | None = None,
+) -> NeedleTable:
+    """Asks `samples` questions at each length and depth; a question depends on seed, cell and number only.
+
+    model: any causal language model, `model(input_ids).logits` [B, T, vocabulary]; left in eval mode.
+    lengths: tokens of the question with its answer, at most (filled up to the last whole sentence).
+    device: where the questions go; by default where the model's first parameter is.
+    """
+    model.eval()
+    place = torch.device(device) if device is not None else next(model.parameters()).device
+    accuracy = []
+    for length in lengths:
+        row = []
+        for depth in depths:
+            asked = [encode(tokenizer, q) for q in questions(tokenizer, length, depth, samples, seed)]
+            right = sum(sum(score(model, batch, place)) for batch in _batches(asked, batch_size))
+            row.append(right / samples)
+        accuracy.append(tuple(row))
+    return NeedleTable(tuple(lengths), tuple(depths), samples, tuple(accuracy))
+
+
+def questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[Question]:
+    """The questions of one cell: the same for every model that shares the tokenizer, so scores are paired."""
+    room = length - tokenizer.num_special_tokens_to_add()
+    for index in range(samples):
+        rng = Random(f"needle {seed} {length} {depth} {index}")
+        yield needle_question(rng, room, depth, count=lambda text: len(_ids(tokenizer, text, False)))
+
+
+def encode(tokenizer: Any, question: Question) -> tuple[list[int], int]:
+    """The tokens of prompt and answer, and how many of them are the prompt's."""
+    whole = _ids(tokenizer, question.prompt + question.answer, True)
+    prompt = _ids(tokenizer, question.prompt, True)
+    same = next((i for i, (a, b) in enumerate(zip(whole, prompt)) if a != b), min(len(whole), len(prompt)))
+    return whole, same
+
+
+@torch.inference_mode()
+def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: torch.device) -> list[bool]:
+    """For each (tokens, prompt length): is every answer token the argmax? Padded right, so without a mask."""
+    longest = max(len(ids) for ids, _ in batch)
+    ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _ in batch], device=device)
+    # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
+    positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits_BNv = model(input_ids=ids_BT, logits_to_keep=positions_N).logits
+    else:
+        logits_BNv = model(input_ids=ids_BT).logits[:, positions_N]
+    guess_BN = logits_BNv.argmax(-1).tolist()
+    first = int(positions_N[0])
+    return [
+        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:]
+        for guess, (ids, start) in zip(guess_BN, batch)
+    ]
+
+
+def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return tokenizer(text, add_special_tokens=special).input_ids
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

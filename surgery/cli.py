@@ -1,0 +1,248 @@
+"""The command line. Every command prints tables for people or, with --json, one JSON document on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from surgery.errors import SurgeryError
+from surgery.version import __version__
+
+app = typer.Typer(
+    name="surgery",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help=(
+        "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
+        "[bold]plan[/] shows what a recipe would cut, [bold]convert[/] does it, [bold]inspect[/] and [bold]eval[/] measure, "
+        "[bold]densify[/] undoes it. Start with [bold]surgery demo[/].\n\n"
+        "    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT"
+    ),
+)
+errors = Console(stderr=True)
+DEBUG = {"on": False}
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
+Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")]
+Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable.")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
+Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
+Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"surgery {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    DEBUG["on"] = debug
+
+
+@app.command()
+def recipes(as_json: Json = False) -> None:
+    """List the shipped recipes, a line each."""
+    from surgery.recipe import shipped_recipes
+
+    found = shipped_recipes()
+    if as_json:
+        return print(json.dumps(found, indent=2))
+    width = max(len(name) for name in found)
+    for name, description in found.items():
+        print(f"{name:<{width}}  {description}")
+
+
+@app.command()
+def plan(
+    source: Source,
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a recipe would cut; loads nothing but the config and the tensor headers.
+
+        surgery plan SRC --recipe btt-half --set keep=0.75
+    """
+    from surgery.plan import make_plan
+    from surgery.recipe import load_recipe
+    from surgery.report import plan_dict
+    from surgery.skeleton import Skeleton
+    from surgery.source import open_source
+    from surgery.tables import plan_table
+
+    chosen = load_recipe(recipe, overrides or [])
+    opened = open_source(source, trust_remote_code, weights=False, revision=revision)
+    data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), chosen))
+    print(json.dumps(data, indent=2)) if as_json else Console().print(*plan_table(data), sep="\n")
+
+
+@app.command()
+def convert(
+    source: Source,
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the converted checkpoint; must not exist.")],
+    overrides: Overrides = None,
+    calibration: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")] = False,
+    device: Device = None,
+    seed: Annotated[Optional[int], typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")] = None,  # noqa: UP045
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint, a layer at a time; OUT loads in plain transformers after `import surgery`.
+
+        surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
+    """
+    from surgery.convert import REPORT
+    from surgery.convert import convert as run
+    from surgery.recipe import load_recipe
+    from surgery.tables import inspect_table
+
+    given = list(overrides or [])
+    given += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
+    given += [f"seed={seed}"] if seed is not None else []
+    report = run(
+        source,
+        load_recipe(recipe, given),
+        out,
+        device=device,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        progress=_progress(as_json),
+    )
+    if as_json:
+        return print(json.dumps({"out": str(out), "report": report}, indent=2))
+    Console().print(*inspect_table(report), sep="\n")
+    print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
+
+
+@app.command()
+def inspect(
+    converted: Converted,
+    modules: Annotated[bool, typer.Option("--modules", help="A row for every module, not for every role.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what was replaced: stored parameters, multiply-accumulates per token, errors."""
+    from surgery.report import inspect as run
+    from surgery.tables import inspect_table, module_table
+
+    report = run(converted)
+    if as_json:
+        return print(json.dumps(report, indent=2))
+    Console().print(*(module_table(report) if modules else inspect_table(report)), sep="\n")
+
+
+@app.command(name="eval")
+def evaluate(
+    converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")],
+    text: Annotated[str, typer.Option(help="Text to score: a file, or a Hub data set org/name.")],
+    suite: Annotated[str, typer.Option(help="ppl: perplexity; cosine: an encoder's embeddings against --compare.")] = "ppl",
+    compare: Annotated[Optional[str], typer.Option(metavar="SRC", help="The original, measured on the same text.")] = None,  # noqa: UP045
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens to score (sentences x 64 for cosine).")] = 65536,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 1024,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")] = "float32",
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a checkpoint, beside the original: perplexity with its standard error.
+
+        surgery eval OUT --suite ppl --text FILE --compare SRC
+    """
+    from surgery.eval.run import evaluate as run
+    from surgery.tables import eval_table
+
+    result = run(
+        converted, suite, text, compare, tokens=tokens, length=length, device=device, dtype=dtype,
+        trust_remote_code=trust_remote_code, progress=_progress(as_json),
+    )  # fmt: skip
+    print(json.dumps(result, indent=2)) if as_json else Console().print(*eval_table(result), sep="\n")
+
+
+@app.command()
+def densify(
+    converted: Converted,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ordinary checkpoint; must not exist.")],
+    as_json: Json = False,
+) -> None:
+    """Undo a conversion: structured weights multiplied out to an ordinary checkpoint."""
+    from surgery.densify import densify as run
+
+    result = run(converted, out, progress=_progress(as_json))
+    print(json.dumps(result, indent=2) if as_json else f"{result['modules']} linears multiplied out: {out}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the demo's files; must not exist.")] = Path("surgery-demo"),
+    recipe: RecipeName = "btt-half",
+    as_json: Json = False,
+) -> None:
+    """Run the whole chain on the embedded tiny checkpoint: plan, convert, inspect, eval, densify. Under two minutes."""
+    from surgery.demo import demo as run
+    from surgery.tables import demo_table
+
+    result = run(out, recipe, _progress(as_json))
+    if as_json:
+        return print(json.dumps(result, indent=2))
+    Console().print(*demo_table(result), sep="\n")
+    print(f"report: {result['report']}")
+
+
+def _progress(quiet: bool) -> Any:
+    from surgery.progress import Progress, RichProgress
+
+    return Progress() if quiet else RichProgress()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Exit codes: 0 done, 2 something the user can put right, 1 a defect of ours, 130 interrupted."""
+    _quiet_libraries()
+    try:
+        app(args=argv, standalone_mode=True)
+    except SurgeryError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted; a conversion continues with --resume", 130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (13, 28, 30):  # denied, disk full, read-only
+            _fail(f"{error.strerror}: {error.filename or ''}; what is done is kept, --resume continues", 2)
+        _fail(f"internal error, {type(error).__name__}: {error} (surgery --debug .. shows where; please report it)", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    if DEBUG["on"]:
+        raise
+    errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def _quiet_libraries() -> None:
+    """Loading bars and advice of transformers are not ours to print."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1" if not sys.stderr.isatty() else "0")

@@ -1,0 +1,131 @@
+"""Reports as tables: what a plan will do, what a conversion did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint import table_of
+from surgery.convert import REPORT
+from surgery.errors import SurgeryError
+from surgery.plan import Cut, Plan
+from surgery.source import open_converted
+from surgery.structures import STRUCTURES
+from surgery.walk import Body
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One row for the cuts of one role, shape and structure, numbers under an even spread."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cuts in plan.cuts.values():
+        for cut in cuts:
+            row = _plan_row(cut)
+            key = (row["role"], *row["shape"], row["structure"])
+            known = rows.setdefault(key, {**row, "modules": 0, "before": 0, "after": 0, "macs": 0})
+            known["modules"] += 1
+            for count in ("before", "after", "macs"):
+                known[count] += row[count]
+    return list(rows.values())
+
+
+def _plan_row(cut: Cut) -> dict[str, Any]:
+    roles = cut.part.role if cut.part else " + ".join(cut.linear.roles) or cut.linear.path.split(".", 3)[-1]
+    row = {"role": roles, "shape": [cut.out, cut.in_], "before": cut.numel}
+    if cut.first is None:
+        return {**row, "structure": "dense", "after": cut.numel, "macs": cut.numel}
+    cls = STRUCTURES[cut.first]
+    meta = cls(cut.in_, cut.out, cut.first, bias=False, device="meta")
+    shown = describe(cut.first.to_dict()) if len(cut.configs) == 1 else "best of " + ", ".join(c.name for c in cut.configs)
+    return {**row, "structure": shown, "after": cls.params(cut.first, cut.out, cut.in_), "macs": meta.macs()}
+
+
+def describe(structure: dict[str, Any]) -> str:
+    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
+    if structure["structure"] == "split":
+        return "split: " + ", ".join(f"{k} {describe(v)}" for k, v in structure["parts"].items())
+    words = [structure["structure"]]
+    if isinstance(structure.get("blocks"), (list, tuple)):
+        words.append("x".join(str(n) for n in structure["blocks"]))
+    if structure.get("rank") is not None and structure["structure"] != "monarch":
+        words.append(f"rank {structure['rank']}")
+    return " ".join(words)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as data, for --json and for notebooks."""
+    return {
+        "source": plan.source,
+        "model_type": plan.model_type,
+        "recipe": json.loads(plan.recipe.model_dump_json()),
+        "rows": plan_rows(plan),
+        "cuts": [{"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None} for c in plan.replaced()],
+        "totals": plan.totals(),
+        "notes": list(plan.notes),
+    }
+
+
+def read_report(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / REPORT
+    if not path.is_file():
+        raise SurgeryError(f"{name} has no {REPORT}; `surgery convert` writes one beside the weights")
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise SurgeryError(f"{path} is not JSON") from None
+    if not isinstance(report, dict) or not isinstance(report.get("modules"), list):
+        raise SurgeryError(f"{path} is not a surgery report")
+    return report
+
+
+def inspect(name: str) -> dict[str, Any]:
+    """What was replaced in a converted checkpoint: its report, checked against the tensors that are stored."""
+    source = open_converted(name)
+    table, report = table_of(source.config, name), read_report(source.folder, name)
+    stored = sum(t.numel for t in source.tensors.values())
+    claimed = report["totals"]["params_after"]
+    report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
+    report["macs_per_token"] = macs_per_token(report, source.folder)
+    return report
+
+
+def macs_per_token(report: dict[str, Any], folder: Path) -> dict[str, int] | None:
+    """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
+    not counted), before and after; FLOPs are twice that."""
+    from surgery.skeleton import Skeleton
+    from surgery.source import Source, read_config
+    from surgery.walk import walk
+
+    config = {k: v for k, v in read_config(folder, str(folder)).items() if k not in ("quantization_config", "auto_map")}
+    try:
+        body: Body = walk(Skeleton(Source(str(folder), folder, config, {})).model)
+    except SurgeryError:  # a model of remote code
+        return None
+    before = sum(linear.out * linear.in_ for linear in body.linears)
+    change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
+    return {"before": before, "after": before + change}
+
+
+def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a role: modules, structures, numbers, multiply-accumulates, median and worst error."""
+    roles: dict[str, list[dict[str, Any]]] = {}
+    for record in report["modules"]:
+        roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
+    rows = []
+    for role, records in roles.items():
+        errors = sorted(r["error"] for r in records)
+        names = [describe(r["structure"]).split(" rank")[0] for r in records]
+        rows.append(
+            {
+                "role": role,
+                "modules": len(records),
+                "structures": {n: names.count(n) for n in dict.fromkeys(names)},
+                "before": sum(r["params_before"] for r in records),
+                "after": sum(r["params_after"] for r in records),
+                "macs_after": sum(r["macs_after"] for r in records),
+                "median_error": errors[len(errors) // 2],
+                "worst_error": errors[-1],
+                "worst_module": max(records, key=lambda r: r["error"])["name"],
+            }
+        )
+    return rows

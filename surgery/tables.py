@@ -1,0 +1,119 @@
+"""Rich tables of plans, reports and measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from surgery.report import describe, inspect_rows
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        wide = column in ("structures", "structure", "module")
+        table.add_column(column, justify="left" if i == 0 or wide else "right", overflow="fold", no_wrap=not wide)
+    return table
+
+
+def count(number: int) -> str:
+    """12,345,678 -> 12.35M."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def plan_table(plan: dict[str, Any]) -> list[Any]:
+    table = _table(
+        f"{plan['source']} ({plan['model_type']})", "role", "modules", "out x in", "structure", "params", "after", "kept", "MACs"
+    )
+    for row in plan["rows"]:
+        shape = " x ".join(str(n) for n in row["shape"])
+        table.add_row(
+            row["role"], str(row["modules"]), shape, row["structure"], count(row["before"]), count(row["after"]),
+            share(row["after"], row["before"]), count(row["macs"]),
+        )  # fmt: skip
+    total = plan["totals"]
+    lines = [f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"]
+    if plan["recipe"]["allocate"] != "uniform":
+        lines.append("ranks shown are an even spread; with --calibration they are spread by what each buys")
+    return [table, *lines, *(f"note: {note}" for note in plan["notes"])]
+
+
+def inspect_table(report: dict[str, Any]) -> list[Any]:
+    kind = "calibrated" if report["calibration"] else "of the weights, no calibration text"
+    table = _table(report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst")
+    for row in inspect_rows(report):
+        structures = ", ".join(f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items())
+        table.add_row(
+            row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
+            count(row["macs_after"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.3f}",
+        )  # fmt: skip
+    return [table, f"errors: relative, {kind}; median and worst of the role", *_total_lines(report)]
+
+
+def _total_lines(report: dict[str, Any]) -> list[str]:
+    t = report["totals"]
+    lines = [
+        f"replaced weights: {t['replaced_params_before']:,} -> {t['replaced_params_after']:,} numbers ({t['kept']:.1%} kept)",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {t['bytes_before'] / 1e6:,.1f} -> {t['bytes_after'] / 1e6:,.1f} MB",
+    ]
+    if macs := report.get("macs_per_token"):
+        lines.append(f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})")
+    allocation = report["allocation"]
+    if "spread" in allocation:
+        tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))
+        lines.append(f"ranks: {allocation['kept']} kept ({allocation['why']}: {tried} {allocation['spread']['unit']})")
+    if held := report["held_out"]:
+        se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
+        lines.append(f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})")
+    seconds = report["time"]["seconds"]
+    layers = list(report["time"]["layers"].values())
+    each = f", {sum(layers) / len(layers):.1f} s a layer" if layers else ""
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
+    rss = report["memory"]["peak_rss"]
+    lines.append(f"time: {seconds['total']:.1f} s on {report['time']['device']}{each} ({parts}); peak memory {rss / 2**30:.2f} GiB" if rss else f"time: {seconds['total']:.1f} s")
+    return lines
+
+
+def module_table(report: dict[str, Any]) -> list[Any]:
+    table = _table(report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "held out", "sweeps", "refit")
+    for r in report["modules"]:
+        held = "-" if r["held_out"] is None else f"{r['held_out']:.4f}"
+        table.add_row(
+            r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),
+            share(r["params_after"], r["params_before"]), f"{r['error']:.4f}", held, str(r["sweeps"]), "yes" if r["refit"] else "no",
+        )  # fmt: skip
+    return [table, *_total_lines(report)]
+
+
+def eval_table(result: dict[str, Any]) -> list[Any]:
+    names = [name for name in ("original", "converted") if name in result]
+    table = _table(f"{result['suite']} on {result['text']}", "", *(result[n]["name"] for n in names))
+    for key, label in result["rows"]:
+        table.add_row(label, *(_shown(result[name].get(key)) for name in names))
+    lines = []
+    if comparison := result.get("comparison"):
+        low, high = comparison["low"], comparison["high"]
+        interval = f" (95% interval {low:.4f} to {high:.4f}, paired over windows)" if low is not None else ""
+        lines.append(f"perplexity ratio: {comparison['ratio']:.4f}{interval}")
+    return [table, *lines]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def demo_table(result: dict[str, Any]) -> list[Any]:
+    table = _table("before and after", "", "original", "converted", "densified")
+    for label, *values in result["rows"]:
+        table.add_row(label, *(_shown(v) if not isinstance(v, str) else v for v in values))
+    return [table]
