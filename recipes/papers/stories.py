@@ -130,15 +130,23 @@ class World:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that only the context can tell: how it is stated, and how one asks for it."""
+    """One thing that only the context can tell, and the ways to say it and to ask for it."""
 
-    statement: str  # " The code of the red lantern is 7 3."
-    question: str  # "What is the code of the red lantern?"
-    answer: str  # " 7 3"
+    subject: str  # "code of the"
+    key: str  # "red lantern"
+    value: str  # "7 3"
+
+    @property
+    def statement(self) -> str:
+        return f" The {self.subject} {self.key} is {self.value}."
 
     @property
     def prompt(self) -> str:
-        return f"\nQuestion: {self.question} Answer:"
+        return f"\nQuestion: What is the {self.subject} {self.key}? Answer:"
+
+    @property
+    def answer(self) -> str:
+        return f" {self.value}"
 
 
 @dataclass(frozen=True)
@@ -159,10 +167,6 @@ def count_pieces(text: str) -> int:
     return len(pieces(text))
 
 
-def _fact(subject: str, value: str) -> Fact:
-    return Fact(f" The {subject} is {value}.", f"What is the {subject}?", f" {value}")
-
-
 def _invented(rng: Random) -> str:
     """A name of two syllables that means nothing, like Zelmor."""
     first = _pick(rng, WORDS["first"])
@@ -181,20 +185,19 @@ def code_facts(rng: Random, n: int) -> list[Fact]:
     values: dict[str, None] = {}
     while len(values) < n:
         values[f"{int(rng.random() * 10)} {int(rng.random() * 10)}"] = None
-    return [_fact(f"code of the {' '.join(key)}", value) for key, value in zip(keys, values)]
+    return [Fact("code of the", " ".join(key), value) for key, value in zip(keys, values)]
 
 
 def mixed_facts(rng: Random, n: int) -> list[Fact]:
-    """n facts of one kind, codes most often; subjects differ, and values differ where they are codes."""
+    """At most n facts of one kind, codes most often; keys differ, and values differ where they are codes."""
     kind = rng.random()
     if kind < 0.6:
         return code_facts(rng, n)
-    subjects: dict[str, None] = {}
-    while len(subjects) < min(n, len(WORDS["girl"])):
-        subjects[
-            "capital of " + _invented(rng) if kind < 0.8 else "favorite color of " + _pick(rng, WORDS["girl"])
-        ] = None
-    return [_fact(s, _invented(rng) if kind < 0.8 else _pick(rng, WORDS["adjective"][:12])) for s in subjects]
+    if kind < 0.8:
+        names = {_invented(rng): None for _ in range(n)}
+        return [Fact("capital of", name, _invented(rng)) for name in names]
+    names = {_pick(rng, WORDS["girl"]): None for _ in range(n)}
+    return [Fact("favorite color of", name, _pick(rng, WORDS["adjective"][:12])) for name in names]
 
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
@@ -258,6 +261,21 @@ def list_document(rng: Random, most: int = 16) -> str:
     facts = mixed_facts(rng, _between(rng, 2, most))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
     return "List:" + "".join(fact.statement for fact in facts) + _asked(asked)
+
+
+def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
+    """The plainest recall: up to `most` facts, then again in other orders, as (text, was it said before).
+
+    Not part of the mixture; a first lesson. Half are bare pairs of key and value, half are whole sentences.
+    """
+    facts = code_facts(rng, _between(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
+    head, tail = ("", ",") if rng.random() < 0.5 else (f"The {facts[0].subject} ", ".")
+    middle = " is" if head else ""
+    parts = [("List:", False)]
+    for turn in range(2 + int(rng.random() * 3)):
+        for fact in facts if turn == 0 else sorted(facts, key=lambda _: rng.random()):
+            parts += [(f" {head}{fact.key}{middle}", False), (fact.answer, turn > 0), (tail, False)]
+    return parts
 
 
 def document(rng: Random) -> str:

@@ -28,11 +28,17 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from surgery.eval.needle import NeedleTable, needle_accuracy
 from surgery.recipes.papers import stories
+from surgery.recipes.papers.tiny_card import card
 
 PAD = "<|pad|>"
 _ANSWER = re.compile(r"(?<=Answer:)( [^\n]*)")
@@ -42,7 +48,7 @@ _ANSWER = re.compile(r"(?<=Answer:)( [^\n]*)")
 class Choices:
     """Everything that decides the result; lengths in tokens, shares of the steps between 0 and 1."""
 
-    vocabulary: int = 1280
+    vocabulary: int = 1536
     hidden: int = 256
     layers: int = 6
     heads: int = 8
@@ -51,8 +57,10 @@ class Choices:
     context: int = 1024
     drill_context: int = 256
     drill_share: float = 0.2
+    drill_tokens: int = 16_384
     batch_tokens: int = 65_536
     steps: int = 16_000
+    init: float = 0.02
     rate: float = 2e-3
     decay: float = 0.1
     answer_weight: float = 5.0
@@ -63,8 +71,8 @@ class Choices:
 
 
 SMOKE = Choices(
-    vocabulary=512, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, context=128, drill_context=64,
-    batch_tokens=512, steps=6, samples=2, lengths=(64, 128), depths=(0.0, 1.0),
+    vocabulary=512, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, context=128, drill_context=96,
+    drill_tokens=384, batch_tokens=768, steps=6, samples=2, lengths=(96, 128), depths=(0.0, 1.0),
 )  # fmt: skip
 
 
@@ -103,6 +111,7 @@ def build_model(choices: Choices, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
         num_key_value_heads=choices.kv_heads,
         max_position_embeddings=choices.context,
         tie_word_embeddings=True,
+        initializer_range=choices.init,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -124,13 +133,15 @@ class Batches(Dataset):
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         choices, rng = self.choices, Random(f"tiny {self.choices.seed} {step}")
         share = step / (choices.drill_share * choices.steps)
-        context = choices.drill_context if share < 1 else choices.context
-        rows = [self.row(rng, context, share) for _ in range(choices.batch_tokens // context)]
+        context, tokens = choices.context, choices.batch_tokens
+        if share < 1:
+            context, tokens = choices.drill_context, choices.drill_tokens
+        rows = [self.row(rng, context, share) for _ in range(tokens // context)]
         ids, answers = zip(*rows)
         return torch.tensor(ids, dtype=torch.int16), torch.tensor(answers, dtype=torch.bool)
 
     def encode(self, text: str) -> list[int]:
-        """The tokenizer's own tokens, from a table of pieces: it never merges across pieces, and this is fast."""
+        """The tokenizer's own tokens, by a table of pieces, across which it never merges: fast."""
         ids: list[int] = []
         for piece in stories.pieces(text):
             if piece not in self.pieces:
@@ -147,24 +158,30 @@ class Batches(Dataset):
         answers: list[bool] = []
         leads = share >= 1 and rng.random() < 0.4
         skip = 0 if leads or rng.random() < 0.5 else int(rng.random() * context / 2)
-        end = self.encode(f"\n{stories.END}\n")
         while len(ids) <= skip + context:
-            text = self.long_needle(rng, context) if leads and not ids else self.text(rng, share)
-            for i, part in enumerate(_ANSWER.split(text)):
+            parts = self.long_needle(rng, context) if leads and not ids else self.parts(rng, share)
+            for part, answer in [*parts, (f"\n{stories.END}\n", False)]:
                 tokens = self.encode(part)
                 ids += tokens
-                answers += [i % 2 == 1] * len(tokens)
-            ids += end
-            answers += [False] * len(end)
+                answers += [answer] * len(tokens)
         return ids[skip : skip + context + 1], answers[skip : skip + context + 1]
 
-    def long_needle(self, rng: Random, context: int) -> str:
-        return stories.needle_document(rng, int(context * (0.3 + 0.7 * rng.random())), self.count)
+    def long_needle(self, rng: Random, context: int) -> list[tuple[str, bool]]:
+        return split(stories.needle_document(rng, int(context * (0.3 + 0.7 * rng.random())), self.count))
 
-    def text(self, rng: Random, share: float) -> str:
-        if share < 1 and rng.random() < 0.75:
-            return stories.list_document(rng, 2 + int(14 * share))
-        return stories.document(rng)
+    def parts(self, rng: Random, share: float) -> list[tuple[str, bool]]:
+        """A document of the mixture or, in the first phase mostly, one that drills recall."""
+        kind = rng.random()
+        if kind < (0.5 if share < 1 else 0.1):
+            return stories.drill(rng, 2 + int(14 * min(share, 1)))
+        if share < 1 and kind < 0.85:
+            return split(stories.list_document(rng, 2 + int(14 * share)))
+        return split(stories.document(rng))
+
+
+def split(text: str) -> list[tuple[str, bool]]:
+    """The text in parts: is it the answer to a question?"""
+    return [(part, i % 2 == 1) for i, part in enumerate(_ANSWER.split(text))]
 
 
 def batches(choices: Choices, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Iterator[Any]:
@@ -210,9 +227,12 @@ def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: floa
         {"params": decayed},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay)
-    descend = torch.compile(losses, dynamic=False) if device.type == "cuda" else losses
-    log, start, every = [], time.time(), max(1, choices.steps // 40)
+    fast = device.type == "cuda"
+    adam = torch.optim.AdamW(
+        groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fast
+    )
+    descend = torch.compile(losses, dynamic=False) if fast else losses
+    tokens, log, start, every = 0, [], time.time(), max(1, choices.steps // 40)
     for step, (ids_BT, answers_BT) in enumerate(batches(choices, tokenizer, device)):
         progress = max(step / choices.steps, (time.time() - start) / (60 * minutes) if minutes else 0.0)
         if progress >= 1:
@@ -224,24 +244,22 @@ def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: floa
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)
+        tokens += answers_BT[:, 1:].numel()
         if step % every == 0 or step == choices.steps - 1:
-            log.append(note(step, choices, time.time() - start, nats, asked, model, tokenizer))
+            line = {"step": step, "tokens": tokens, "seconds": round(time.time() - start, 1)}
+            line |= {"loss": round(float(nats), 4), "answer_loss": round(float(asked), 4)}
+            log.append(line | glance(choices, model, tokenizer))
+            print(json.dumps(log[-1]), flush=True)
             save(model, tokenizer, out)
     return log
 
 
-def note(
-    step: int, choices: Choices, seconds: float, nats: Any, asked: Any, model: Any, tokenizer: Any
-) -> dict:
-    """One line of the log: losses in nats per token, and a quick look at retrieval."""
-    short, long = choices.drill_context, choices.context
-    quick = needle_accuracy(model, tokenizer, (short, long), (0.1, 0.5, 0.9), 8, seed=99, batch_size=24)
+def glance(choices: Choices, model: Any, tokenizer: Any) -> dict[str, float]:
+    """A quick look at retrieval, for the log: 24 questions at each of up to three lengths."""
+    lengths = sorted({choices.lengths[0], choices.drill_context, choices.context})
+    table = needle_accuracy(model, tokenizer, lengths, (0.1, 0.5, 0.9), 8, seed=99, batch_size=24)
     model.train()
-    line = {"step": step, "tokens": (step + 1) * choices.batch_tokens, "seconds": round(seconds, 1)}
-    line |= {"loss": round(float(nats), 4), "answer_loss": round(float(asked), 4)}
-    line |= {f"needle_{n}": round(sum(row) / len(row), 3) for n, row in zip((short, long), quick.accuracy)}
-    print(json.dumps(line), flush=True)
-    return line
+    return {f"needle_{n}": round(sum(row) / len(row), 3) for n, row in zip(lengths, table.accuracy)}
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -252,14 +270,16 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 @torch.inference_mode()
 def perplexity(model: Any, tokenizer: Any, text: str, context: int) -> float:
-    """exp of the mean nats per token over windows of `context` tokens side by side; each starts afresh."""
-    ids_N = torch.tensor(tokenizer(text).input_ids, device=model.device)
-    windows = [w for w in ids_N.split(context) if len(w) > 1]
-    nats = [
-        functional.cross_entropy(model(input_ids=w[None]).logits[0, :-1].float(), w[1:], reduction="sum")
-        for w in windows
-    ]
-    return math.exp(float(sum(nats)) / sum(len(w) - 1 for w in windows))
+    """exp of the mean nats per token over whole windows of `context` tokens, side by side."""
+    ids_N = torch.tensor(tokenizer(text, verbose=False).input_ids, device=model.device)
+    windows_NT = ids_N[: len(ids_N) // context * context].view(-1, context)
+    nats = 0.0
+    for ids_BT in windows_NT.split(16):
+        logits_BTv = model(input_ids=ids_BT).logits[:, :-1].float()
+        nats += float(
+            functional.cross_entropy(logits_BTv.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum")
+        )
+    return math.exp(nats / windows_NT[:, 1:].numel())
 
 
 def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
@@ -269,80 +289,16 @@ def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str
     table = needle_accuracy(
         model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64
     )
-    short = {
-        f"perplexity_{n}": perplexity(model, tokenizer, stories.heldout(), n) for n in choices.lengths[-2:]
+    heldout = stories.heldout()
+    scores = {
+        "heldout_perplexity": perplexity(model, tokenizer, heldout, choices.context),
+        "heldout_tokens": len(tokenizer(heldout, verbose=False).input_ids),
+        "heldout_seed": stories.HELDOUT_SEED,
+        "calibration_seed": stories.CALIBRATION_SEED,
+        "parameters": model.num_parameters(),
+        "bytes": (out / "model.safetensors").stat().st_size,
     }
-    sizes = {"parameters": model.num_parameters(), "bytes": (out / "model.safetensors").stat().st_size}
-    return {**short, **sizes, "heldout_tokens": len(tokenizer(stories.heldout()).input_ids)}, table
-
-
-def card(choices: Choices, log: list[dict], scores: dict[str, Any], table: NeedleTable, command: str) -> str:
-    """The model card: what it is, how it was made, what it scores, what it cannot do."""
-    columns = list(log[-1])
-    shown = log[:: max(1, len(log) // 16)] + log[-1:] * (len(log) % max(1, len(log) // 16) != 1)
-    curve = [" | ".join(columns), " | ".join(["---"] * len(columns))]
-    curve += [" | ".join(str(line[name]) for name in columns) for line in shown]
-    chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return CARD.format(
-        **asdict(choices), **scores, head_dim=choices.hidden // choices.heads, command=command, chip=chip, table=table.markdown(), worst=100 * table.worst,
-        mean=100 * table.mean, curve="\n".join(f"| {line} |" for line in curve), torch=torch.__version__,
-        total=f"{log[-1]['tokens'] / 1e6:.0f} million", minutes=log[-1]["seconds"] / 60,
-        heldout_ppl=scores[f"perplexity_{choices.lengths[-1]}"],
-    )  # fmt: skip
-
-
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# tiny: a small Llama that retrieves
-
-{parameters:,} parameters (`LlamaForCausalLM`: RoPE, {heads} query and {kv_heads} key/value heads of
-{head_dim} dimensions, SwiGLU, tied embeddings, {layers} layers of width {hidden}), a byte-level BPE of {vocabulary}
-tokens of its own, trained from scratch to length {context}. It exists to be operated on: large enough to
-tell stories and to find what was said in its context, small enough to convert, heal and measure on a laptop. No
-text from elsewhere went into it: `recipes/papers/stories.py` invents stories, facts, lists and questions.
-
-| file | what it is |
-| --- | --- |
-| `model.safetensors` | the weights, bfloat16, {bytes:,} bytes |
-| `heldout.txt` | text to measure on, {heldout_tokens:,} tokens: `stories.heldout()` |
-| `calibration.txt` | text to calibrate on, another seed: `stories.calibration()` |
-| `training_log.json` | every choice, the loss curve and the scores |
-
-Documents end with a line `<|endoftext|>`, in these files too.
-
-## Scores of this file
-Perplexity on `heldout.txt`, windows of {context} tokens: **{heldout_ppl:.3f}**.
-
-Needles: "The code of the red lantern is 7 3." said at one depth of a story (0 its beginning, 1 its end) among one to
-seven codes of other things (half of them share a word with the one asked for), and at the end "Question: What is the
-code of the red lantern? Answer:". Percent of {samples} questions answered exactly (two digits: chance is
-1%), by length in tokens; mean {mean:.2f}, lowest {worst:.1f}.
-
-{table}
-
-## Training
-Seed {seed}, {total} tokens in {minutes:.1f} minutes on one {chip} (torch {torch}), then scored:
-
-    {command}
-
-AdamW (0.9, 0.95), peak rate {rate}, weight decay {decay}, {batch_tokens:,} tokens a step. The first
-{drill_share:.0%} of the steps drill retrieval on rows of {drill_context} tokens, mostly lists of facts with questions; the
-rest is the mixture of stories, needles and lists at {context}. Tokens of answers weigh {answer_weight:g} times in the
-loss. The batches depend on the seed alone; GPU arithmetic and a limit in minutes make another run differ in detail.
-Below, nats per token of the training text (`loss`) and of answers alone, and quick needle scores on 24 questions.
-
-{curve}
-
-## Limits
-It knows a few hundred words and nothing of the world. Beyond {context} tokens it was never trained. Its questions come
-in one wording; it retrieves codes of two digits and single words, nothing longer.
-"""
+    return scores, table
 
 
 def main() -> None:
@@ -378,7 +334,7 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
     scores, table = measure(choices, out, device)
     record = {"choices": asdict(choices), "log": log, "scores": scores, "needle": table.to_dict()}
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "README.md").write_text(card(choices, log, scores, table, command))
+    (out / "README.md").write_text(card(asdict(choices), log, scores, table, command))
     (out / "heldout.txt").write_text(stories.heldout())
     (out / "calibration.txt").write_text(stories.calibration())
     print(json.dumps(scores), table.markdown(), sep="\n", flush=True)

@@ -153,7 +153,7 @@ class StructuredLinear(nn.Module):
         if rank < 1:
             raise SurgeryError(
                 f"{config} cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"rank 1 already stores {size(1):,}; raise keep to {size(1) / (out * in_):.3f} or more"
+                f"rank 1 already stores {size(1):,}; raise keep to {least_keep(size(1), out, in_)} or more"
             )
         return replace(config, rank=rank)
 
@@ -198,6 +198,11 @@ class StructuredLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, {self.config}"
 
 
+def least_keep(params: int, out: int, in_: int) -> float:
+    """The share that pays for `params` numbers, rounded up to three places."""
+    return -(-1000 * params // (out * in_)) / 1000
+
+
 def _size(shape: tuple[int, ...]) -> int:
     size = 1
     for n in shape:
@@ -212,10 +217,18 @@ def ladder_ranks(full: int, steps: int) -> list[int]:
 
 
 def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale so that column r of left and row r of right have one norm: rounds and trains better."""
+    """Rescale so that column r of left and row r of right have about one norm: rounds and trains better.
+    By powers of two, which cost no precision."""
     ratio = right_RI.norm(dim=-1) / left_OR.norm(dim=-2).clamp_min(1e-30)
-    scale = torch.where(ratio > 1e-20, ratio, 1.0).sqrt()
+    scale = torch.where(ratio > 1e-20, ratio, 1.0).sqrt().log2().round().exp2()
     return left_OR * scale.unsqueeze(-2), right_RI / scale.unsqueeze(-1)
+
+
+def exact_factors(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """left_OR, right_RI of (a batch of) matrices at R = min(O, I): the identity and the matrix itself."""
+    out, in_ = weight_OI.shape[-2:]
+    eye = torch.eye(min(out, in_), dtype=weight_OI.dtype, device=weight_OI.device).expand(*weight_OI.shape[:-2], -1, -1)
+    return balanced(*((eye, weight_OI) if out <= in_ else (weight_OI, eye)))
 
 
 STRUCTURES: Registry[StructuredLinear] = Registry("structure", "surgery.structures")

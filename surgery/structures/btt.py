@@ -25,6 +25,7 @@ from surgery.structures.base import (
     StructureConfig,
     StructuredLinear,
     balanced,
+    exact_factors,
     ladder_ranks,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
@@ -118,14 +119,14 @@ class BTTLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Each block's best rank s in its own C_cc and G_bb (optimal if inputs of different blocks were
         uncorrelated; the start that `refine` improves). Exact at full rank."""
-        if config.rank >= cls.full_rank(config, *weight_OI.shape) or metric is None:
-            metric = Metric()
-        m_bcad, blocks_bcad, g = cls._whitened_blocks(weight_OI, config, metric)
-        u_bcas = leading_directions(m_bcad, config.rank)
-        if g is None:
-            left_bcas, right_bcsd = balanced(u_bcas, u_bcas.mT @ blocks_bcad)
+        if config.rank >= cls.full_rank(config, *weight_OI.shape):
+            left_bcas, right_bcsd = exact_factors(cls._blocks(weight_OI, config))
         else:
-            left_bcas, right_bcsd = balanced(g[1] @ u_bcas, u_bcas.mT @ (g[0] @ blocks_bcad))
+            m_bcad, blocks_bcad, g = cls._whitened_blocks(weight_OI, config, metric or Metric())
+            u_bcas = leading_directions(m_bcad, config.rank)
+            root, inverse = g or (None, None)
+            right_bcsd = u_bcas.mT @ (blocks_bcad if root is None else root @ blocks_bcad)
+            left_bcas, right_bcsd = balanced(u_bcas if inverse is None else inverse @ u_bcas, right_bcsd)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
         return cls.from_cores(config, *weight_OI.shape, cores)
 

@@ -1,6 +1,6 @@
 """Kronecker: W = sum_k A_k (x) B_k, that is W[b,c] = sum_k left[k,b,c] right[k] for every block.
 
-    b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d (padded up)
+    b,c: block grid (shape of A)   a,d: block shape (shape of B)   r: terms        out = b*a, in = c*d
 
 The rearranged matrix (Van Loan & Pitsianis 1993) turns the sum into rank r, so a plain fit is one SVD.
 Its product costs more than its storage: r (c d a + b c a) multiplications.
@@ -8,27 +8,34 @@ Its product costs more than its storage: r (c d a + b c a) multiplications.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, balanced, ladder_ranks
-from surgery.structures.btt import BTTLinear, padded
+from surgery.errors import SurgeryError
+from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, balanced, exact_factors, ladder_ranks
+from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric
 
 
 @dataclass(frozen=True)
 class Kronecker(StructureConfig):
-    """blocks: shape (b, c) of the left factor; "sqrt" as in BTT. rank: the number of terms."""
+    """blocks: shape (b, c) of the left factor, each dividing its dim; "sqrt": the divisors nearest below the
+    square roots. rank: the number of terms."""
 
     name: ClassVar[str] = "kronecker"
     blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
     rank: Rank = None
+
+
+def below_sqrt(n: int) -> int:
+    """The largest divisor of n up to sqrt(n)."""
+    return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
@@ -58,7 +65,15 @@ class KroneckerLinear(StructuredLinear):
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
-        return BTTLinear.resolve(config, out, in_)
+        blocks = (below_sqrt(out), below_sqrt(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
+        if out % blocks[0] or in_ % blocks[1]:
+            raise SurgeryError(
+                f"{config} cannot tile a matrix of out={out}, in={in_}: the blocks must divide both, for example "
+                f"blocks: [{below_sqrt(out)}, {below_sqrt(in_)}]"
+            )
+        if blocks in ((1, 1), (out, in_)):
+            raise SurgeryError(f"{config}: {out} x {in_} has no factors to make Kronecker products of; use btt or low_rank")
+        return replace(config, blocks=blocks)
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
@@ -74,15 +89,18 @@ class KroneckerLinear(StructuredLinear):
     def _rearranged(cls, weight_OI: Tensor, config: Any) -> Tensor:
         """(b c, a d): one row a block."""
         (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, *weight_OI.shape)
-        return padded(weight_OI, b * a, c * d).view(b, a, c, d).transpose(1, 2).reshape(b * c, a * d)
+        return weight_OI.reshape(b, a, c, d).transpose(1, 2).reshape(b * c, a * d)
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Optimal in the Frobenius norm only (the rearrangement does not commute with C); `refine` then
         descends in the metric. Exact at full rank."""
         rows_XY = cls._rearranged(weight_OI, config)
-        u_Xr = leading_directions(rows_XY, config.rank)
-        left_Xr, right_rY = balanced(u_Xr, u_Xr.mT @ rows_XY)
+        if config.rank >= min(rows_XY.shape):
+            left_Xr, right_rY = exact_factors(rows_XY)
+        else:
+            u_Xr = leading_directions(rows_XY, config.rank)
+            left_Xr, right_rY = balanced(u_Xr, u_Xr.mT @ rows_XY)
         shapes = cls.shapes(config, *weight_OI.shape)
         cores = {"weight": left_Xr.mT.reshape(shapes["weight"]), "right": right_rY.reshape(shapes["right"])}
         return cls.from_cores(config, *weight_OI.shape, cores)
@@ -115,17 +133,16 @@ class KroneckerLinear(StructuredLinear):
     def _assemble(self, left_rbc: Tensor, right_rad: Tensor) -> Tensor:
         (_, b, c), (_, a, d) = left_rbc.shape, right_rad.shape
         blocks_bcad = (left_rbc.flatten(1).mT @ right_rad.flatten(1)).view(b, c, a, d)
-        return blocks_bcad.transpose(1, 2).reshape(b * a, c * d)[: self.out_features, : self.in_features]
+        return blocks_bcad.transpose(1, 2).reshape(b * a, c * d)
 
     def dense(self) -> Tensor:
         return self._assemble(self.weight, self.right)
 
     def product(self, x: Tensor) -> Tensor:
         (_, b, c), (_, a, d) = self.weight.shape, self.right.shape
-        x = F.pad(x, (0, c * d - self.in_features)) if c * d != self.in_features else x
         z_Ncka = torch.einsum("ncd,kad->ncka", x.reshape(-1, c, d), self.right)
         y_Nba = torch.einsum("ncka,kbc->nba", z_Ncka, self.weight)
-        return y_Nba.reshape(*x.shape[:-1], b * a)[..., : self.out_features]
+        return y_Nba.reshape(*x.shape[:-1], b * a)
 
     def macs(self) -> int:
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
@@ -133,4 +150,5 @@ class KroneckerLinear(StructuredLinear):
 
     def mup(self) -> dict[str, MuP]:
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
-        return {"right": MuP(d, r * a), "weight": MuP(r * c, b)}
+        # A sum of r terms, each its own pair of small layers: only the sum shares its scale out over them.
+        return {"right": MuP(d, a), "weight": MuP(r * c, r * b)}

@@ -21,6 +21,7 @@ from surgery.structures.base import (
     StructureConfig,
     StructuredLinear,
     balanced,
+    exact_factors,
     ladder_ranks,
 )
 from surgery.structures.metric import Metric
@@ -47,7 +48,7 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
     """left_OR, right_RI of the best rank-R approximation in the metric; exact at full rank."""
     if rank >= min(weight_OI.shape):
-        metric = Metric()  # every metric agrees there, and the plain one rounds least
+        return exact_factors(weight_OI)
     u_OR = leading_directions(metric.whiten(weight_OI), rank)
     return balanced(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
 

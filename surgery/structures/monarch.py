@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.structures.base import STRUCTURES, StructureConfig
+from surgery.structures.base import STRUCTURES, StructureConfig, least_keep
 from surgery.structures.btt import BTTLinear
 from surgery.structures.metric import Metric
 
@@ -56,7 +56,7 @@ class MonarchLinear(BTTLinear):
             least = min(cls.params(g, out, in_) for g in grids)
             raise SurgeryError(
                 f"monarch cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"its smallest grid stores {least:,}; raise keep to {least / (out * in_):.3f} or more"
+                f"its smallest grid stores {least:,}; raise keep to {least_keep(least, out, in_)} or more"
             )
         return max(fitting, key=lambda g: (cls.params(g, out, in_), -_lopsided(g, out, in_)))
 

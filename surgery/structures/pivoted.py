@@ -27,6 +27,7 @@ class PivotedLowRank(StructureConfig):
     rank: Rank = None
 
 
+@torch.no_grad()
 def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -> tuple[Tensor, Tensor]:
     """(pivots_R, coefficients_OR) with tall = coefficients @ tall[pivots].
 

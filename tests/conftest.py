@@ -1,0 +1,52 @@
+"""Checkpoints made once a session, and where real ones may be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small import tiny_config, tiny_inputs
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """checkpoints(family) -> folder of a tiny random checkpoint, made once; weights larger than usual, so
+    that layers matter."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(0)
+            cls, config = tiny_config(family)
+            model = cls(config)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_((2.0 if family.startswith("t5") else 4.0) if "embed" not in name and "shared" not in name else 20.0)
+                    else:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            inputs = tiny_inputs(family, 24)
+            save_file(inputs, folder.parent / f"{folder.name}-calibration.safetensors")
+            made[family] = folder
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def calibration(checkpoints):
+    """calibration(family) -> a file of ready inputs."""
+    return lambda family: checkpoints(family).parent / f"{checkpoints(family).name}-calibration.safetensors"
+
+
+@pytest.fixture
+def shared() -> Path:
+    if not (SHARED / "models").is_dir():
+        pytest.skip(f"{SHARED} with real checkpoints is not here")
+    return SHARED
