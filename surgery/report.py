@@ -36,7 +36,7 @@ def _plan_row(cut: Cut) -> dict[str, Any]:
         return {**row, "structure": "dense", "after": cut.numel, "macs": cut.numel}
     cls = STRUCTURES[cut.first]
     meta = cls(cut.in_, cut.out, cut.first, bias=False, device="meta")
-    shown = describe(cut.first.to_dict()) if len(cut.configs) == 1 else "best of " + ", ".join(c.name for c in cut.configs)
+    shown = describe(cut.first.to_dict()) if len(cut.configs) == 1 else "auto"
     return {**row, "structure": shown, "after": cls.params(cut.first, cut.out, cut.in_), "macs": meta.macs()}
 
 
@@ -61,6 +61,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "rows": plan_rows(plan),
         "cuts": [{"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None} for c in plan.replaced()],
         "totals": plan.totals(),
+        "candidates": sorted({config.name for c in plan.replaced() for config in c.configs}),
         "notes": list(plan.notes),
     }
 

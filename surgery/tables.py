@@ -41,6 +41,8 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     total = plan["totals"]
     lines = [f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"]
+    if any(row["structure"] == "auto" for row in plan["rows"]):
+        lines.append("auto: the one of " + ", ".join(plan["candidates"]) + " that fits best on held-out text")
     if plan["recipe"]["allocate"] != "uniform":
         lines.append("ranks shown are an even spread; with --calibration they are spread by what each buys")
     return [table, *lines, *(f"note: {note}" for note in plan["notes"])]

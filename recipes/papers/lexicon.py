@@ -1,4 +1,4 @@
-"""The words and sentence patterns that stories.py draws from. Data, no code but the parser.
+"""The words and sentence patterns that world.py and stories.py draw from. Data, no code but the parser.
 
 In a group of WORDS the early entries are drawn more often than the late ones. Adjectives, roles, traits and
 animals begin with a consonant, so that "a" is always right; animals take a plural in s.
@@ -68,11 +68,98 @@ first: Zel, Tri, Bor, Ka, Mun, Ves, Dra, Pol, Nim, Gar, Sho, Lu, Rin, Tav, Quo, 
 second: mor, na, dak, lin, tos, ria, bu, gard, vin, ska, po, meth, ran, del, zo, kin
 """)
 
+# What goes with what: the part of the text that a model has to know by heart, not to find in its context.
+WORK = _groups("""
+baker: baked a loaf, lit the oven, kneaded the dough, sold warm rolls
+farmer: plowed the field, fed the chickens, planted corn, cut the hay
+sailor: raised the sail, dropped the net, scrubbed the deck, watched the tide
+teacher: read from a thick page, wrote on the board, asked hard questions, rang for silence
+singer: practiced a song, hummed a tune, sang for the crowd, bowed to the hall
+painter: mixed the paint, drew a portrait, cleaned the brushes, stretched a canvas
+doctor: wrapped a bandage, mixed a medicine, listened to a heart, washed both hands
+gardener: watered the roses, pulled the weeds, trimmed the hedge, dug a flower bed
+fisher: mended the nets, caught a trout, tied a hook, rowed against the wind
+tailor: sewed a coat, cut the cloth, threaded a needle, measured a sleeve
+miller: ground the grain, filled the flour sacks, fixed the mill stone, swept the floor
+shepherd: counted the sheep, carried a newborn lamb, leaned on a staff, called the flock
+writer: filled a page, crossed out a line, sharpened a pencil, finished a chapter
+potter: shaped the clay, fired a bowl, glazed a plate, turned the disk
+hunter: followed the tracks, set a trap, drew the bow, slept in a tent
+builder: laid the bricks, mixed the mortar, raised a beam, hammered the nails
+dancer: learned a new step, turned on one foot, bowed to the crowd, tied both shoes
+cook: stirred the pot, chopped the onions, tasted the sauce, peeled the potatoes
+weaver: spun the wool, worked the loom, dyed the yarn, folded the cloth
+clockmaker: wound the spring, oiled the gears, set the hands, polished the glass
+librarian: sorted the shelves, stamped a card, dusted the pages, found an old letter
+messenger: carried a letter, knocked at the gate, saddled the horse, rode all night
+carpenter: sawed a plank, built a table, sanded the wood, drove a screw
+beekeeper: smoked the hive, gathered the honey, wore a veil, chased a swarm
+""")
+DETAIL = _groups("""
+forest: mushrooms grew under the oaks, branches cracked, the leaves were wet
+village: smoke rose from the chimneys, children played, every window was lit
+river: the water rushed past, trout jumped, a raft drifted by
+market: people argued about prices, the stalls were full, a juggler threw knives
+garden: the roses were in bloom, bees flew about, somebody had cut the hedge
+castle: the flags were flying, a guard slept, the gates were shut
+harbor: ships lay at anchor, gulls screamed, it smelled of salt
+mountain: the path was steep, an eagle circled, the peak was white
+meadow: the grass was high, flowers bloomed, butterflies danced
+bridge: the planks were rotten, a toll was due, the stream ran below
+library: nobody made a sound, the shelves reached the ceiling, pages turned
+mill: the sails were turning, flour covered everything, mice ran about
+farm: the cows were grazing, a tractor stood idle, eggs lay in the straw
+beach: waves broke on the sand, crabs ran sideways, children dug holes
+school: chalk squeaked, the pupils recited, a map hung on the wall
+valley: mist lay over the fields, an echo answered, vines grew in rows
+lake: the water was still, swans glided past, reeds grew along the shore
+tower: the stairs went round and round, bats hung from the beams, the view was grand
+cave: water dripped from above, it was pitch dark, old bones lay about
+kitchen: pots boiled over, it smelled of garlic, plates were stacked high
+station: a train was late, steam filled the hall, travelers slept on benches
+island: palms swayed, no ship had come for years, the sand was warm
+orchard: the branches were heavy with fruit, ladders leaned on trunks, wasps buzzed
+theater: the curtain went up, the actors bowed, nobody clapped
+bakery: the loaves were still hot, a queue had formed, sugar lay everywhere
+museum: statues stared, a guide spoke softly, the paintings were ancient
+church: the organ played, an old bell rang, candles burned
+square: pigeons pecked at crumbs, a fountain splashed, musicians played
+desert: dunes stretched far away, a camel knelt, the heat was awful
+swamp: mud sucked at every boot, mosquitoes hummed, frogs croaked
+""")
+ACT = _groups("""
+dog: barked, wagged its tail, buried a bone
+cat: purred, licked its paw, chased a string
+rabbit: hopped away, nibbled a leaf, dug a burrow
+horse: neighed, galloped past, shook its mane
+goat: chewed on a boot, climbed on a rock, butted the gate
+duck: quacked, swam in circles, dived for food
+bear: growled, scratched its back, slept all winter
+frog: croaked, leaped into the pond, caught a fly
+hen: clucked, laid an egg, pecked at the grain
+pig: grunted, rolled in the mud, sniffed the ground
+cow: mooed, gave milk, stared over the fence
+donkey: refused to move, carried a heavy load, brayed
+squirrel: hid an acorn, ran up a trunk, cracked a nut
+bird: built a nest, sang at dawn, spread its wings
+turtle: crawled by, drew in its head, lived for a century
+hedgehog: curled into a ball, showed its spines, ate a worm
+crow: cawed, stole a button, sat on the scarecrow
+beetle: crept under a leaf, shone like metal, fell on its back
+tiger: roared, stalked through the reeds, bared its teeth
+badger: left its den, shuffled past, dug a tunnel
+lamb: bleated, followed its mother, jumped about
+seal: balanced a ball, slid off the ice, clapped its flippers
+pigeon: cooed, brought a message, ate the crumbs
+lizard: lost its tail, lay on a hot wall, flicked its tongue
+""")
+
 OPENINGS = (
     "Once there was a {trait} {role} named {A} who lived near the {home}.",
     "{A} was a {trait} {role}, and {A} came from the {home}.",
     "In a house by the {home} lived {A}, a {trait} {role} who liked {hobby}.",
     "Long ago, a {role} called {A} lived near the {home}.",
+    "{A} had a {pet} and loved {likes}. {A} was a {role} and lived by the {home}.",
 )
 
 # The wordings of each kind of event: A acts, B is somebody else, `mine` is a thing that A holds, `new` one
@@ -90,6 +177,24 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "{when} {weather}, and {A} felt {feeling}.",
         "{A} liked {hobby}, and so did the {animal}.",
         "{A} was {feeling}, so {he} sat down and ate some {food}.",
+    ),
+    "work": (
+        "{when} {A} {own_work}.",
+        "{A} {own_work} {reason}.",
+        "{A} {own_work}, as a {own} must, while {B} watched {manner}.",
+        "A {trait} {role} {work} {manner}.",
+    ),
+    "scene": (
+        "At the {place} {detail}.",
+        "{when} {A} came to the {place}, where {detail}.",
+        "{A} and {B} talked about the {place}. {B} said that {detail} there.",
+    ),
+    "creature": (
+        "{when} a {animal} {act}.",
+        "Near the {place} a {trait} {animal} {act}, and {B} {manner} went closer.",
+        "The {pet} of {A} {pet_act}.",
+        "{A} called the {pet}, but it {pet_act} {manner}.",
+        "{A} ate the {likes} and gave the rest to the {pet}.",
     ),
     "talk": (
         '"{opinion}," {said} {A}.',

@@ -15,14 +15,13 @@ whatever `count` function is passed in (default: words, digits and punctuation m
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
-from surgery.recipes.papers.lexicon import ENDINGS, EVENTS, OPENINGS, WORDS
+from surgery.recipes.papers.lexicon import WORDS
+from surgery.recipes.papers.world import World, between, pick
 
-T = TypeVar("T")
 Count = Callable[[str], int]
 
 END = "<|endoftext|>"
@@ -32,100 +31,6 @@ _PIECE = re.compile(re.escape(END) + "|" + PIECE)
 
 HELDOUT_SEED, CALIBRATION_SEED = 20_001, 20_002
 HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 96_000, 64_000
-
-
-def _pick(rng: Random, options: Sequence[T]) -> T:
-    return options[int(rng.random() * len(options))]
-
-
-def _skewed(rng: Random, options: Sequence[T]) -> T:
-    """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
-    return options[int(len(options) * rng.random() * rng.random())]
-
-
-def _between(rng: Random, low: int, high: int) -> int:
-    """An integer from low to high, both included, uniform in its logarithm: as many short as long ones."""
-    return min(high, int(low * ((high + 1) / low) ** rng.random()))
-
-
-class World:
-    """The people of one story, what they hold and what lies hidden; `world[slot]` fills a template's slot."""
-
-    def __init__(self, rng: Random):
-        self.rng = rng
-        self.people: list[dict[str, str]] = []
-        self.holds: dict[str, list[str]] = {}
-        self.hidden: list[tuple[str, str]] = []
-        self.slots: dict[str, str] = {}
-
-    def __getitem__(self, slot: str) -> str:
-        if slot not in self.slots:
-            self.slots[slot] = _skewed(self.rng, WORDS[slot.rstrip("2")])
-        return self.slots[slot]
-
-    def tell(self, templates: Sequence[str]) -> str:
-        return " " + _pick(self.rng, templates).format_map(self)
-
-    def person(self) -> str:
-        """Introduces somebody new: the sentence that does so."""
-        girl = self.rng.random() < 0.5
-        names = [name for name in WORDS["girl" if girl else "boy"] if name not in self.holds]
-        someone = {
-            "A": _pick(self.rng, names),
-            "he": "she" if girl else "he",
-            "home": _pick(self.rng, WORDS["place"]),
-        }
-        someone["own"] = _pick(self.rng, WORDS["role"])
-        self.people.append(someone)
-        self.holds[someone["A"]] = []
-        self.slots = {**someone, "role": someone["own"]}
-        return self.tell(OPENINGS)
-
-    def cast(self) -> None:
-        """Chooses who acts next (A) and who else is there (B); the other slots are fresh."""
-        first = int(self.rng.random() * len(self.people))
-        second = (first + 1 + int(self.rng.random() * (len(self.people) - 1))) % len(self.people)
-        self.slots = dict(self.people[first])
-        self.slots["B"] = self.people[second]["A"]
-
-    def event(self) -> str:
-        """One thing that happens, among those that can: a sentence or two, and the world is changed."""
-        self.cast()
-        mine = self.holds[self.slots["A"]]
-        kinds = ["walk", "mood", "talk", "meal", "sight", "find"]
-        kinds += ["give", "hide", "recall"] * bool(mine) + ["where", "where", "fetch"] * bool(self.hidden)
-        kind = _pick(self.rng, kinds)
-        if kind in ("give", "hide", "recall"):
-            self.slots["mine"] = _pick(self.rng, mine)
-        elif kind in ("where", "fetch"):
-            self.slots["hidden"], self.slots["where"] = _pick(self.rng, self.hidden)
-        elif kind == "find":
-            self.slots["new"] = f"{_skewed(self.rng, WORDS['adjective'])} {_skewed(self.rng, WORDS['thing'])}"
-        if kind == "hide":
-            self.slots["where"] = _pick(self.rng, WORDS["spot"])
-        text = self.tell(EVENTS[kind])
-        self._change(kind)
-        return text
-
-    def _change(self, kind: str) -> None:
-        """Applies an event's effect: things change hands, are hidden, and are found again."""
-        slots, mine = self.slots, self.holds[self.slots["A"]]
-        if kind == "find":
-            mine.append(slots["new"])
-        elif kind == "give":
-            mine.remove(slots["mine"])
-            self.holds[slots["B"]].append(slots["mine"])
-        elif kind == "hide":
-            mine.remove(slots["mine"])
-            self.hidden.append((slots["mine"], slots["where"]))
-        elif kind == "fetch":
-            self.hidden.remove((slots["hidden"], slots["where"]))
-            mine.append(slots["hidden"])
-
-    def ending(self) -> str:
-        self.cast()
-        self.slots["mine"] = (self.holds[self.slots["A"]] or ["secret"])[0]
-        return self.tell(ENDINGS)
 
 
 @dataclass(frozen=True)
@@ -169,15 +74,15 @@ def count_pieces(text: str) -> int:
 
 def _invented(rng: Random) -> str:
     """A name of two syllables that means nothing, like Zelmor."""
-    first = _pick(rng, WORDS["first"])
-    return first + _pick(rng, WORDS["second"])
+    first = pick(rng, WORDS["first"])
+    return first + pick(rng, WORDS["second"])
 
 
 def code_facts(rng: Random, n: int) -> list[Fact]:
     """n codes of two digits for n different things; half the others share a word with the first one."""
     keys: dict[tuple[str, str], None] = {}
     while len(keys) < n:
-        key = (_pick(rng, WORDS["adjective"]), _pick(rng, WORDS["thing"]))
+        key = (pick(rng, WORDS["adjective"]), pick(rng, WORDS["thing"]))
         if keys and (shared := rng.random()) < 0.5:
             first = next(iter(keys))
             key = (first[0], key[1]) if shared < 0.25 else (key[0], first[1])
@@ -196,8 +101,8 @@ def mixed_facts(rng: Random, n: int) -> list[Fact]:
     if kind < 0.8:
         names = {_invented(rng): None for _ in range(n)}
         return [Fact("capital of", name, _invented(rng)) for name in names]
-    names = {_pick(rng, WORDS["girl"]): None for _ in range(n)}
-    return [Fact("favorite color of", name, _pick(rng, WORDS["adjective"][:12])) for name in names]
+    names = {pick(rng, WORDS["girl"]): None for _ in range(n)}
+    return [Fact("favorite color of", name, pick(rng, WORDS["adjective"][:12])) for name in names]
 
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
@@ -250,7 +155,7 @@ def needle_question(
 
 def needle_document(rng: Random, length: int, count: Count = count_pieces) -> str:
     """A story of at most about `length` with facts hidden anywhere and up to four questions at its end."""
-    facts = mixed_facts(rng, _between(rng, 1, max(1, min(12, length // 32))))
+    facts = mixed_facts(rng, between(rng, 1, max(1, min(12, length // 32))))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
     used = count(_asked(asked) + "".join(fact.statement for fact in facts)) + 2
     return bury(filler(rng, length - used, count), facts, [rng.random() for _ in facts]) + _asked(asked)
@@ -258,7 +163,7 @@ def needle_document(rng: Random, length: int, count: Count = count_pieces) -> st
 
 def list_document(rng: Random, most: int = 16) -> str:
     """Two to `most` facts in a row, and questions about up to eight of them."""
-    facts = mixed_facts(rng, _between(rng, 2, most))
+    facts = mixed_facts(rng, between(rng, 2, most))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
     return "List:" + "".join(fact.statement for fact in facts) + _asked(asked)
 
@@ -268,7 +173,7 @@ def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
 
     Not part of the mixture; a first lesson. Half are bare pairs of key and value, half are whole sentences.
     """
-    facts = code_facts(rng, _between(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
+    facts = code_facts(rng, between(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
     head, tail = ("", ",") if rng.random() < 0.5 else (f"The {facts[0].subject} ", ".")
     middle = " is" if head else ""
     parts = [("List:", False)]
@@ -282,8 +187,8 @@ def document(rng: Random) -> str:
     """One document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
     kind = rng.random()
     if kind < 0.5:
-        return "Story:" + "".join(filler(rng, _between(rng, 80, 500), ends=True))
-    return needle_document(rng, _between(rng, 60, 800)) if kind < 0.83 else list_document(rng)
+        return "Story:" + "".join(filler(rng, between(rng, 80, 500), ends=True))
+    return needle_document(rng, between(rng, 60, 800)) if kind < 0.83 else list_document(rng)
 
 
 def corpus(seed: int, characters: int) -> str:

@@ -20,7 +20,8 @@ pipeline_tag: text-generation
 {head_dim} dimensions, SwiGLU, tied embeddings, {layers} layers of width {hidden}), a byte-level BPE of
 {vocabulary} tokens of its own, trained from scratch to length {context}. It exists to be operated on: large
 enough to tell stories and to find what was said in its context, small enough to convert, heal and measure on
-a laptop. No text from elsewhere went into it: `recipes/papers/stories.py` invents stories, facts, lists and
+a laptop. No text from elsewhere went into it: `recipes/papers/stories.py` (with `world.py`
+and `lexicon.py`) invents stories, facts, lists and
 questions.
 
 | file | what it is |
@@ -49,12 +50,13 @@ Seed {seed}, {total:.0f} million tokens in {minutes:.1f} minutes on one {chip} (
 
     {command}
 
-AdamW (0.9, 0.95), peak rate {rate}, weight decay {decay}, {batch_tokens:,} tokens a step. The first
-{drill_share:.0%} of the steps drill retrieval on rows of {drill_context} tokens, mostly lists of facts with
-questions; the rest is the mixture of stories, needles and lists at {context}. Tokens of answers weigh
-{answer_weight:g} times in the loss. The batches depend on the seed alone; GPU arithmetic and a limit in
-minutes make another run differ in detail. Nats per token of the training text (`loss`) and of its answers
-alone, and quick needle scores on 24 questions:
+AdamW (0.9, 0.95), peak rate {rate}, weight decay {decay}, initial weights of deviation {init}. The first
+{drill_share:.0%} of {steps:,} steps drill retrieval, {drill_tokens:,} tokens a step in rows of
+{drill_context}, mostly lists of facts said again or asked for; the rest, {batch_tokens:,} tokens a step in
+rows of {context}, is the mixture of stories, needles and lists. Tokens of answers weigh {answer_weight:g}
+times in the loss. The batches depend on the seed alone; GPU arithmetic makes another run differ in detail.
+Nats per token of the training text (`loss`) and of its answers alone, and quick needle scores on 24 questions
+each:
 
 {curve}
 
