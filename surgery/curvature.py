@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
 from surgery.fit import Judge, gram_metric
-from surgery.head import Head
+from surgery.head import ROWS, Head
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry, read_header, read_tensor, write_shard
@@ -65,7 +65,7 @@ class Survey:
         head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
         flat_ND = final_BTD.reshape(-1, final_BTD.shape[-1])
         grads, energy, count = [], 0.0, 0
-        for part in flat_ND.split(2048):
+        for part in flat_ND.split(ROWS):
             grad_ND, energy_V = head.cotangent(part.to(self.stream.device), generator)
             grads.append(grad_ND.to(final_BTD.device))
             energy, count = energy + energy_V * len(part), count + len(part)

@@ -12,7 +12,8 @@ from surgery.anatomy import Anatomy
 from surgery.shards import read_tensor
 from surgery.skeleton import Skeleton
 
-LOGITS = 2**25  # numbers of logits held at a time
+LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits held at a time, in a few copies
+ROWS = 8192  # hidden states for which the head is read from the file once
 
 
 class Head:
@@ -29,7 +30,7 @@ class Head:
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         vocabulary = self.weight.shape[0]
-        step = max(256, LOGITS // max(1, rows))
+        step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows))
         for first in range(0, vocabulary, step):
             last = min(first + step, vocabulary)
             weight = read_tensor(self.weight.rows(first, last), torch.float32).to(self.device)
@@ -51,7 +52,8 @@ class Head:
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
         """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
         out = []
-        for hidden, labels in zip(hidden_ND.split(1024), labels_N.split(1024)):
+        rows = ROWS if linear is None else max(1, LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
+        for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
             out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
         return torch.cat(out)
 

@@ -30,7 +30,7 @@ PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 _PIECE = re.compile(re.escape(END) + "|" + PIECE)
 
 HELDOUT_SEED, CALIBRATION_SEED = 20_001, 20_002
-HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 96_000, 64_000
+HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 120_000, 96_000
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def mixed_facts(rng: Random, n: int) -> list[Fact]:
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
     """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
-    world, sentences = World(rng), []
+    world = World(rng)
+    sentences: list[str] = []
     while True:
         text = world.person() if len(world.people) < 2 or rng.random() < 0.03 else world.event()
         length -= count(text)
@@ -153,12 +154,16 @@ def needle_question(
     return Question(bury(filler(rng, length - used, count), facts, depths) + facts[0].prompt, facts[0].answer)
 
 
-def needle_document(rng: Random, length: int, count: Count = count_pieces) -> str:
-    """A story of at most about `length` with facts hidden anywhere and up to four questions at its end."""
+def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:
+    """A story of at most `length` with facts hidden in it and up to four questions at its end.
+
+    early: the depth of a fact is u^early, u uniform: 1 anywhere alike, larger the more near the beginning.
+    """
     facts = mixed_facts(rng, between(rng, 1, max(1, min(12, length // 32))))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
     used = count(_asked(asked) + "".join(fact.statement for fact in facts)) + 2
-    return bury(filler(rng, length - used, count), facts, [rng.random() for _ in facts]) + _asked(asked)
+    depths = [rng.random() ** early for _ in facts]
+    return bury(filler(rng, length - used, count), facts, depths) + _asked(asked)
 
 
 def list_document(rng: Random, most: int = 16) -> str:

@@ -68,45 +68,46 @@ def rate_at(progress: float) -> float:
     return min(1.0, progress / 0.02) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def optimizer(choices: Choices, model: Any) -> torch.optim.AdamW:
+    """AdamW; the norms' weights do not decay."""
+    flat = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.ndim > 1]}, flat]
+    fused = model.device.type == "cuda"
+    return torch.optim.AdamW(
+        groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fused
+    )
+
+
 def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
     """Trains in place; ends after `choices.steps`, or when `minutes` are over (the rate follows either)."""
-    device = model.device
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    groups = [
-        {"params": decayed},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    fast = device.type == "cuda"
-    adam = torch.optim.AdamW(
-        groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fast
-    )
-    descend = torch.compile(losses, dynamic=False) if fast else losses
-    tokens, log, start, every = 0, [], time.time(), max(1, choices.steps // 40)
-    for step, (ids_BT, answers_BT) in enumerate(batches(choices, tokenizer, device)):
-        progress = max(step / choices.steps, (time.time() - start) / (60 * minutes) if minutes else 0.0)
-        if progress >= 1:
-            break
+    adam, start, log, tokens = optimizer(choices, model), time.time(), [], 0
+    descend = torch.compile(losses, dynamic=False) if model.device.type == "cuda" else losses
+    for step, (ids_BT, answers_BT) in enumerate(batches(choices, tokenizer, model.device)):
+        spent = (time.time() - start) / (60 * minutes) if minutes else 0.0
         for group in adam.param_groups:
-            group["lr"] = choices.rate * rate_at(progress)
+            group["lr"] = choices.rate * rate_at(max(step / choices.steps, spent))
         loss, nats, asked = descend(model, ids_BT, answers_BT, choices.answer_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)
         tokens += answers_BT[:, 1:].numel()
-        if step % every == 0 or step == choices.steps - 1:
+        over = spent >= 1 or step == choices.steps - 1
+        if over or step % max(1, choices.steps // 40) == 0:
             line = {"step": step, "tokens": tokens, "seconds": round(time.time() - start, 1)}
             line |= {"loss": round(float(nats), 4), "answer_loss": round(float(asked), 4)}
             log.append(line | glance(choices, model, tokenizer))
             print(json.dumps(log[-1]), flush=True)
             save(model, tokenizer, out)
+        if over:
+            break
     return log
 
 
 def glance(choices: Choices, model: Any, tokenizer: Any) -> dict[str, float]:
     """A quick look at retrieval, for the log: 24 questions at each of up to three lengths."""
     lengths = sorted({choices.lengths[0], choices.drill_context, choices.context})
-    table = needle_accuracy(model, tokenizer, lengths, (0.1, 0.5, 0.9), 8, seed=99, batch_size=24)
+    table = needle_accuracy(model, tokenizer, lengths, (0.0, 0.5, 1.0), 8, seed=99, batch_size=24)
     model.train()
     return {f"needle_{n}": round(sum(row) / len(row), 3) for n, row in zip(lengths, table.accuracy)}
 
@@ -143,6 +144,7 @@ def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str
         "heldout_perplexity": perplexity(model, tokenizer, heldout, choices.context),
         "heldout_tokens": len(tokenizer(heldout, verbose=False).input_ids),
         "heldout_seed": stories.HELDOUT_SEED,
+        "calibration_tokens": len(tokenizer(stories.calibration(), verbose=False).input_ids),
         "calibration_seed": stories.CALIBRATION_SEED,
         "parameters": model.num_parameters(),
         "bytes": (out / "model.safetensors").stat().st_size,
@@ -181,9 +183,17 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
     save(model, tokenizer, out)
     torch.set_float32_matmul_precision("highest")
     scores, table = measure(choices, out, device)
-    record = {"choices": asdict(choices), "log": log, "scores": scores, "needle": table.to_dict()}
+    chip = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    made = {"command": command, "chip": chip, "torch": torch.__version__}
+    record = {
+        "choices": asdict(choices),
+        "made": made,
+        "log": log,
+        "scores": scores,
+        "needle": table.to_dict(),
+    }
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "README.md").write_text(card(asdict(choices), log, scores, table, command))
+    (out / "README.md").write_text(card(record))
     (out / "heldout.txt").write_text(stories.heldout())
     (out / "calibration.txt").write_text(stories.calibration())
     print(json.dumps(scores), table.markdown(), sep="\n", flush=True)

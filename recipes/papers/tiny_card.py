@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from surgery.eval.needle import NeedleTable
 
 CARD = """\
@@ -20,15 +18,14 @@ pipeline_tag: text-generation
 {head_dim} dimensions, SwiGLU, tied embeddings, {layers} layers of width {hidden}), a byte-level BPE of
 {vocabulary} tokens of its own, trained from scratch to length {context}. It exists to be operated on: large
 enough to tell stories and to find what was said in its context, small enough to convert, heal and measure on
-a laptop. No text from elsewhere went into it: `recipes/papers/stories.py` (with `world.py`
-and `lexicon.py`) invents stories, facts, lists and
-questions.
+a laptop. No text from elsewhere went into it: `recipes/papers/stories.py` (with `world.py` and `lexicon.py`)
+invents stories, facts, lists and questions.
 
 | file | what it is |
 | --- | --- |
 | `model.safetensors` | the weights, bfloat16, {bytes:,} bytes |
-| `heldout.txt` | text to measure on, {heldout_tokens:,} tokens: `stories.heldout()`, seed {heldout_seed} |
-| `calibration.txt` | text to calibrate on: `stories.calibration()`, seed {calibration_seed} |
+| `heldout.txt` | text to measure on, {heldout_tokens:,} tokens: of `stories.py`, seed {heldout_seed} |
+| `calibration.txt` | text to calibrate on, {calibration_tokens:,} tokens: likewise, seed {calibration_seed} |
 | `training_log.json` | every choice, the loss curve and the scores |
 
 Documents end with a line `<|endoftext|>`, in these files too.
@@ -39,7 +36,8 @@ Perplexity on `heldout.txt`, windows of {context} tokens side by side: **{heldou
 Needles: "The code of the red lantern is 7 3." said at one depth of a story (0 its beginning, 1 its end),
 among one to seven codes of other things (half of them share a word with the one asked for), and at the end
 "Question: What is the code of the red lantern? Answer:". Percent of {samples} questions answered exactly (two
-digits: chance is 1%), by length in tokens. Mean {mean:.2f}, lowest {worst:.1f}.
+digits: chance is 1%), by length in tokens. Mean {mean:.2f}, lowest {worst:.1f};
+the standard error of a cell is at most {error:.1f}.
 
 {table}
 
@@ -66,28 +64,23 @@ come in one wording; it retrieves codes of two digits and single words, nothing 
 """
 
 
-def card(
-    choices: dict[str, Any],
-    log: list[dict[str, Any]],
-    scores: dict[str, Any],
-    table: NeedleTable,
-    command: str,
-) -> str:
-    """The card as text; `log` has one entry per point of the loss curve; about sixteen are shown."""
+def card(record: dict[str, Any]) -> str:
+    """The card as text, from what training_log.json holds; about sixteen points of its loss curve."""
+    choices, log, needle = record["choices"], record["log"], record["needle"]
+    table = NeedleTable(*(needle[name] for name in ("lengths", "depths", "samples", "accuracy")))
     stride = max(1, len(log) // 16)
     shown = log[:-1:stride] + log[-1:]
     rows = [list(log[-1]), ["---"] * len(log[-1]), *(line.values() for line in shown)]
     return CARD.format(
         **choices,
-        **scores,
+        **record["scores"],
+        **record["made"],
         head_dim=choices["hidden"] // choices["heads"],
         table=table.markdown(),
         mean=100 * table.mean,
         worst=100 * table.worst,
+        error=100 * max(map(max, table.errors)),
         curve="\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows),
         total=log[-1]["tokens"] / 1e6,
         minutes=log[-1]["seconds"] / 60,
-        chip=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        torch=torch.__version__,
-        command=command,
     )

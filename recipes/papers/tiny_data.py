@@ -2,8 +2,8 @@
 
 Text is generated as it is trained on, by worker processes; batch i depends on the seed and i alone.
 Small models do not learn retrieval by accident, so there are two phases: `drill` (short rows, mostly facts
-said again or asked for, few at first and then more) and the full mixture at the full context, four rows in
-ten of which begin with a long story that hides its facts anywhere. B batch, T tokens.
+said again or asked for, few at first and then more) and the full mixture at the full context, half the rows
+of which begin with a long story that hides its facts anywhere. B batch, T tokens.
 """
 
 import os
@@ -36,11 +36,11 @@ class Choices:
     intermediate: int = 512
     context: int = 1024
     drill_context: int = 256
-    drill_share: float = 0.14
+    drill_share: float = 0.18
     # Small batches first: retrieval is found after so many steps, not after so many tokens.
     drill_tokens: int = 16_384
     batch_tokens: int = 65_536
-    steps: int = 18_000
+    steps: int = 14_000
     # transformers' 0.02 starts attention so flat that it stays for thousands of steps before it retrieves.
     init: float = 0.06
     rate: float = 2e-3
@@ -119,7 +119,7 @@ class Batches(Dataset):
         """context + 1 tokens of documents, cut off at the end and, if no long needle leads, at the start."""
         ids: list[int] = []
         answers: list[bool] = []
-        leads = share >= 1 and rng.random() < 0.4
+        leads = share >= 1 and rng.random() < 0.5
         skip = 0 if leads or rng.random() < 0.5 else int(rng.random() * context / 2)
         while len(ids) <= skip + context:
             parts = self.long_needle(rng, context) if leads and not ids else self.parts(rng, share)
@@ -130,7 +130,10 @@ class Batches(Dataset):
         return ids[skip : skip + context + 1], answers[skip : skip + context + 1]
 
     def long_needle(self, rng: Random, context: int) -> list[tuple[str, bool]]:
-        return split(stories.needle_document(rng, int(context * (0.3 + 0.7 * rng.random())), self.count))
+        """Half of them fill the row, facts first: the longest way back is the hardest, and rare by chance."""
+        full = rng.random() < 0.5
+        length = context if full else int(context * (0.3 + 0.7 * rng.random()))
+        return split(stories.needle_document(rng, length, self.count, early=6 if full else 1))
 
     def parts(self, rng: Random, share: float) -> list[tuple[str, bool]]:
         """A document of the mixture or, in the first phase mostly, one that drills recall."""

@@ -32,7 +32,7 @@ from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, symmetric_roots
 
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
-SWEEP_NUMBERS = 2**25
+SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -98,35 +98,32 @@ class BTTLinear(StructuredLinear):
         return padded(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
 
     @classmethod
-    def _block_roots(cls, config: Any, out: int, in_: int, metric: Metric) -> tuple[Any, Any]:
-        """(G_bb^(1/2), inverse) as (b, 1, a, a) and (C_cc^(1/2), inverse) as (1, c, d, d), or None each."""
+    def _roots(cls, config: Any, out: int, in_: int, metric: Metric) -> tuple[Any, Any, Any]:
+        """(G_bb^(1/2), its inverse) as functions of (b, c, a, X), and C_cc^(1/2) as (1, c, d, d) or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, out, in_)
-        g = c_roots = None
-        if metric.g_OO is not None:
-            g = [r[:, None] for r in symmetric_roots(diagonal_blocks(metric.g_OO, b, a))]
+        weigh, unweigh, c_root = _same, _same, None
+        if metric.g_OO is not None and metric.g_OO.dim() == 1:
+            scale_b1a1 = F.pad(metric.g_OO, (0, b * a - out), value=1.0).sqrt().view(b, 1, a, 1)
+            weigh, unweigh = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
+        elif metric.g_OO is not None:
+            root, inverse = (r[:, None] for r in symmetric_roots(diagonal_blocks(metric.g_OO, b, a)))
+            weigh, unweigh = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
-            c_roots = [r[None] for r in symmetric_roots(diagonal_blocks(metric.c_II, c, d))]
-        return g, c_roots
-
-    @classmethod
-    def _whitened_blocks(cls, weight_OI: Tensor, config: Any, metric: Metric) -> tuple[Tensor, Any, Any]:
-        blocks_bcad = cls._blocks(weight_OI, config)
-        g, c_roots = cls._block_roots(config, *weight_OI.shape, metric)
-        m_bcad = blocks_bcad if g is None else g[0] @ blocks_bcad
-        return (m_bcad if c_roots is None else m_bcad @ c_roots[0]), blocks_bcad, g
+            c_root = symmetric_roots(diagonal_blocks(metric.c_II, c, d))[0][None]
+        return weigh, unweigh, c_root
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Each block's best rank s in its own C_cc and G_bb (optimal if inputs of different blocks were
         uncorrelated; the start that `refine` improves). Exact at full rank."""
+        blocks_bcad = cls._blocks(weight_OI, config)
         if config.rank >= cls.full_rank(config, *weight_OI.shape):
-            left_bcas, right_bcsd = exact_factors(cls._blocks(weight_OI, config))
+            left_bcas, right_bcsd = exact_factors(blocks_bcad)
         else:
-            m_bcad, blocks_bcad, g = cls._whitened_blocks(weight_OI, config, metric or Metric())
-            u_bcas = leading_directions(m_bcad, config.rank)
-            root, inverse = g or (None, None)
-            right_bcsd = u_bcas.mT @ (blocks_bcad if root is None else root @ blocks_bcad)
-            left_bcas, right_bcsd = balanced(u_bcas if inverse is None else inverse @ u_bcas, right_bcsd)
+            weigh, unweigh, c_root = cls._roots(config, *weight_OI.shape, metric or Metric())
+            weighed_bcad = weigh(blocks_bcad)
+            u_bcas = leading_directions(weighed_bcad if c_root is None else weighed_bcad @ c_root, config.rank)
+            left_bcas, right_bcsd = balanced(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
         return cls.from_cores(config, *weight_OI.shape, cores)
 
@@ -139,7 +136,9 @@ class BTTLinear(StructuredLinear):
     @classmethod
     def block_tails(cls, weight_OI: Tensor, config: Any, metric: Metric) -> list[float]:
         """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
-        return tail_energies(cls._whitened_blocks(weight_OI, config, metric)[0]).sum((0, 1)).tolist()
+        weigh, _, c_root = cls._roots(config, *weight_OI.shape, metric)
+        m_bcad = weigh(cls._blocks(weight_OI, config))
+        return tail_energies(m_bcad if c_root is None else m_bcad @ c_root).sum((0, 1)).tolist()
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
@@ -152,7 +151,7 @@ class BTTLinear(StructuredLinear):
         c_II = padded(metric.c_II, c * d, c * d)
         target_baI = padded(weight_OI, b * a, c * d).view(b, a, c * d)
         g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
-        for rows in row_groups(b, c * d * c * s + a * c * d):
+        for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
             sweep(
                 self.weight.data[rows],
                 self.right.data[:, :, rows],
@@ -185,6 +184,10 @@ class BTTLinear(StructuredLinear):
         return {"right": MuP(d, b * s), "weight": MuP(c * s, a)}
 
 
+def _same(matrix: Tensor) -> Tensor:
+    return matrix
+
+
 def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
     """(count, size, size): the diagonal blocks of a matrix, or of one given by its diagonal (O,), padded with
     the mean of the diagonal."""
@@ -197,8 +200,8 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
     return torch.stack([whole[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
 
 
-def row_groups(b: int, numbers_each: int) -> Iterator[slice]:
-    size = max(1, SWEEP_NUMBERS // numbers_each)
+def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
+    size = max(1, SWEEP_NUMBERS.get(device, 2**23) // numbers_each)
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 

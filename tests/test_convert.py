@@ -1,0 +1,296 @@
+"""Streaming conversion: the same bytes whatever interrupts it; clear refusals that leave nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small import recipe_of, tiny_config, tiny_inputs
+
+from surgery.convert import convert, partial_of
+from surgery.errors import SurgeryError
+from surgery.journal import Journal
+from surgery.shards import read_header
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    """A digest of every file; of the report, everything but times and memory."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        if path.name == "surgery_report.json":
+            report = json.loads(content)
+            modules = [{k: v for k, v in m.items() if k != "seconds"} for m in report["modules"]]
+            kept = {k: v for k, v in report.items() if k not in ("time", "memory")}
+            content = json.dumps({**kept, "modules": modules}).encode()
+        found[path.name] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A checkpoint of ten layers in three shards, and a calibration file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("deep")
+    config = tiny_config("llama")[1].to_dict()
+    config.update(num_hidden_layers=10, hidden_size=64, intermediate_size=160, head_dim=16)
+    LlamaForCausalLM(LlamaConfig(**config)).bfloat16().save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    inputs = folder.parent / "deep-inputs.safetensors"
+    save_file({"input_ids": torch.randint(3, 96, (16, 48))}, inputs)
+    return folder, inputs
+
+
+def command(source: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "surgery", "convert", str(source), "-r", "btt-half", "--out", str(out), *more]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path):
+    source, inputs = deep
+    options = ["--calibration", str(inputs), "--set", "blocks=[2, 2]", "--set", "sweeps=12"]
+    began = time.time()
+    subprocess.run(command(source, tmp_path / "whole", *options), check=True, env=ENVIRONMENT, capture_output=True)
+    whole = time.time() - began
+    chance, killed = random.Random(0), 0
+    while killed < 10 and not (tmp_path / "out").exists():
+        resume = ["--resume"] if partial_of(tmp_path / "out").exists() else []
+        process = subprocess.Popen(command(source, tmp_path / "out", *options, *resume), env=ENVIRONMENT, stderr=subprocess.PIPE)
+        # Most of a run is the interpreter waking up: aim at what follows it.
+        try:
+            process.wait(timeout=whole * chance.uniform(0.55, 0.98))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            killed += 1
+        else:
+            assert process.returncode == 0, process.stderr.read()
+    if not (tmp_path / "out").exists():
+        resume = ["--resume"] if partial_of(tmp_path / "out").exists() else []
+        subprocess.run(command(source, tmp_path / "out", *options, *resume), check=True, env=ENVIRONMENT)
+    assert killed >= 1
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+    assert not partial_of(tmp_path / "out").exists()
+
+
+class Crash(BaseException):
+    """Stands for the process being killed at one exact point."""
+
+
+@pytest.mark.parametrize("lines", range(1, 15))
+def test_killed_after_every_journal_line(deep, tmp_path, monkeypatch, lines):
+    """Ten layers, the rest, the shards: wherever the journal ends, --resume gives the same bytes."""
+    source, inputs = deep
+    recipe = recipe_of(structure="low_rank", keep=0.5, calibration=inputs, allocate="spread")
+    whole = tmp_path.parent / "whole-low-rank"
+    if not whole.exists():
+        convert(str(source), recipe, whole)
+    add = Journal.add
+
+    def crash(self, step, **what):
+        if len(self.lines) == lines:
+            with open(self.path, "ab") as file:  # cut short in the middle of a line
+                file.write(b'{"step": "pie')
+            raise Crash
+        add(self, step, **what)
+
+    monkeypatch.setattr(Journal, "add", crash)
+    with pytest.raises(Crash):
+        convert(str(source), recipe, tmp_path / "out")
+    monkeypatch.undo()
+    with pytest.raises(SurgeryError, match="continue it with --resume"):
+        convert(str(source), recipe, tmp_path / "out")
+    convert(str(source), recipe, tmp_path / "out", resume=True)
+    assert bytes_of(tmp_path / "out") == bytes_of(whole)
+
+
+def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, monkeypatch):
+    source, inputs = deep
+    recipe = recipe_of(structure="low_rank", calibration=inputs, allocate="uniform", curvature="none")
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", lambda self, step, **w: add(self, step, **w) if len(self.lines) < 4 else (_ for _ in ()).throw(Crash))
+    with pytest.raises(Crash):
+        convert(str(source), recipe, tmp_path / "out")
+    monkeypatch.undo()
+    before = bytes_of(partial_of(tmp_path / "out") / "pieces")
+    others = {
+        "recipe": (source, recipe.model_copy(update={"keep": 0.6})),
+        "seed": (source, recipe.model_copy(update={"seed": 1})),
+        "calibration": (source, recipe.model_copy(update={"holdout": 0.3})),
+        "source": (checkpoints("llama"), recipe),
+    }
+    for key, (other_source, other) in others.items():
+        with pytest.raises(SurgeryError, match=f"was begun with another ({key}|recipe)"):
+            convert(str(other_source), other, tmp_path / "out", resume=True)
+    assert bytes_of(partial_of(tmp_path / "out") / "pieces") == before
+    convert(str(source), recipe, tmp_path / "out", resume=True)
+
+
+def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
+    source, inputs = deep
+    recipe = recipe_of(structure="auto", keep=0.6, calibration=inputs, sweeps=2, seed=3)
+    for name in ("a", "b"):
+        convert(str(source), recipe, tmp_path / name)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+
+
+def test_two_conversions_into_one_folder_exclude_each_other(tmp_path):
+    with Journal(tmp_path / "x.partial", {"a": 1}, resume=False):
+        with pytest.raises(SurgeryError, match="another conversion is writing"):
+            Journal(tmp_path / "x.partial", {"a": 1}, resume=True).__enter__()
+
+
+def test_what_is_not_cut_is_copied_to_the_byte(deep, tmp_path):
+    source, _ = deep
+    rules = [{"match": "mlp.down", "structure": "low_rank", "keep": 0.5, "layers": "2:-2"}]
+    convert(str(source), recipe_of(structure="low_rank", layers=":0", rules=rules), tmp_path / "out")
+    before = {k: v for path in source.glob("*.safetensors") for k, v in load_file(path).items()}
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    cut = {f"model.layers.{i}.mlp.down_proj.weight" for i in range(2, 8)}
+    assert {k for k in before if k not in after or not torch.equal(before[k], after[k])} == cut
+    assert all(after[k].dim() == 3 and after[k].dtype == torch.bfloat16 for k in cut)
+
+
+def test_sharded_output(deep, tmp_path, monkeypatch):
+    from surgery import assemble
+
+    monkeypatch.setattr(assemble, "SHARD_BYTES", 200_000)
+    source, _ = deep
+    convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    stored = {k: p.name for p in (tmp_path / "out").glob("*.safetensors") for k in read_header(p)}
+    assert index["weight_map"] == stored and len(set(stored.values())) == 3
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**tiny_inputs("llama", 1))
+
+
+# -- refusals --------------------------------------------------------------------------------------
+def damaged(source: Path, target: Path, how: str) -> Path:
+    shutil.copytree(source, target)
+    shard = sorted(target.glob("*.safetensors"))[0]
+    if how == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif how == "missing":
+        shard.unlink()
+    elif how == "config":
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({**config, "intermediate_size": 200}))
+    else:
+        tensors = load_file(shard)
+        name = next(k for k in tensors if "proj" in k)
+        if how == "nan":
+            tensors[name].view(-1)[7] = float("nan")
+        else:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        ("truncated", "ends at byte"),
+        ("missing", "lacks shard"),
+        ("nan", "NaN or Inf of"),
+        ("float8", "has dtype F8_E4M3; weights to be replaced must be one of"),
+        ("config", "the config and the weights do not belong together"),
+    ],
+)
+@pytest.mark.parametrize("text", [True, False])
+def test_damaged_sources(deep, tmp_path, how, says, text):
+    source, inputs = deep
+    bad = damaged(source, tmp_path / "bad", how)
+    recipe = recipe_of(structure="low_rank", **({"calibration": inputs} if text else {}))
+    with pytest.raises(SurgeryError, match=says):
+        convert(str(bad), recipe, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad"]
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"rules": [{"match": "*.mpl.*", "keep": 0.5}]}, r"pattern '\*.mpl.\*' matches no module of llama; a module looks like"),
+        ({"structure": "dense"}, "replaces nothing"),
+        ({"structure": "btt", "blocks": [100, 4]}, r"cannot tile a matrix of out=64, in=64: 100 blocks"),
+        ({"structure": "kronecker", "blocks": [3, 4]}, r"the blocks must divide both, for example blocks: \[8, 8\]"),
+        ({"structure": "low_rank", "keep": 0.001}, "raise keep to"),
+        ({"structure": "low_rank", "blocks": [2, 2]}, "structure 'low_rank' has no option 'blocks'"),
+        ({"structure": "low_rank", "calibration": "/nowhere.txt"}, "'/nowhere.txt' is not a file"),
+    ],
+)
+def test_recipes_the_plan_refuses(deep, tmp_path, keys, says):
+    with pytest.raises(SurgeryError, match=says):
+        convert(str(deep[0]), recipe_of(**keys), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_exists_or_its_parent_does_not(deep, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(SurgeryError, match="out exists; choose another --out"):
+        convert(str(deep[0]), recipe_of(), tmp_path / "out")
+    with pytest.raises(SurgeryError, match="is not a folder; make it first"):
+        convert(str(deep[0]), recipe_of(), tmp_path / "no" / "out")
+
+
+def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 100_000))
+    with pytest.raises(SurgeryError, match=r"has 0.0 GB free, the conversion writes up to 0.0 GB|GB free"):
+        convert(str(deep[0]), recipe_of(structure="low_rank"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    """160 MB of layers and a 100 MB embedding go through a process that grows by less than a quarter of it."""
+    code = f"""
+import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import random_llama, psutil, torch, pathlib
+random_llama.SHAPES["wide"] = (20, 512, 2048, 8, 2, 100_000, True)
+root = pathlib.Path({str(tmp_path)!r})
+random_llama.make(root / "source", "wide", tokens=1024, length=256)
+from small import recipe_of
+from surgery.convert import convert
+from surgery.stream import CHUNK_TOKENS
+import transformers, accelerate
+transformers.LlamaForCausalLM
+CHUNK_TOKENS["cpu"] = 256
+before = psutil.Process().memory_info().rss
+import resource
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+for name, text in (("plain", {{}}), ("fitted", dict(calibration=str(root / "source-calibration.safetensors"), allocate="spread"))):
+    convert(str(root / "source"), recipe_of(structure="low_rank", **text), root / name)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+size = sum(p.stat().st_size for p in (root / "source").glob("*.safetensors"))
+print(size, max(start, before), peak)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    size, before, peak = map(int, done.stdout.split())
+    assert size > 250e6
+    assert peak - before < size / 2, f"{size / 1e6:.0f} MB of weights, {(peak - before) / 1e6:.0f} MB more memory"
+
+
+def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkeypatch):
+    from surgery import stream
+
+    source, inputs = deep
+    recipe = recipe_of(structure="low_rank", calibration=inputs)
+    convert(str(source), recipe, tmp_path / "kept")
+    monkeypatch.setattr(stream.Stream.__init__, "__defaults__", (1000, None))
+    convert(str(source), recipe, tmp_path / "spilled")
+    assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")
