@@ -16,7 +16,7 @@ from surgery.score import Score
 from surgery.skeleton import Skeleton
 from surgery.stream import Stream
 
-TRIAL_SHARE, TRIAL_SWEEPS = 0.25, 2
+TRIAL_SHARE, TRIAL_SWEEPS = 0.25, 1
 
 # (budgets, windows, recipe) -> held-out score of a conversion that is thrown away
 Trial = Callable[[dict[str, float], Batch, Recipe], Score]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.structures import Metric
+from surgery.structures.metric import inner
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -165,6 +166,7 @@ class Moments:
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged = 0, False
+        self.known: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
         self.targets = {name: Target(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
         shared = any(t.shares for t in self.targets.values())
@@ -190,12 +192,14 @@ class Moments:
             y_NO = x0_NI @ target.weight_OI.mT
             if target.residual and gap_NO is not None:
                 y_NO += gap_NO
-            target.energy += float(y_NO.square().sum(dtype=torch.float64))
+            target.energy += inner(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def second(self) -> Tensor:
-        """C."""
-        return self.c_II / self.count
+        """C, of the rows so far; asked for once all are in."""
+        if "C" not in self.known:
+            self.known["C"] = self.c_II / self.count
+        return self.known["C"]
 
     def cross(self, name: str) -> Tensor:
         """K (O, I)."""
@@ -219,19 +223,19 @@ class Moments:
 
 
 class Check:
-    """Held-out judgement of one matrix: how far B x is from y* on rows it was not fitted to."""
+    """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
 
     def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
-        self.metric = Metric(moments.second(), g_OO)
-        self.k_OI = moments.cross(name)
-        self.gk_OI = Metric(None, g_OO).apply(self.k_OI)
+        self.c_II, self.k_OI = moments.second(), moments.cross(name)
+        self.weights = Metric(None, g_OO)
         self.wanted = moments.energy(name)
 
-    def loss(self, b_OI: Tensor) -> float:
-        """<G B C, B> - 2 <G B, K>: the weighted squared error up to a constant."""
-        return self.metric.square(b_OI) - 2 * float((b_OI * self.gk_OI).sum(dtype=torch.float64))
-
-    def relative(self, b_OI: Tensor) -> float:
-        """sqrt(E|y* - B x|^2 / E|y*|^2), unweighted."""
-        plain = Metric(self.metric.c_II).square(b_OI) - 2 * float((b_OI * self.k_OI).sum(dtype=torch.float64))
-        return (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5
+    def measure(self, b_OI: Tensor) -> tuple[float, float]:
+        """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
+        sqrt(E|y* - B x|^2 / E|y*|^2)."""
+        change_OI = torch.addmm(self.k_OI, b_OI, self.c_II, beta=-2)
+        plain = inner(change_OI, b_OI)
+        error = (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5
+        if self.weights.g_OO is None:
+            return plain, error
+        return inner(self.weights.apply(change_OI), b_OI), error

@@ -33,6 +33,7 @@ from surgery.headcut import convert_head
 from surgery.journal import Journal
 from surgery.layerwise import Grafts, Layerwise, file_name, graft, reload_grafts, stored_dtype
 from surgery.plan import Plan, make_plan
+from surgery.precision import float32_products
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.score import Score, score
@@ -75,9 +76,9 @@ def convert(
     partial = partial_of(out)
     fresh = not partial.exists()
     try:
-        with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal:
-            run = _Run(skeleton, plan, batch, partial, journal, choose_device(device), progress)
-            report = run.everything(began)
+        place = choose_device(device)
+        with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal, float32_products(place):
+            report = _Run(skeleton, plan, batch, partial, journal, place, progress).everything(began)
     except SurgeryError:
         if fresh and not any((partial / "pieces").glob("*.safetensors")):
             shutil.rmtree(partial, ignore_errors=True)
@@ -223,7 +224,7 @@ class _Run:
         finished = self._finished if journal else lambda path: None
         layerwise = Layerwise(
             self.skeleton, self.plan, recipe, given, stream, self.grams,
-            batch.fit_rows, batch.rows, batch.mask(), finished, write,
+            batch.fit_rows, batch.rows, batch.mask(), finished, write, judged=journal is not None,
         )  # fmt: skip
         with torch.no_grad():
             final_BTD: Tensor = stream.run(batch.twice(), layerwise.visit)

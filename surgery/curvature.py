@@ -64,14 +64,17 @@ class Survey:
             return noise / final_BTD.square().mean().sqrt().clamp_min(1e-30)
         head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
         flat_ND = final_BTD.reshape(-1, final_BTD.shape[-1])
-        grads, energy, count = [], 0.0, 0
+        grads, cut, energy = [], body.head in self.plan.cuts, torch.zeros(0)
         for part in flat_ND.split(ROWS):
-            grad_ND, energy_V = head.cotangent(part.to(self.stream.device), generator)
+            hidden_ND = part.to(self.stream.device)
+            grad_ND, total_N, label_N = head.cotangent(hidden_ND, generator)
             grads.append(grad_ND.to(final_BTD.device))
-            energy, count = energy + energy_V * len(part), count + len(part)
-        if body.head in self.plan.cuts:
-            moment = flat_ND.mT @ flat_ND / len(flat_ND)
-            self._record(body.head, {body.head: moment}, {body.head: energy / count})
+            if cut:
+                share = head.energies(hidden_ND, total_N, label_N) * (len(part) / len(flat_ND))
+                energy = energy + share if len(energy) else share
+        if cut:
+            moment_II = flat_ND.mT @ flat_ND / len(flat_ND)
+            self._record(body.head, {body.head: moment_II.to(self.stream.device)}, {body.head: energy})
         return torch.cat(grads).view_as(final_BTD)
 
     def _record(self, unit: str, moments: dict[str, Tensor], grams: dict[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ from surgery.calibrate import Check, Moments
 from surgery.errors import SurgeryError
 from surgery.plan import Cut, with_budget
 from surgery.structures import STRUCTURES, Metric, StructuredLinear, damped
-from surgery.structures.btt import solve_spd
+from surgery.structures.btt import spd_factor
 
-# A sweep must lower the held-out loss by this share to be worth another.
-WORTHWHILE = 1e-4
+# Sweeps go on while they lower the error of the fit by this share.
+WORTHWHILE = 1e-3
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the report says of one matrix. Errors are relative to the output it was to reproduce,
-    sqrt(E|y* - B x|^2 / E|y*|^2): `error` on the rows it was fitted to, `held_out` on others; `start` is the
-    closed form's in the metric of the fit. Without calibration they are of the weights (Frobenius).
+    """What the report says of one matrix. error: relative to the output it was to reproduce, on held-out rows,
+    sqrt(E|y* - B x|^2 / E|y*|^2); without calibration, of the weights (Frobenius). start: the closed form's.
     refit: whether the target was moved to make up for the layers below."""
 
     name: str
@@ -35,7 +34,6 @@ class Record:
     macs_before: int
     macs_after: int
     error: float
-    held_out: float | None
     start: float
     sweeps: int
     refit: bool
@@ -68,14 +66,16 @@ class Judge:
 
 @dataclass
 class Attempt:
+    """A candidate and how it was judged: loss decides, error is shown. config None: a dense matrix."""
+
+    config: Any
+    target_OI: Tensor
     b: Any  # StructuredLinear or a dense matrix
     loss: float
-    start: float
-    sweeps: int
+    error: float
     refit: bool
-
-    def matrix(self) -> Tensor:
-        return self.b if isinstance(self.b, Tensor) else self.b.dense().detach()
+    start: float = 0.0
+    sweeps: int = 0
 
 
 @torch.no_grad()
@@ -83,16 +83,29 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """The best of the cut's structures within `budget` numbers, by held-out error.
 
     Two targets are tried: W itself, and the regression K C^-1 of the wanted output on the input that the
-    converted layers give; the second is taken only if the held-out error falls.
+    converted layers give; the second is taken only if the held-out error falls. So is what sweeps gain.
     """
     began = time.perf_counter()
-    metric, check = _metric(cut, judge), _check(cut, judge)
+    metric = stage_metric(judge)
+    check = None if judge.held is None else Check(judge.held, cut.name, _damped_gram(judge.gram))
     targets = [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
-    attempts: list[Attempt] = []
+    if check is None:  # nobody to judge: the target that takes the layers below into account
+        targets = targets[-1:]
+    attempts = []
     for config in _fitting(cut, budget):
-        attempts += [_attempt(config, target, metric, check, judge, i > 0) for i, target in enumerate(targets)]
+        starts = [_start(config, target, metric, check, target is not weight_OI) for target in targets]
+        attempts.append(_swept(min(starts, key=lambda a: a.loss), metric, check, judge.sweeps))
     best = min(attempts, key=lambda a: a.loss)
-    return _fitted(cut, best, weight_OI, judge, check, time.perf_counter() - began)
+    return _fitted(cut, best, judge, time.perf_counter() - began)
+
+
+def stage_metric(judge: Judge) -> Metric:
+    """Roots of C are found once for all matrices of the stage."""
+    if judge.fit is None:
+        return Metric()
+    moments = judge.fit
+    moment_II = moments.known.setdefault("damped", damped(moments.second(), judge.damping))
+    return Metric(moment_II, _damped_gram(judge.gram), moments.known)
 
 
 def _fitting(cut: Cut, budget: float) -> list[Any]:
@@ -107,10 +120,6 @@ def _fitting(cut: Cut, budget: float) -> list[Any]:
     return configs
 
 
-def _metric(cut: Cut, judge: Judge) -> Metric:
-    return Metric() if judge.fit is None else gram_metric(judge.fit.second(), judge.gram, judge.damping)
-
-
 def gram_metric(moment_II: Tensor, gram: Tensor | None, damping: float) -> Metric:
     """The metric of a projection, both sides damped."""
     return Metric(damped(moment_II, damping), _damped_gram(gram))
@@ -123,66 +132,72 @@ def _damped_gram(gram: Tensor | None) -> Tensor | None:
     return damped(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)
 
 
-def _check(cut: Cut, judge: Judge) -> Check | None:
-    moments = judge.held or judge.fit
-    return None if moments is None else Check(moments, cut.name, _damped_gram(judge.gram))
-
-
 def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> list[Tensor]:
     """(K + ridge W)(C + ridge)^-1, with the ridge pulling towards W; [] where it would be W itself."""
     fit = judge.fit
     if fit is None or metric.c_II is None or not (fit.diverged or fit.targets[cut.name].residual):
         return []
     ridge = judge.damping * fit.second().diagonal().mean()
-    return [solve_spd(metric.c_II, (fit.cross(cut.name) + ridge * weight_OI).mT).mT.contiguous()]
+    factor_II = metric.once("factor", lambda: spd_factor(metric.c_II))
+    wanted_OI = fit.cross(cut.name).add(weight_OI, alpha=float(ridge))
+    return [torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()]
 
 
-def _attempt(config: Any, target_OI: Tensor, metric: Metric, check: Check | None, judge: Judge, moved: bool) -> Attempt:
-    def loss(b_OI: Tensor) -> float:
-        return check.loss(b_OI) if check is not None else metric.error(target_OI, b_OI)
+def _judged(b: Any, target_OI: Tensor, metric: Metric, check: Check | None) -> tuple[float, float]:
+    matrix_OI = b if isinstance(b, Tensor) else b.dense()
+    if check is not None:
+        return check.measure(matrix_OI)
+    # Without held-out rows the candidates are told apart in the metric of the fit.
+    error = metric.error(target_OI, matrix_OI)
+    return error, error
 
-    if config is None:
-        return Attempt(target_OI, loss(target_OI), 0.0, 0, moved)
-    linear = STRUCTURES[config].project(target_OI, config, metric)
-    best, start = loss(linear.dense()), metric.error(target_OI, linear.dense())
-    accepted = 0
-    for _ in range(judge.sweeps):
-        candidate = copy.deepcopy(linear)
-        if not candidate.refine(target_OI, metric):
+
+def _start(config: Any, target_OI: Tensor, metric: Metric, check: Check | None, refit: bool) -> Attempt:
+    b = target_OI if config is None else STRUCTURES[config].project(target_OI, config, metric)
+    loss, error = _judged(b, target_OI, metric, check)
+    return Attempt(config, target_OI, b, loss, error, refit, start=error)
+
+
+def _swept(start: Attempt, metric: Metric, check: Check | None, sweeps: int) -> Attempt:
+    """The start after up to `sweeps` sweeps, or the start itself where held-out rows do not agree."""
+    if start.config is None:
+        return start
+    linear, left, done = copy.deepcopy(start.b), float("inf"), 0
+    for _ in range(sweeps):
+        now = linear.refine(start.target_OI, metric)
+        if now is None:
             break
-        now = loss(candidate.dense())
-        if now > best - WORTHWHILE * abs(best):
+        done += 1
+        if now > left * (1 - WORTHWHILE):
             break
-        linear, best, accepted = candidate, now, accepted + 1
-    return Attempt(linear, best, start, accepted, moved)
+        left = now
+    if not done:
+        return start
+    loss, error = _judged(linear, start.target_OI, metric, check)
+    if loss >= start.loss:
+        return start
+    return replace(start, b=linear, loss=loss, error=error, sweeps=done)
 
 
-def _fitted(cut: Cut, best: Attempt, weight_OI: Tensor, judge: Judge, check: Check | None, seconds: float) -> Fitted:
+def _fitted(cut: Cut, best: Attempt, judge: Judge, seconds: float) -> Fitted:
     linear = None if isinstance(best.b, Tensor) else round_to(best.b, judge.stored)
     dense_OI = best.b.to(judge.stored).float() if isinstance(best.b, Tensor) else None
-    matrix = linear.dense() if linear is not None else dense_OI
-    assert matrix is not None
-    cost = linear.cost() if linear is not None else (cut.numel, cut.numel)
-    error = Check(judge.fit, cut.name, None).relative(matrix) if judge.fit else Metric().error(weight_OI, matrix)
-    return Fitted(
-        Record(
-            name=cut.name,
-            roles=[cut.part.role] if cut.part else list(cut.linear.roles),
-            structure=linear.config.to_dict() if linear is not None else {"structure": "dense"},
-            params_before=cut.numel,
-            params_after=cost[0],
-            macs_before=cut.numel,
-            macs_after=cost[1],
-            error=error,
-            held_out=check.relative(matrix) if check is not None and judge.held is not None else None,
-            start=best.start,
-            sweeps=best.sweeps,
-            refit=best.refit,
-            seconds=seconds,
-        ),
-        linear,
-        dense_OI,
+    params, macs = linear.cost() if linear is not None else (cut.numel, cut.numel)
+    record = Record(
+        name=cut.name,
+        roles=[cut.part.role] if cut.part else list(cut.linear.roles),
+        structure=linear.config.to_dict() if linear is not None else {"structure": "dense"},
+        params_before=cut.numel,
+        params_after=params,
+        macs_before=cut.numel,
+        macs_after=macs,
+        error=best.error,
+        start=best.start,
+        sweeps=best.sweeps,
+        refit=best.refit,
+        seconds=seconds,
     )
+    return Fitted(record, linear, dense_OI)
 
 
 def round_to(linear: StructuredLinear, dtype: torch.dtype) -> StructuredLinear:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.anatomy import Anatomy
-from surgery.shards import read_tensor
+from surgery.shards import gather_rows, read_tensor
 from surgery.skeleton import Skeleton
 
 LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits held at a time, in a few copies
@@ -41,14 +41,6 @@ class Head:
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
-    def normaliser(self, hidden_ND: Tensor) -> Tensor:
-        """log sum exp of the logits, (N,)."""
-        total_N = hidden_ND.new_full((len(hidden_ND),), -torch.inf)
-        for _, weight, bias in self.slices(len(hidden_ND)):
-            total_N = torch.logaddexp(total_N, self.logits(hidden_ND, weight, bias).logsumexp(-1))
-        return total_N
-
-    @torch.no_grad()
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
         """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
         out = []
@@ -75,24 +67,55 @@ class Head:
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
-    def cotangent(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(d loss / d hidden (N, D), mean squared d loss / d logits (V,)) with labels drawn from the model
-        itself: the outer products of such gradients average to the Fisher information."""
-        total_N = self.normaliser(hidden_ND)
-        threshold_N = torch.rand(len(hidden_ND), generator=generator).to(self.device)
-        grad_ND, below_N = torch.zeros_like(hidden_ND), torch.zeros_like(total_N)
+    def cotangent(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """(d loss / d hidden (N, D), log sum exp (N,), labels (N,)) with labels drawn from the model itself:
+        the outer products of such gradients average to the Fisher information.
+
+        One pass over the vocabulary: the softmax-weighted sum of rows is rescaled as the maximum grows, and a
+        label of the slice at hand replaces the one drawn so far with the slice's share of the mass.
+        """
+        rows = len(hidden_ND)
+        top_N, mass_N = hidden_ND.new_full((rows,), -torch.inf), hidden_ND.new_zeros(rows)
+        sum_ND = torch.zeros_like(hidden_ND)
+        label_N, slope_N = torch.zeros(rows, dtype=torch.int64, device=self.device), hidden_ND.new_zeros(rows)
+        for first, weight, bias in self.slices(rows):
+            logits_NV = self.logits(hidden_ND, weight, bias)
+            slope_NV = None if self.cap is None else 1 - (logits_NV / self.cap).square()
+            higher_N = torch.maximum(top_N, logits_NV.amax(-1))
+            shrink_N = (top_N - higher_N).exp()
+            weight_NV = logits_NV.sub_(higher_N[:, None]).exp_()
+            drawn_N, share_N, part_N = draw(weight_NV, mass_N * shrink_N, generator)
+            taken_N = torch.rand(rows, generator=generator).to(self.device) < share_N
+            label_N = torch.where(taken_N, first + drawn_N, label_N)
+            ones = torch.ones_like(slope_N)
+            slope_N = torch.where(taken_N, ones if slope_NV is None else slope_NV.gather(1, drawn_N[:, None])[:, 0], slope_N)
+            weight_NV = weight_NV if slope_NV is None else weight_NV * slope_NV
+            sum_ND = torch.addmm(sum_ND * shrink_N[:, None], weight_NV, weight)
+            top_N, mass_N = higher_N, mass_N * shrink_N + part_N
+        chosen_ND = slope_N[:, None] * self.rows(label_N)
+        return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
+
+    def rows(self, label_N: Tensor) -> Tensor:
+        """Rows of W, (N, D)."""
+        unique, place = torch.unique(label_N.cpu(), return_inverse=True)
+        return gather_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
+
+    @torch.no_grad()
+    def energies(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
+        """Mean squared d loss / d logits, (V,): what an error of each logit costs."""
         energy_V = hidden_ND.new_zeros(self.weight.shape[0])
         for first, weight, bias in self.slices(len(hidden_ND)):
-            logits_NV = self.logits(hidden_ND, weight, bias)
-            delta_NV = (logits_NV - total_N[:, None]).exp()
-            # Inverse transform sampling: the label is where the cumulative probability passes the threshold.
-            reached_NV = below_N[:, None] + delta_NV.cumsum(-1)
-            drawn_N = (reached_NV < threshold_N[:, None]).sum(-1)
-            here_N = (below_N <= threshold_N) & (drawn_N < len(weight))
-            below_N = reached_NV[:, -1].clone()
-            delta_NV[here_N, drawn_N[here_N]] -= 1
-            if self.cap is not None:
-                delta_NV *= 1 - (logits_NV / self.cap).square()
+            delta_NV = (self.logits(hidden_ND, weight, bias) - total_N[:, None]).exp()
+            here_N = ((label_N >= first) & (label_N < first + len(weight))).nonzero()[:, 0]
+            delta_NV[here_N, label_N[here_N] - first] -= 1
             energy_V[first : first + len(weight)] = delta_NV.square().mean(0)
-            grad_ND += delta_NV @ weight
-        return grad_ND, energy_V
+        return energy_V
+
+
+def draw(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(an index drawn by weight in each row, the row's share of all mass so far, its mass)."""
+    reached_NV = weight_NV.cumsum(-1)
+    mass_N = reached_NV[:, -1]
+    threshold_N1 = (torch.rand(len(weight_NV), generator=generator).to(weight_NV.device) * mass_N)[:, None]
+    drawn_N = torch.searchsorted(reached_NV, threshold_N1)[:, 0].clamp_max(weight_NV.shape[1] - 1)
+    return drawn_N, mass_N / (before_N + mass_N), mass_N

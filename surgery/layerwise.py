@@ -49,7 +49,8 @@ class Stage:
 
 class Layerwise:
     """Visits the layers of a stream. `finished(path)` gives the grafts of a layer done before an
-    interruption, or None; `write(path, grafts, seconds)` makes a layer's grafts durable."""
+    interruption, or None; `write(path, grafts, seconds)` makes a layer's grafts durable; `judged`: whether
+    every matrix is checked on held-out rows (a trial is judged as a whole)."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class Layerwise:
         mask_BT: Tensor | None,
         finished: Callable[[str], Grafts | None],
         write: Callable[[str, Grafts, float], None],
+        judged: bool = True,
     ):
         self.skeleton, self.plan, self.recipe, self.budgets = skeleton, plan, recipe, budgets
         self.stream, self.grams, self.fit_rows, self.rows, self.mask_BT = stream, grams, fit_rows, rows, mask_BT
-        self.finished, self.write = finished, write
+        self.finished, self.write, self.judged = finished, write, judged
         self.diverged = False
         self.moment_bytes = 0
 
@@ -97,7 +99,7 @@ class Layerwise:
                 for cut in cuts[path]
             }
             fit, held = self._moments(call, stage, weights, grafts.modules)
-            judge = Judge(fit, held, None, self.recipe.damping, self.recipe.sweeps)
+            judge = Judge(fit, held if self.judged else None, None, self.recipe.damping, self.recipe.sweeps)
             for path in stage.paths:
                 fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
                 graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
@@ -138,7 +140,8 @@ class Layerwise:
         """Of the rows to fit and of the held-out rows."""
         both = Moments(weights), Moments(weights)
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
-        for moments, first, last in zip(both, (0, self.fit_rows), (self.fit_rows, self.rows)):
+        ranges = ((0, self.fit_rows), (self.fit_rows, self.rows))
+        for moments, (first, last) in list(zip(both, ranges))[: 2 if self.judged else 1]:
             for start, stop in spans(first, last, step):
                 x0, r0 = self._inputs(call, stage, start, stop, {})
                 x, r = x0, r0

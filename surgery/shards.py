@@ -154,7 +154,8 @@ def read_tensor(info: TensorInfo, dtype: torch.dtype | None = None, check: bool 
 
 def finite(tensor: Tensor) -> bool:
     """No NaN, no Inf: a sum is finite unless one is there (or it overflows: then look closer)."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64))) or bool(torch.isfinite(tensor).all())
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def gather_rows(info: TensorInfo, rows: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
 
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
-    kind = "calibrated" if report["calibration"] else "of the weights, no calibration text"
+    kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
     table = _table(report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst")
     for row in inspect_rows(report):
         structures = ", ".join(f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items())
@@ -85,12 +85,11 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
 
 
 def module_table(report: dict[str, Any]) -> list[Any]:
-    table = _table(report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "held out", "sweeps", "refit")
+    table = _table(report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit")
     for r in report["modules"]:
-        held = "-" if r["held_out"] is None else f"{r['held_out']:.4f}"
         table.add_row(
             r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),
-            share(r["params_after"], r["params_before"]), f"{r['error']:.4f}", held, str(r["sweeps"]), "yes" if r["refit"] else "no",
+            share(r["params_after"], r["params_before"]), f"{r['error']:.4f}", f"{r['start']:.4f}", str(r["sweeps"]), "yes" if r["refit"] else "no",
         )  # fmt: skip
     return [table, *_total_lines(report)]
 

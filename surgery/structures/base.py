@@ -129,9 +129,10 @@ class StructuredLinear(nn.Module):
         """Multiply-accumulates per token."""
         raise NotImplementedError
 
-    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
-        """One sweep of descent in the metric, in place; False where `project` is already the optimum."""
-        return False
+    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
+        """One sweep of descent in the metric, in place: the squared error it sees left, or None where
+        `project` is already the optimum."""
+        return None
 
     # -- what follows from it ----------------------------------------------------------------------
     @classmethod

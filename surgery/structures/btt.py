@@ -29,7 +29,7 @@ from surgery.structures.base import (
     ladder_ranks,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
-from surgery.structures.metric import Metric, symmetric_roots
+from surgery.structures.metric import Metric, inner, symmetric_roots
 
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
 SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
@@ -57,6 +57,9 @@ def sqrt_blocks(n: int) -> int:
 
 
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """With zeros up to (rows, columns); the matrix itself where it has that shape."""
+    if tuple(matrix.shape[-2:]) == (rows, columns):
+        return matrix
     return F.pad(matrix, (0, columns - matrix.shape[-1], 0, rows - matrix.shape[-2]))
 
 
@@ -109,7 +112,8 @@ class BTTLinear(StructuredLinear):
             root, inverse = (r[:, None] for r in symmetric_roots(diagonal_blocks(metric.g_OO, b, a)))
             weigh, unweigh = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
-            c_root = symmetric_roots(diagonal_blocks(metric.c_II, c, d))[0][None]
+            moment_II = metric.c_II
+            c_root = metric.once(("block roots", c), lambda: symmetric_roots(diagonal_blocks(moment_II, c, d))[0][None])
         return weigh, unweigh, c_root
 
     @classmethod
@@ -141,28 +145,29 @@ class BTTLinear(StructuredLinear):
         return tail_energies(m_bcad if c_root is None else m_bcad @ c_root).sum((0, 1)).tolist()
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
+    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """One sweep of alternating least squares with the full C (and each row block's G_bb):
         (a) all left of a row block jointly, given right; (b) each right block given the rest."""
         (b, c), s = self.config.blocks, self.config.rank
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
         if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
-            return False
+            return None
         c_II = padded(metric.c_II, c * d, c * d)
+        wc_baI = padded(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
         target_baI = padded(weight_OI, b * a, c * d).view(b, a, c * d)
         g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
+        factors_cdd = metric.once(("block factors", c), lambda: spd_factor(diagonal_blocks(c_II, c, d)))
+        square = 0.0
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
-            sweep(
-                self.weight.data[rows],
-                self.right.data[:, :, rows],
-                target_baI[rows] @ c_II,
-                c_II,
-                None if g_baa is None else g_baa[rows],
-            )
+            left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
+            g = None if g_baa is None else g_baa[rows]
+            ec_baI = sweep(left_bcsa, right_cdbs, wc_baI[rows], c_II, factors_cdd, g)
+            gap_bacd = target_baI[rows].unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
+            square += inner(ec_baI if g is None else g @ ec_baI, gap_bacd.flatten(-2))
         left, right = balanced(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
         self.weight.data.copy_(left.mT)
         self.right.data.copy_(right.permute(1, 3, 0, 2))
-        return True
+        return square
 
     def product(self, x: Tensor) -> Tensor:
         (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
@@ -205,19 +210,29 @@ def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 
-def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
-    """matrix^-1 rhs for (batches of) positive semidefinite matrices, with a rounding-sized ridge."""
+def spd_factor(matrix: Tensor) -> Tensor:
+    """Cholesky factor of (a batch of) positive semidefinite matrices, the ridge grown from rounding size
+    until there is one."""
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
-    ridged = matrix.clone()
-    ridged.diagonal(dim1=-2, dim2=-1).add_(1e-6 * mean)
-    factor, failed = torch.linalg.cholesky_ex(ridged)
-    if bool(failed.any()):  # hopelessly conditioned: the least-norm answer
-        return torch.linalg.pinv(ridged, hermitian=True) @ rhs
-    return torch.cholesky_solve(rhs, factor)
+    for ridge in (1e-6, 1e-4, 1e-2):
+        ridged = matrix.clone()
+        ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * mean)
+        factor, failed = torch.linalg.cholesky_ex(ridged)
+        if not bool(failed.any()):
+            return factor
+    raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
 
 
-def sweep(left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, g_baa: Tensor | None) -> None:
-    """One alternation over a group of row blocks, in place. wc_baI = W C.
+def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """matrix^-1 rhs."""
+    return torch.cholesky_solve(rhs, spd_factor(matrix))
+
+
+def sweep(
+    left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, factors_cdd: Tensor, g_baa: Tensor | None
+) -> Tensor:
+    """One alternation over a group of row blocks, in place. wc_baI = W C, factors: Cholesky of each C_cc;
+    returns (W - B) C.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
     (b) right = (L^T G L)^-1 L^T G (E C)[:, c] C_cc^-1 with E the residual without this block.
@@ -235,11 +250,11 @@ def sweep(left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, g
     ec_baI = wc_baI - left_bacs.reshape(b, a, c * s) @ fit_Ibcs
     for j in range(c):
         columns = slice(j * d, (j + 1) * d)
-        c_dd = c_II[columns, columns]
         left_bas = left_bacs[:, :, j]
         weighted_bsa = left_bas.mT if g_baa is None else left_bas.mT @ g_baa
         gradient_bsd = weighted_bsa @ ec_baI[:, :, columns]
         step_bsd = solve_spd(weighted_bsa @ left_bas, gradient_bsd)
-        step_dbs = solve_spd(c_dd, step_bsd.permute(2, 0, 1).reshape(d, b * s)).view(d, b, s)
+        step_dbs = torch.cholesky_solve(step_bsd.permute(2, 0, 1).reshape(d, b * s), factors_cdd[j]).view(d, b, s)
         ec_baI -= left_bas @ (step_dbs.permute(1, 2, 0) @ c_II[columns])
         right_cdbs[j] += step_dbs
+    return ec_baI

@@ -113,10 +113,10 @@ class KroneckerLinear(StructuredLinear):
         return [(replace(config, rank=r), share[r]) for r in ranks]
 
     @torch.no_grad()
-    def refine(self, weight_OI: Tensor, metric: Metric) -> bool:
+    def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
         """Conjugate gradients on left given right, then on right given left, with the full C and G."""
         if metric.c_II is None or self.config.rank >= self.full_rank(self.config, *weight_OI.shape):
-            return False
+            return None
         target = metric.apply(weight_OI)
 
         def solve(core: Tensor, put: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor]) -> None:
@@ -128,7 +128,7 @@ class KroneckerLinear(StructuredLinear):
         left, right = self.weight.data, self.right.data
         solve(left, lambda x: self._assemble(x, right), lambda m: (m @ right.flatten(1).mT).mT.view_as(left))
         solve(right, lambda x: self._assemble(left, x), lambda m: (left.flatten(1) @ m).view_as(right))
-        return True
+        return metric.square(weight_OI - self.dense())
 
     def _assemble(self, left_rbc: Tensor, right_rad: Tensor) -> Tensor:
         (_, b, c), (_, a, d) = left_rbc.shape, right_rad.shape

@@ -8,8 +8,10 @@ with C alone it is the mean squared output error; with neither, the squared Frob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,11 @@ def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
     return lower.mT, torch.linalg.solve_triangular(lower.mT, eye, upper=True)
 
 
+def inner(a_OI: Tensor, b_OI: Tensor) -> float:
+    """<a, b>: row by row in float32, the rows in float64."""
+    return float(torch.linalg.vecdot(a_OI, b_OI).sum(dtype=torch.float64))
+
+
 @dataclass(frozen=True, eq=False)
 class Metric:
     """c_II: (already damped) input second moment or None.
@@ -49,10 +56,27 @@ class Metric:
 
     c_II: Tensor | None = None
     g_OO: Tensor | None = None
+    of_c: dict[Any, Any] = field(default_factory=dict, repr=False)  # shared by metrics with one C
+    _product: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
-    @cached_property
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """compute(), a function of C alone, once for all metrics that share C."""
+        if key not in self.of_c:
+            self.of_c[key] = compute()
+        return self.of_c[key]
+
+    def times_c(self, weight_OI: Tensor) -> Tensor:
+        """W C, remembered for the last W asked for."""
+        if self.c_II is None:
+            return weight_OI
+        if not self._product or self._product[0][0] is not weight_OI:
+            self._product[:] = [(weight_OI, weight_OI @ self.c_II)]
+        return self._product[0][1]
+
+    @property
     def c_roots(self) -> tuple[Tensor, Tensor] | None:
-        return None if self.c_II is None else symmetric_roots(self.c_II)
+        moment_II = self.c_II
+        return None if moment_II is None else self.once("roots", lambda: symmetric_roots(moment_II))
 
     @cached_property
     def g_roots(self) -> tuple[Tensor, Tensor] | None:
@@ -84,7 +108,7 @@ class Metric:
     @torch.no_grad()
     def square(self, weight_OI: Tensor) -> float:
         """tr(G W C W^T)."""
-        return float((self.apply(weight_OI) * weight_OI).sum(dtype=torch.float64))
+        return inner(self.apply(weight_OI), weight_OI)
 
     @torch.no_grad()
     def error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
