@@ -45,7 +45,9 @@ def embeddings(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lam
     """(N, D): the last hidden states, averaged over the real tokens, normalised."""
     found = []
     for start in range(0, len(sentences), 32):
-        batch = tokenizer(sentences[start : start + 32], padding=True, truncation=True, return_tensors="pt").to(model.device)
+        batch = tokenizer(sentences[start : start + 32], padding=True, truncation=True, return_tensors="pt").to(
+            model.device
+        )
         hidden_BTD = model(**batch, output_hidden_states=True).hidden_states[-1].float()
         mask_BT1 = batch["attention_mask"][..., None]
         mean_BD = (hidden_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)

@@ -117,8 +117,7 @@ def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: to
     guess_BN = logits_BNv.argmax(-1).tolist()
     first = int(positions_N[0])
     return [
-        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:]
-        for guess, (ids, start) in zip(guess_BN, batch)
+        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:] for guess, (ids, start) in zip(guess_BN, batch)
     ]
 
 

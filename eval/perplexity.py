@@ -60,7 +60,9 @@ def window_losses(model: Any, windows_NT: Tensor, tick: Any = lambda steps=1: No
     """Mean loss of each window, nats per token, (N,) float64."""
     vocabulary = model.get_output_embeddings()
     if vocabulary is None:
-        raise SurgeryError(f"{type(model).__name__} has no language-model head; perplexity needs one (try --suite cosine)")
+        raise SurgeryError(
+            f"{type(model).__name__} has no language-model head; perplexity needs one (try --suite cosine)"
+        )
     size = model.config.get_text_config().vocab_size
     rows = max(1, LOGITS // (windows_NT.shape[1] * size))
     losses = []

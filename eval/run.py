@@ -55,7 +55,14 @@ def evaluate(
 
 
 def _perplexity(
-    names: dict[str, str], text: str, tokens: int, length: int, device: torch.device, dtype: str, trust: bool, progress: Progress
+    names: dict[str, str],
+    text: str,
+    tokens: int,
+    length: int,
+    device: torch.device,
+    dtype: str,
+    trust: bool,
+    progress: Progress,
 ) -> dict[str, Any]:
     losses, result = {}, {"suite": "ppl", "text": text}
     for role, name in names.items():
@@ -68,14 +75,28 @@ def _perplexity(
         del model
     if "original" in losses:
         if len(losses["original"]) != len(losses["converted"]):
-            raise SurgeryError(f"{names['converted']} and {names['original']} cut the text differently: not the same tokenizer")
+            raise SurgeryError(
+                f"{names['converted']} and {names['original']} cut the text differently: not the same tokenizer"
+            )
         result["comparison"] = compare_losses(losses["converted"], losses["original"]).to_dict()
-    result["rows"] = [("perplexity", "perplexity"), ("se", "standard error"), ("loss", "loss, nats per token"), ("tokens", "tokens")]
+    result["rows"] = [
+        ("perplexity", "perplexity"),
+        ("se", "standard error"),
+        ("loss", "loss, nats per token"),
+        ("tokens", "tokens"),
+    ]
     return result
 
 
 def _cosine(
-    names: dict[str, str], text: str, tokens: int, length: int, device: torch.device, dtype: str, trust: bool, progress: Progress
+    names: dict[str, str],
+    text: str,
+    tokens: int,
+    length: int,
+    device: torch.device,
+    dtype: str,
+    trust: bool,
+    progress: Progress,
 ) -> dict[str, Any]:
     sentences = sentences_of(text, max(2, tokens // 64))
     found = {}
@@ -84,5 +105,10 @@ def _cosine(
         with progress.bar(f"embeddings of {name}", len(sentences)) as tick:
             found[role] = embeddings(model, tokenizer, sentences, tick)
     both = cosine(found["converted"], found["original"]).to_dict()
-    rows = [("cosine", "mean cosine to the original"), ("se", "standard error"), ("worst", "worst sentence"), ("sentences", "sentences")]
+    rows = [
+        ("cosine", "mean cosine to the original"),
+        ("se", "standard error"),
+        ("worst", "worst sentence"),
+        ("sentences", "sentences"),
+    ]
     return {"suite": "cosine", "text": text, "converted": {"name": names["converted"], **both}, "rows": rows}

@@ -9,6 +9,7 @@ expected rise of the loss, 1/2 E[g^2] ||(W - B) C^(1/2)||^2.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def spread(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, 
     steps = [
         Step(_gain(a, b), module, b, b.params - a.params)
         for module, hull in hulls.items()
-        for a, b in zip(hull, hull[1:])
+        for a, b in itertools.pairwise(hull)
     ]
     blocked: set[str] = set()
     for step in sorted(steps, key=lambda s: (-s.gain, s.module, s.params)):

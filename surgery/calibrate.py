@@ -51,7 +51,9 @@ def ready_inputs(path: Path) -> dict[str, Tensor]:
         raise SurgeryError(f"calibration file {path} does not exist")
     inputs = {name: read_tensor(info) for name, info in read_header(path).items()}
     if not inputs or len({len(t) for t in inputs.values() if t.dim()}) != 1:
-        raise SurgeryError(f"{path}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224)")
+        raise SurgeryError(
+            f"{path}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224)"
+        )
     return inputs
 
 
@@ -77,7 +79,7 @@ def document_stream(text: str) -> Iterator[str]:
     if path.suffix or text.startswith((".", "/")) or text.count("/") != 1:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
-    config, split, column = (rest.split(":") + ["", "", ""])[:3]
+    config, split, column = ([*rest.split(":"), "", "", ""])[:3]
     return _rows(name, config or None, split or "train", column or None, {})
 
 
@@ -96,7 +98,9 @@ def _rows(name: str, config: str | None, split: str, column: str | None, options
     texts = [key for key, value in first.items() if isinstance(value, str)]
     column = column or ("text" if "text" in texts else next(iter(texts), None))
     if column not in texts:
-        raise SurgeryError(f"calibration data {name} has no text column {column or ''!r}; its columns: {', '.join(first)}")
+        raise SurgeryError(
+            f"calibration data {name} has no text column {column or ''!r}; its columns: {', '.join(first)}"
+        )
     yield first[column]
     for row in rows:
         yield row[column]

@@ -31,8 +31,13 @@ DEBUG = {"on": False}
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
 Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")]
-Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable.")]  # noqa: UP045
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
 Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
@@ -48,7 +53,9 @@ def _version(show: bool) -> None:
 @app.callback()
 def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     DEBUG["on"] = debug
 
@@ -60,7 +67,8 @@ def recipes(as_json: Json = False) -> None:
 
     found = shipped_recipes()
     if as_json:
-        return print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2))
+        return
     width = max(len(name) for name in found)
     for name, description in found.items():
         print(f"{name:<{width}}  {description}")
@@ -77,7 +85,7 @@ def plan(
 ) -> None:
     """Show what a recipe would cut; loads nothing but the config and the tensor headers.
 
-        surgery plan SRC --recipe btt-half --set keep=0.75
+    surgery plan SRC --recipe btt-half --set keep=0.75
     """
     from surgery.plan import make_plan
     from surgery.recipe import load_recipe
@@ -100,18 +108,24 @@ def convert(
     overrides: Overrides = None,
     calibration: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."),
+        typer.Option(
+            help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")
+    ] = False,
     device: Device = None,
-    seed: Annotated[Optional[int], typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")] = None,  # noqa: UP045
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")
+    ] = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint, a layer at a time; OUT loads in plain transformers after `import surgery`.
 
-        surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
+    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
     """
     from surgery.convert import REPORT
     from surgery.convert import convert as run
@@ -132,7 +146,8 @@ def convert(
         progress=_progress(as_json),
     )
     if as_json:
-        return print(json.dumps({"out": str(out), "report": report}, indent=2))
+        print(json.dumps({"out": str(out), "report": report}, indent=2))
+        return
     Console().print(*inspect_table(report), sep="\n")
     print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
 
@@ -149,7 +164,8 @@ def inspect(
 
     report = run(converted)
     if as_json:
-        return print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2))
+        return
     Console().print(*(module_table(report) if modules else inspect_table(report)), sep="\n")
 
 
@@ -157,8 +173,10 @@ def inspect(
 def evaluate(
     converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")],
     text: Annotated[str, typer.Option(help="Text to score: a file, or a Hub data set org/name.")],
-    suite: Annotated[str, typer.Option(help="ppl: perplexity; cosine: an encoder's embeddings against --compare.")] = "ppl",
-    compare: Annotated[Optional[str], typer.Option(metavar="SRC", help="The original, measured on the same text.")] = None,  # noqa: UP045
+    suite: Annotated[
+        str, typer.Option(help="ppl: perplexity; cosine: an encoder's embeddings against --compare.")
+    ] = "ppl",
+    compare: Annotated[str | None, typer.Option(metavar="SRC", help="The original, measured on the same text.")] = None,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens to score (sentences x 64 for cosine).")] = 65536,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 1024,
     device: Device = None,
@@ -168,7 +186,7 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint, beside the original: perplexity with its standard error.
 
-        surgery eval OUT --suite ppl --text FILE --compare SRC
+    surgery eval OUT --suite ppl --text FILE --compare SRC
     """
     from surgery.eval.run import evaluate as run
     from surgery.tables import eval_table
@@ -195,7 +213,9 @@ def densify(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the demo's files; must not exist.")] = Path("surgery-demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the demo's files; must not exist.")] = Path(
+        "surgery-demo"
+    ),
     recipe: RecipeName = "btt-half",
     as_json: Json = False,
 ) -> None:
@@ -205,7 +225,8 @@ def demo(
 
     result = run(out, recipe, _progress(as_json))
     if as_json:
-        return print(json.dumps(result, indent=2))
+        print(json.dumps(result, indent=2))
+        return
     Console().print(*demo_table(result), sep="\n")
     print(f"report: {result['report']}")
 

@@ -1,9 +1,9 @@
 """plan + shards -> structured shards, streaming and crash-safe.
 
-    OUT.partial/journal.jsonl     what is done
-    OUT.partial/pieces/           a file for every finished layer, and one for the rest
-    OUT.partial/curvature/        Gram matrices of the outputs' gradients, a file a layer
-    OUT                           the same folder, renamed once everything is in it
+OUT.partial/journal.jsonl     what is done
+OUT.partial/pieces/           a file for every finished layer, and one for the rest
+OUT.partial/curvature/        Gram matrices of the outputs' gradients, a file a layer
+OUT                           the same folder, renamed once everything is in it
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise SurgeryError(f"--device {name}: {str(error).splitlines()[0]}; use cpu, or cuda:0 where there is a GPU") from None
+        raise SurgeryError(
+            f"--device {name}: {str(error).splitlines()[0]}; use cpu, or cuda:0 where there is a GPU"
+        ) from None
     return device
 
 
@@ -272,7 +274,9 @@ class _Run:
     def _write(self, unit: str, grafts: Grafts, **said: Any) -> dict[str, Any]:
         """The unit's tensors: stand-ins, and everything else as it was."""
         replaced = {f"{file_name(self.skeleton, path)}.weight" for path in grafts.modules}
-        split = {f"{file_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"}
+        split = {
+            f"{file_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"
+        }
         entries = list(grafts.entries)
         for name, key in self.skeleton.keys.items():
             if self.units[name] == unit and key not in replaced | split:
@@ -288,19 +292,29 @@ class _Run:
         yield
         self.seconds[what] = round(self.seconds.get(what, 0.0) + time.perf_counter() - began, 3)
 
-    def _report(self, lines: list[Any], rest: dict[str, Any], weight_map: dict[str, str], total: float) -> dict[str, Any]:
+    def _report(
+        self, lines: list[Any], rest: dict[str, Any], weight_map: dict[str, str], total: float
+    ) -> dict[str, Any]:
         import transformers
 
         source, records = self.skeleton.source, [record for line in lines for record in line["records"]]
         return {
             "surgery": __version__,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
             "source": {"name": source.name, "revision": source.revision, "fingerprint": source.fingerprint()},
             "model_type": self.plan.model_type,
             "recipe": json.loads(self.recipe.model_dump_json()),
             "seed": self.recipe.seed,
             "notes": list(self.plan.notes),
-            "calibration": {"tokens": self.batch.tokens(), "held_out_windows": self.batch.rows - self.batch.fit_rows, "windows": self.batch.rows}
+            "calibration": {
+                "tokens": self.batch.tokens(),
+                "held_out_windows": self.batch.rows - self.batch.fit_rows,
+                "windows": self.batch.rows,
+            }
             if self.batch
             else None,
             "allocation": rest["allocation"],

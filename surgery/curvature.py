@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
-from surgery.fit import Judge, gram_metric
+from surgery.fit import gram_metric
 from surgery.head import ROWS, Head
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
@@ -35,7 +35,9 @@ from surgery.weights import gram_of, matrix_of
 class Survey:
     """options: cut name -> Options; the Gram matrices of a layer are kept in `folder`, one file a layer."""
 
-    def __init__(self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]):
+    def __init__(
+        self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]
+    ):
         self.skeleton, self.plan, self.recipe, self.stream = skeleton, plan, recipe, stream
         self.folder, self.done = folder, done
         self.options: dict[str, list[Option]] = {}
@@ -89,7 +91,6 @@ class Survey:
                     saved.append(Entry.of(cut.name, gram))
         write_shard(self.folder / f"{unit}.safetensors", saved)
 
-
     def _kept(self, gram: Tensor) -> Tensor:
         """With curvature: none, outputs count alike: the mean of the energies keeps the unit."""
         if self.recipe.curvature != "none":
@@ -131,7 +132,9 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, survey: Survey, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
         ctx.survey, ctx.call, ctx.spec = survey, call, spec
         # The stations' arguments carry no gradient but for hidden states of another stack.
-        ctx.leaves = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ctx.leaves = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers))
         step = survey.stream.chunk_rows(hidden.shape[1])
         out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), [(0, len(hidden), nullcontext())], step)

@@ -88,7 +88,9 @@ class Head:
             taken_N = torch.rand(rows, generator=generator).to(self.device) < share_N
             label_N = torch.where(taken_N, first + drawn_N, label_N)
             ones = torch.ones_like(slope_N)
-            slope_N = torch.where(taken_N, ones if slope_NV is None else slope_NV.gather(1, drawn_N[:, None])[:, 0], slope_N)
+            slope_N = torch.where(
+                taken_N, ones if slope_NV is None else slope_NV.gather(1, drawn_N[:, None])[:, 0], slope_N
+            )
             weight_NV = weight_NV if slope_NV is None else weight_NV * slope_NV
             sum_ND = torch.addmm(sum_ND * shrink_N[:, None], weight_NV, weight)
             top_N, mass_N = higher_N, mass_N * shrink_N + part_N

@@ -26,7 +26,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]):
         self.name, self.act = name, act
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)

@@ -30,7 +30,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Journal:
-        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until __exit__
+        self._lock = open(self.folder / "lock", "w")
         try:
             import fcntl
 
@@ -39,7 +39,9 @@ class Journal:
             pass
         except OSError:
             self._lock.close()
-            raise SurgeryError(f"another conversion is writing into {self.folder}; wait for it, or choose another --out") from None
+            raise SurgeryError(
+                f"another conversion is writing into {self.folder}; wait for it, or choose another --out"
+            ) from None
         self._read()
         if not self.lines:
             self._start()

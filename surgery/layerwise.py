@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
+from surgery.errors import SurgeryError
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
-from surgery.errors import SurgeryError
 from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
 from surgery.skeleton import Skeleton, place
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
@@ -84,7 +84,10 @@ class Layerwise:
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
         self.diverged = self.diverged or bool(grafts.modules)
         # While the streams are one the second half is still run: its extra outputs may be wanted further on.
-        phases = [(0, self.rows, nullcontext()), (self.rows, 2 * self.rows, grafted(call.layer, call.path, grafts.modules))]
+        phases = [
+            (0, self.rows, nullcontext()),
+            (self.rows, 2 * self.rows, grafted(call.layer, call.path, grafts.modules)),
+        ]
         return run_phases(call, phases, step)  # type: ignore[arg-type]
 
     def _convert(self, call: LayerCall) -> Grafts:
@@ -237,7 +240,11 @@ def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: tor
         module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
         spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
     # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
-    spec = {**spec, **({"file_name": base} if base != linear.path else {}), **({"transposed": True} if linear.transposed else {})}
+    spec = {
+        **spec,
+        **({"file_name": base} if base != linear.path else {}),
+        **({"transposed": True} if linear.transposed else {}),
+    }
     grafts.modules[linear.path], grafts.table[linear.path] = module, spec
     for name, tensor in module.state_dict().items():
         if name == "bias":
@@ -281,6 +288,8 @@ def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo]
         if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
             loaded = loaded.mT.contiguous()
         if loaded.shape != tensor.shape:
-            raise SurgeryError(f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}")
+            raise SurgeryError(
+                f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
+            )
         place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
     return module

@@ -17,7 +17,9 @@ FORMAT = 1
 class SurgeryConfig(QuantizationConfigMixin):
     """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias}."""
 
-    def __init__(self, modules: dict[str, Any] | None = None, format: int = FORMAT, surgery_version: str = "", **_: Any):
+    def __init__(
+        self, modules: dict[str, Any] | None = None, format: int = FORMAT, surgery_version: str = "", **_: Any
+    ):
         if format != FORMAT:
             raise SurgeryError(
                 f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "

@@ -1,11 +1,11 @@
 """A recipe: choices, never loops. Flat YAML, validated whole before anything runs.
 
-    structure: btt        # or auto, or dense to leave alone
-    blocks: [4, 4]
-    keep: 0.5             # share of the numbers of the replaced weights; or {pattern: share}
-    rules:                # later rules win; match: a role or a path, with * and ?
-      - {match: mlp.down, keep: 0.7}
-      - {match: attention.key, structure: dense, layers: "2:-2"}
+structure: btt        # or auto, or dense to leave alone
+blocks: [4, 4]
+keep: 0.5             # share of the numbers of the replaced weights; or {pattern: share}
+rules:                # later rules win; match: a role or a path, with * and ?
+  - {match: mlp.down, keep: 0.7}
+  - {match: attention.key, structure: dense, layers: "2:-2"}
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _known_structure(name: str | None) -> str | None:
 
 def _slice_text(text: str | None) -> str | None:
     if text is not None and not re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip()):
-        raise SurgeryError(f"layers: {text!r} is not a range; write \"2:-2\", \":8\" or one number")
+        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or one number')
     return text
 
 

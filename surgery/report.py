@@ -59,7 +59,10 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "model_type": plan.model_type,
         "recipe": json.loads(plan.recipe.model_dump_json()),
         "rows": plan_rows(plan),
-        "cuts": [{"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None} for c in plan.replaced()],
+        "cuts": [
+            {"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None}
+            for c in plan.replaced()
+        ],
         "totals": plan.totals(),
         "candidates": sorted({config.name for c in plan.replaced() for config in c.configs}),
         "notes": list(plan.notes),

@@ -34,7 +34,9 @@ class Skeleton:
         for name in (parameter, self.tied.get(parameter, ""), *(k for k, v in self.tied.items() if v == parameter)):
             if name in self.keys:
                 return self.source.tensors[self.keys[name]]
-        raise SurgeryError(f"{self.source.name} has no tensor for parameter {parameter!r}, which its model class expects")
+        raise SurgeryError(
+            f"{self.source.name} has no tensor for parameter {parameter!r}, which its model class expects"
+        )
 
     def _check_shapes(self) -> None:
         for name, parameter in self.model.state_dict().items():
@@ -89,7 +91,9 @@ def _config(source: Source, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
-        raise SurgeryError(f"{source.name}: transformers cannot use its config.json ({' '.join(str(error).split())[:300]})") from None
+        raise SurgeryError(
+            f"{source.name}: transformers cannot use its config.json ({' '.join(str(error).split())[:300]})"
+        ) from None
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:

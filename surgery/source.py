@@ -50,7 +50,9 @@ class Source:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-def open_source(name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None) -> Source:
+def open_source(
+    name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
+) -> Source:
     """`weights=False` fetches only config and headers of a Hub id (for `plan`).
 
     Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
@@ -78,7 +80,9 @@ def open_converted(name: str, revision: str | None = None) -> Source:
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
-        raise SurgeryError(f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it")
+        raise SurgeryError(
+            f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it"
+        )
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; give the folder of a Hugging Face checkpoint, or a Hub id")
     try:
@@ -86,7 +90,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise SurgeryError(f"{path} is not JSON") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise SurgeryError(f"{path} names no model_type; a Hugging Face config has one, for example \"llama\"")
+        raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     return config
 
 
@@ -96,7 +100,9 @@ def _refuse_quantised(config: dict[str, Any], name: str) -> None:
         return
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
     if method == "surgery":
-        raise SurgeryError(f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR")
+        raise SurgeryError(
+            f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR"
+        )
     raise SurgeryError(
         f"{name} is quantised ({method}); surgery cuts full-precision weights. Dequantise first: load it with "
         "transformers, call model.dequantize(), save_pretrained to a new folder"

@@ -140,7 +140,13 @@ class Stream:
         module, info = self.skeleton.module(path), self.skeleton.info(f"{path}.weight")
         rows = torch.unique(torch.cat([t.flatten() for t in inputs.values() if t.dtype == torch.int64]).cpu())
         # Ids made up by the model (a decoder's start, a padding id, positions) may occur as well.
-        extra = [0, 1, 2, 3, *(v for v in vars(self.skeleton.config).values() if type(v) is int and 0 <= v < info.shape[0])]
+        extra = [
+            0,
+            1,
+            2,
+            3,
+            *(v for v in vars(self.skeleton.config).values() if type(v) is int and 0 <= v < info.shape[0]),
+        ]
         rows = torch.unique(torch.cat([rows, torch.tensor(extra)]))
         rows = rows[(rows >= 0) & (rows < info.shape[0])]
         place(module, "weight", gather_rows(info, rows).float().to(self.home))
@@ -149,7 +155,9 @@ class Stream:
         def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             found = torch.searchsorted(rows, args[0]).clamp_max(len(rows) - 1)
             if not torch.equal(rows[found], args[0]):
-                raise SurgeryError(f"{path}: the model looks up ids that are not in its input; give input tensors instead of text")
+                raise SurgeryError(
+                    f"{path}: the model looks up ids that are not in its input; give input tensors instead of text"
+                )
             return (found, *args[1:])
 
         handle = module.register_forward_pre_hook(renumber)

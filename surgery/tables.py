@@ -31,7 +31,15 @@ def share(part: float, whole: float) -> str:
 
 def plan_table(plan: dict[str, Any]) -> list[Any]:
     table = _table(
-        f"{plan['source']} ({plan['model_type']})", "role", "modules", "out x in", "structure", "params", "after", "kept", "MACs"
+        f"{plan['source']} ({plan['model_type']})",
+        "role",
+        "modules",
+        "out x in",
+        "structure",
+        "params",
+        "after",
+        "kept",
+        "MACs",
     )
     for row in plan["rows"]:
         shape = " x ".join(str(n) for n in row["shape"])
@@ -40,7 +48,9 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
             share(row["after"], row["before"]), count(row["macs"]),
         )  # fmt: skip
     total = plan["totals"]
-    lines = [f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"]
+    lines = [
+        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"
+    ]
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the one of " + ", ".join(plan["candidates"]) + " that fits best on held-out text")
     if plan["recipe"]["allocate"] != "uniform":
@@ -50,9 +60,13 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
     kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
-    table = _table(report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst")
+    table = _table(
+        report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
+    )
     for row in inspect_rows(report):
-        structures = ", ".join(f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items())
+        structures = ", ".join(
+            f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items()
+        )
         table.add_row(
             row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
             count(row["macs_after"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.3f}",
@@ -67,25 +81,35 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {t['bytes_before'] / 1e6:,.1f} -> {t['bytes_after'] / 1e6:,.1f} MB",
     ]
     if macs := report.get("macs_per_token"):
-        lines.append(f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})")
+        lines.append(
+            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})"
+        )
     allocation = report["allocation"]
     if "spread" in allocation:
         tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))
         lines.append(f"ranks: {allocation['kept']} kept ({allocation['why']}: {tried} {allocation['spread']['unit']})")
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
-        lines.append(f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})")
+        lines.append(
+            f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
+        )
     seconds = report["time"]["seconds"]
     layers = list(report["time"]["layers"].values())
     each = f", {sum(layers) / len(layers):.1f} s a layer" if layers else ""
     parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
     rss = report["memory"]["peak_rss"]
-    lines.append(f"time: {seconds['total']:.1f} s on {report['time']['device']}{each} ({parts}); peak memory {rss / 2**30:.2f} GiB" if rss else f"time: {seconds['total']:.1f} s")
+    lines.append(
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{each} ({parts}); peak memory {rss / 2**30:.2f} GiB"
+        if rss
+        else f"time: {seconds['total']:.1f} s"
+    )
     return lines
 
 
 def module_table(report: dict[str, Any]) -> list[Any]:
-    table = _table(report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit")
+    table = _table(
+        report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit"
+    )
     for r in report["modules"]:
         table.add_row(
             r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),

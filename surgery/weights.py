@@ -82,7 +82,9 @@ def part_name(role: str) -> str:
     return role.rpartition(".")[2]
 
 
-def empty_standin(spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None) -> nn.Module:
+def empty_standin(
+    spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None
+) -> nn.Module:
     """A module for an entry of the checkpoint's table: {"structure": .., "in_features": .., "out_features": ..,
     "bias": ..}, or {"structure": "split", "parts": {role: entry}, "heads": ..}."""
     from surgery.structures.base import config_from_dict

@@ -26,7 +26,11 @@ def checkpoints(tmp_path_factory):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if parameter.dim() > 1:
-                        parameter.mul_((2.0 if family.startswith("t5") else 4.0) if "embed" not in name and "shared" not in name else 20.0)
+                        parameter.mul_(
+                            (2.0 if family.startswith("t5") else 4.0)
+                            if "embed" not in name and "shared" not in name
+                            else 20.0
+                        )
                     else:
                         parameter.add_(0.1 * torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp(family)

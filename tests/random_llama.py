@@ -1,6 +1,6 @@
 """A random Llama of a real one's shape, written a tensor at a time, for measuring conversions.
 
-    python tests/random_llama.py OUT --shape 1b        also OUT-calibration.safetensors with 8,192 tokens
+python tests/random_llama.py OUT --shape 1b        also OUT-calibration.safetensors with 8,192 tokens
 """
 
 from __future__ import annotations

@@ -31,7 +31,14 @@ def tiny_config(family: str):
     plain = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
     gpt2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=1, eos_token_id=2)  # noqa: C408
     t5 = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)  # noqa: C408
-    vit = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4)  # noqa: C408
+    vit = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+    }
     windows = dict(sliding_window=8)  # noqa: C408
     return {
         "llama": lambda: (t.LlamaForCausalLM, t.LlamaConfig(**DECODER)),

@@ -70,7 +70,9 @@ def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path):
     chance, killed = random.Random(0), 0
     while killed < 10 and not (tmp_path / "out").exists():
         resume = ["--resume"] if partial_of(tmp_path / "out").exists() else []
-        process = subprocess.Popen(command(source, tmp_path / "out", *options, *resume), env=ENVIRONMENT, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command(source, tmp_path / "out", *options, *resume), env=ENVIRONMENT, stderr=subprocess.PIPE
+        )
         # Most of a run is the interpreter waking up: aim at what follows it.
         try:
             process.wait(timeout=whole * chance.uniform(0.55, 0.98))
@@ -123,7 +125,11 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
     source, inputs = deep
     recipe = recipe_of(structure="low_rank", calibration=inputs, allocate="uniform", curvature="none")
     add = Journal.add
-    monkeypatch.setattr(Journal, "add", lambda self, step, **w: add(self, step, **w) if len(self.lines) < 4 else (_ for _ in ()).throw(Crash))
+    monkeypatch.setattr(
+        Journal,
+        "add",
+        lambda self, step, **w: add(self, step, **w) if len(self.lines) < 4 else (_ for _ in ()).throw(Crash),
+    )
     with pytest.raises(Crash):
         convert(str(source), recipe, tmp_path / "out")
     monkeypatch.undo()
@@ -150,9 +156,9 @@ def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
 
 
 def test_two_conversions_into_one_folder_exclude_each_other(tmp_path):
-    with Journal(tmp_path / "x.partial", {"a": 1}, resume=False):
-        with pytest.raises(SurgeryError, match="another conversion is writing"):
-            Journal(tmp_path / "x.partial", {"a": 1}, resume=True).__enter__()
+    first, second = (Journal(tmp_path / "x.partial", {"a": 1}, resume=resume) for resume in (False, True))
+    with first, pytest.raises(SurgeryError, match="another conversion is writing"):
+        second.__enter__()
 
 
 def test_what_is_not_cut_is_copied_to_the_byte(deep, tmp_path):
@@ -225,7 +231,10 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ({"rules": [{"match": "*.mpl.*", "keep": 0.5}]}, r"pattern '\*.mpl.\*' matches no module of llama; a module looks like"),
+        (
+            {"rules": [{"match": "*.mpl.*", "keep": 0.5}]},
+            r"pattern '\*.mpl.\*' matches no module of llama; a module looks like",
+        ),
         ({"structure": "dense"}, "replaces nothing"),
         ({"structure": "btt", "blocks": [100, 4]}, r"cannot tile a matrix of out=64, in=64: 100 blocks"),
         ({"structure": "kronecker", "blocks": [3, 4]}, r"the blocks must divide both, for example blocks: \[8, 8\]"),

@@ -50,7 +50,12 @@ def test_slips(text, says):
 
 @pytest.mark.parametrize(
     "override, says",
-    [("keep", "write key=value"), ("rules.3.keep=1", "no such place|rules"), ("kee=1", "did you mean 'keep'"), ("keep=[", "not a YAML value")],
+    [
+        ("keep", "write key=value"),
+        ("rules.3.keep=1", "no such place|rules"),
+        ("kee=1", "did you mean 'keep'"),
+        ("keep=[", "not a YAML value"),
+    ],
 )
 def test_overrides_that_are_refused(override, says):
     with pytest.raises(SurgeryError, match=says):
@@ -58,7 +63,9 @@ def test_overrides_that_are_refused(override, says):
 
 
 def test_overrides():
-    recipe = load_recipe("btt-half", ["keep=0.75", "blocks=[2, 8]", "rules=[{match: mlp.*, keep: 0.9}]", "rules.0.keep=0.8"])
+    recipe = load_recipe(
+        "btt-half", ["keep=0.75", "blocks=[2, 8]", "rules=[{match: mlp.*, keep: 0.9}]", "rules.0.keep=0.8"]
+    )
     assert (recipe.keep, recipe.blocks, recipe.rules[0].keep) == (0.75, (2, 8), 0.8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,9 @@ def moments(out: int, in_: int, seed: int) -> tuple[torch.Tensor, Metric]:
 
 @pytest.mark.parametrize("name", NAMES)
 @LAWS
-@given(dims=DIMS, keep=st.sampled_from([0.3, 0.5, 0.8]), seed=st.integers(0, 99), rows=st.sampled_from([(), (1,), (3, 5)]))
+@given(
+    dims=DIMS, keep=st.sampled_from([0.3, 0.5, 0.8]), seed=st.integers(0, 99), rows=st.sampled_from([(), (1,), (3, 5)])
+)
 def test_forward_is_the_dense_product(name, dims, keep, seed, rows):
     config = fitted(name, *dims, keep)
     if config is None:
@@ -105,7 +108,7 @@ def test_a_larger_rank_never_fits_worse(name, dims, seed):
         return
     ladder = cls.ladder(weight, start, Metric())
     errors = [Metric().error(weight, cls.project(weight, config).dense()) for config, _ in ladder]
-    assert all(b <= a + 1e-5 for a, b in zip(errors, errors[1:]))
+    assert all(b <= a + 1e-5 for a, b in itertools.pairwise(errors))
     assert errors[-1] < 2e-6
 
 

@@ -103,9 +103,7 @@ def test_a_model_that_cannot_look_back_finds_nothing(model, tokenizer):
 
         def forward(self, input_ids):
             near_TT = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().triu(-12).bool()
-            return self.inner(
-                input_ids=input_ids, attention_mask=near_TT[None, None].expand(len(input_ids), 1, -1, -1)
-            )
+            return self.inner(input_ids=input_ids, attention_mask=near_TT[None, None].expand(len(input_ids), 1, -1, -1))
 
     table = needle_accuracy(Forgetful(model), tokenizer, (128,), (0.0, 0.5), samples=16)
     assert table.mean < 0.2
@@ -134,11 +132,7 @@ def test_questions_that_cannot_be_are_refused():
 
 
 def test_words_go_together():
-    assert (
-        set(WORK) == set(WORDS["role"])
-        and set(DETAIL) == set(WORDS["place"])
-        and set(ACT) == set(WORDS["animal"])
-    )
+    assert set(WORK) == set(WORDS["role"]) and set(DETAIL) == set(WORDS["place"]) and set(ACT) == set(WORDS["animal"])
     for name in ("adjective", "role", "trait", "animal"):
         assert not [word for word in WORDS[name] if word[0] in "aeiou"]
 

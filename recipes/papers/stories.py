@@ -146,9 +146,7 @@ def needle_question(
     facts = code_facts(rng, 1 + others)
     used = count("Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer)
     if used > length:
-        raise ValueError(
-            f"needle_question(length={length}, distractors={others}): the facts alone take {used}"
-        )
+        raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
     # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
     depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
     return Question(bury(filler(rng, length - used, count), facts, depths) + facts[0].prompt, facts[0].answer)

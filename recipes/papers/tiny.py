@@ -47,16 +47,12 @@ def build_model(choices: Choices, tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def losses(
-    model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float
-) -> tuple[torch.Tensor, ...]:
+def losses(model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
     """The weighted loss to descend, and (without gradient) the mean nats per token and per answer token."""
     device = ids_BT.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         logits_BTv = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
-    nats_N = functional.cross_entropy(
-        logits_BTv.float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"
-    )
+    nats_N = functional.cross_entropy(logits_BTv.float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
     answer_N = answers_BT[:, 1:].flatten().float()
     weight_N = 1 + (weight - 1) * answer_N
     asked = (nats_N * answer_N).sum() / answer_N.sum().clamp(min=1)
@@ -73,9 +69,7 @@ def optimizer(choices: Choices, model: Any) -> torch.optim.AdamW:
     flat = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.ndim > 1]}, flat]
     fused = model.device.type == "cuda"
-    return torch.optim.AdamW(
-        groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fused
-    )
+    return torch.optim.AdamW(groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fused)
 
 
 def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
@@ -126,9 +120,7 @@ def perplexity(model: Any, tokenizer: Any, text: str, context: int) -> float:
     nats = 0.0
     for ids_BT in windows_NT.split(16):
         logits_BTv = model(input_ids=ids_BT).logits[:, :-1].float()
-        nats += float(
-            functional.cross_entropy(logits_BTv.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum")
-        )
+        nats += float(functional.cross_entropy(logits_BTv.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum"))
     return math.exp(nats / windows_NT[:, 1:].numel())
 
 
@@ -136,9 +128,7 @@ def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str
     """The scores of the saved file, computed in float32 from its bfloat16 weights."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
-    table = needle_accuracy(
-        model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64
-    )
+    table = needle_accuracy(model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64)
     heldout = stories.heldout()
     scores = {
         "heldout_perplexity": perplexity(model, tokenizer, heldout, choices.context),
@@ -153,17 +143,11 @@ def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
-    parser.add_argument(
-        "--minutes", type=float, help="end the training after so long, if its steps take longer"
-    )
+    parser.add_argument("--minutes", type=float, help="end the training after so long, if its steps take longer")
     parser.add_argument("--steps", type=int, help=f"optimizer steps (default {Choices.steps})")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a few steps of a much smaller model, on any machine"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a few steps of a much smaller model, on any machine")
     args = parser.parse_args()
     choices = SMOKE if args.smoke else Choices()
     if args.steps is not None:

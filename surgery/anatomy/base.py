@@ -1,7 +1,7 @@
 """What a family's file holds. Paths are relative to a layer; a tuple lists places in order of sublayers.
 
-    ANATOMY = Anatomy(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
-                      query="q_proj", key="k_proj", value="v_proj", output="o_proj", ...)
+ANATOMY = Anatomy(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
+                  query="q_proj", key="k_proj", value="v_proj", output="o_proj", ...)
 """
 
 from __future__ import annotations

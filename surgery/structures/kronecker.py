@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, balanced, exact_factors, ladder_ranks
+from surgery.structures.base import (
+    STRUCTURES,
+    MuP,
+    Rank,
+    StructureConfig,
+    StructuredLinear,
+    balanced,
+    exact_factors,
+    ladder_ranks,
+)
 from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric
@@ -72,7 +81,9 @@ class KroneckerLinear(StructuredLinear):
                 f"blocks: [{below_sqrt(out)}, {below_sqrt(in_)}]"
             )
         if blocks in ((1, 1), (out, in_)):
-            raise SurgeryError(f"{config}: {out} x {in_} has no factors to make Kronecker products of; use btt or low_rank")
+            raise SurgeryError(
+                f"{config}: {out} x {in_} has no factors to make Kronecker products of; use btt or low_rank"
+            )
         return replace(config, blocks=blocks)
 
     @classmethod

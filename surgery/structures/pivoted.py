@@ -9,14 +9,14 @@ optimum, with the pivots of (nearly) maximal volume (Goreinov et al. 2010) so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear, ladder_ranks
+from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear
 from surgery.structures.low_rank import LowRankLinear, low_rank_factors
 from surgery.structures.metric import Metric
 
@@ -35,7 +35,7 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
     each swap growing the volume by that factor.
     """
     rank = tall_OR.shape[1]
-    factors, pivot_steps = torch.linalg.lu_factor(tall_OR)
+    _factors, pivot_steps = torch.linalg.lu_factor(tall_OR)
     order = torch.arange(tall_OR.shape[0], device=tall_OR.device)
     for i, step in enumerate((pivot_steps - 1).tolist()):
         order[[i, step]] = order[[step, i]]
