@@ -20,8 +20,8 @@ from surgery.layerwise import load_standin
 from surgery.progress import Progress
 from surgery.shards import DTYPES, Entry, write_json, write_shard
 from surgery.source import Source, open_converted
+from surgery.standins import SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
-from surgery.weights import SplitLinear, empty_standin
 
 BATCH = 2**29  # bytes of tensors in one piece
 

@@ -25,8 +25,9 @@ from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
 from surgery.skeleton import Skeleton, place
+from surgery.standins import SplitLinear, empty_standin
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
-from surgery.weights import SplitLinear, empty_standin, matrix_of, part_name, rows_of, spec_of
+from surgery.weights import matrix_of, part_name, rows_of, spec_of
 
 
 @dataclass

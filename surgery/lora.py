@@ -14,8 +14,8 @@ import peft.tuners.lora.model as peft_lora
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from surgery.standins import SplitLinear
 from surgery.structures import StructuredLinear
-from surgery.weights import SplitLinear
 
 
 class StructuredLora(Linear):

@@ -9,7 +9,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from surgery.checkpoint import METHOD
 from surgery.errors import SurgeryError
-from surgery.weights import empty_standin
+from surgery.standins import empty_standin
 
 FORMAT = 1
 
