@@ -1,0 +1,44 @@
+# A newcomer needs python3 (3.10 or later) and make; everything else goes into .venv.
+#
+# On Linux pip's own index gives torch with several gigabytes of CUDA. For the CPU build alone:
+#   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -c constraints-cpu.txt
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## say what the targets do
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: .venv/installed  ## convert the embedded checkpoint and print before and after, in under two minutes
+	$(BIN)/surgery demo
+
+test: lint  ## lint, types, then the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: .venv/installed-test  ## ruff (lint, format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove .venv, caches and the demo's folders
+	rm -rf .venv build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: made once, and again when what is to be installed changes.
+.venv/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "surgery needs Python 3.10 or later; make PYTHON=python3.12 ..")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/python pyproject.toml constraints-cpu.txt
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/installed-test: .venv/python pyproject.toml constraints-cpu.txt
+	$(INSTALL) -e '.[test]'
+	@touch .venv/installed $@
