@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from small import tiny_config, tiny_inputs
+from small import recipe_of, tiny_config, tiny_inputs
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -47,6 +47,37 @@ def checkpoints(tmp_path_factory):
 def calibration(checkpoints):
     """calibration(family) -> a file of ready inputs."""
     return lambda family: checkpoints(family).parent / f"{checkpoints(family).name}-calibration.safetensors"
+
+
+# Every structure has its role, and fused linears are split.
+MIXED = {
+    "structure": "btt",
+    "blocks": [2, 2],
+    "fused": "split",
+    "rules": [
+        {"match": "attention.value", "structure": "low_rank"},
+        {"match": "attention.output", "structure": "kronecker"},
+        {"match": "mlp.up", "structure": "monarch"},
+        {"match": "mlp.down", "structure": "pivoted_low_rank"},
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def converted(checkpoints, tmp_path_factory):
+    """converted(family) -> folder of its checkpoint with half the numbers kept, made once; not to be changed."""
+    from surgery.convert import convert
+
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            out = tmp_path_factory.mktemp("converted") / family
+            convert(str(checkpoints(family)), recipe_of(**MIXED), out)
+            made[family] = out
+        return made[family]
+
+    return make
 
 
 @pytest.fixture

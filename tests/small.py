@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -86,3 +88,13 @@ def recipe_of(**keys):
 def outputs_of(model, inputs):
     with torch.inference_mode():
         return model(**inputs)[0]
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds this checkout's package, and has imported nothing of it."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
