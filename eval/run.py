@@ -27,7 +27,9 @@ def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise SurgeryError(f"--dtype {dtype!r}{nearest(dtype, ['auto', 'float32', 'bfloat16', 'float16'])}")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = model_class(config, trust_remote_code).from_pretrained(folder, dtype=dtype)
+    model = model_class(config, trust_remote_code).from_pretrained(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     return model.to(device).eval(), load_tokenizer(folder)
 
 

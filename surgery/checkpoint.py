@@ -14,7 +14,8 @@ from surgery.errors import SurgeryError
 from surgery.hooks import after_import
 
 METHOD = "surgery"
-SHIM = "surgery_shim.py"
+SHIM_MODULE = "surgery_shim"
+SHIM = f"{SHIM_MODULE}.py"
 SHIM_TEXT = '''"""Opens this checkpoint, whose weights are structured, with the package transformer-surgery."""
 
 try:
@@ -66,10 +67,17 @@ def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
-    """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config."""
+    """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config. A model of
+    remote code keeps its own: it wants both."""
+    if config.get("auto_map"):
+        return
     from surgery.shims import AUTO_CLASSES, auto_class
 
     serving = [name for name in AUTO_CLASSES if type(model.config) in auto_class(name)._model_mapping]
-    module = SHIM.removesuffix(".py")
-    config["auto_map"] = {name: f"{module}.Shim{name}" for name in ("AutoConfig", *serving)}
+    config["auto_map"] = {name: f"{SHIM_MODULE}.Shim{name}" for name in ("AutoConfig", *serving)}
     (folder / SHIM).write_text(SHIM_TEXT, encoding="utf-8")
+
+
+def names_shims(config: dict[str, Any]) -> bool:
+    """Whether the config's auto_map is the one that write_shims writes."""
+    return SHIM_MODULE in str(config.get("auto_map", ""))

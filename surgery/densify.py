@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.assemble import assemble, copy_companions
-from surgery.checkpoint import SHIM, table_of
+from surgery.checkpoint import names_shims, table_of
 from surgery.convert import partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
@@ -56,7 +56,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
 
 def _plain_config(source: Source) -> dict[str, Any]:
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
-    if SHIM.removesuffix(".py") in str(config.get("auto_map", "")):
+    if names_shims(config):
         del config["auto_map"]
     return config
 

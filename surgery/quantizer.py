@@ -7,7 +7,7 @@ from typing import Any
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from surgery.checkpoint import METHOD
+from surgery.checkpoint import METHOD, names_shims
 from surgery.errors import SurgeryError
 from surgery.standins import empty_standin
 
@@ -63,7 +63,7 @@ class SurgeryQuantizer(HfQuantizer):
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
         # Shims lie beside the loaded files only; a copy saved from here would point at nothing.
-        if METHOD in str(getattr(model.config, "auto_map", "")):
+        if names_shims(vars(model.config)):
             del model.config.auto_map
         return model
 

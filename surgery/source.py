@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
 
@@ -15,7 +16,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
-NOT_COPIED = ("config.json", INDEX, "surgery_report.json")
+NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Source:
 
     def companions(self) -> list[Path]:
         """Files to copy beside the converted weights."""
-        files = {p for pattern in COPIED for p in self.folder.glob(pattern) if p.is_file()}
+        code = ("*.py",) if self.config.get("auto_map") else ()  # of a model that is remote code
+        files = {p for pattern in (*COPIED, *code) for p in self.folder.glob(pattern) if p.is_file()}
         return sorted(p for p in files if p.name not in NOT_COPIED)
 
     @property
@@ -61,12 +63,12 @@ def open_source(
     local = Path(name).exists()
     folder, commit = (Path(name), None) if local else _download(name, weights, revision)
     config = read_config(folder, name)
+    _refuse_quantised(config, name)
     if config.get("auto_map") and not trust_remote_code:
         raise SurgeryError(
             f"{name} needs code from its own repository ({sorted(config['auto_map'])[0]}); read that code, "
             "then pass --trust-remote-code"
         )
-    _refuse_quantised(config, name)
     tensors = _headers(folder, name) if local or weights else _remote_headers(name, commit)
     return Source(name, folder, config, tensors, commit)
 

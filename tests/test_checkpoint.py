@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from small import outputs_of, run_python, tiny_inputs
+from small import outputs_of, recipe_of, run_python, tiny_inputs
 from transformers import AutoModelForCausalLM
 
 import surgery  # noqa: F401
+from surgery.convert import convert
 from surgery.densify import densify
 from surgery.errors import SurgeryError
 from surgery.standins import SplitLinear
@@ -157,6 +158,45 @@ def test_dtypes(dtype, converted, tmp_path):
     inputs, exact = tiny_inputs("llama", 2), outputs_of(load(converted("llama")), tiny_inputs("llama", 2))
     gap = float((outputs_of(model, inputs).float() - exact).norm() / exact.norm())
     assert gap < {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from .own_part import SCALE
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * SCALE
+        return out
+"""
+
+
+def test_a_model_of_remote_code_keeps_its_code(checkpoints, tmp_path):
+    """Converted and densified with leave; without it refused before anything runs."""
+    source = shutil.copytree(checkpoints("llama"), tmp_path / "source")
+    (source / "own_model.py").write_text(OWN_CODE)
+    (source / "own_part.py").write_text("SCALE = 2.0\n")
+    config = json.loads((source / "config.json").read_text())
+    auto_map = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+    config.update(model_type="own_llama", architectures=["OwnForCausalLM"], auto_map=auto_map)
+    (source / "config.json").write_text(json.dumps(config))
+    recipe = recipe_of(structure="low_rank", keep=0.5)
+    with pytest.raises(SurgeryError, match="then pass --trust-remote-code"):
+        convert(str(source), recipe, tmp_path / "out")
+    convert(str(source), recipe, tmp_path / "out", trust_remote_code=True)
+    densify(str(tmp_path / "out"), tmp_path / "dense")
+    inputs, logits = tiny_inputs("llama", 2), []
+    for name in ("out", "dense"):
+        model = load(tmp_path / name, trust_remote_code=True)
+        assert type(model).__name__ == "OwnForCausalLM" and bool(structured(model)) == (name == "out")
+        logits.append(outputs_of(model, inputs))
+    assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 1e-5
 
 
 # -- saving ----------------------------------------------------------------------------------------

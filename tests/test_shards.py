@@ -154,6 +154,11 @@ LLAMA = {"model_type": "llama"}
         (LLAMA, {"pytorch_model.bin": b"x"}, "only pickled weights"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, {}, r"is quantised \(gptq\).*Dequantise first"),
         ({**LLAMA, "quantization_config": {"quant_method": "surgery"}}, {}, "already converted.*surgery densify"),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "surgery"}, "auto_map": {"AutoModel": "surgery_shim.X"}},
+            {},
+            "already converted",
+        ),
         ({**LLAMA, "auto_map": {"AutoModel": "x.Y"}}, {}, "then pass --trust-remote-code"),
         (LLAMA, {"model.safetensors.index.json": b"[]"}, "not a shard index"),
         (
