@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 DEBUG = {"on": False}
+INTERRUPTED = 130
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
 Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
@@ -97,7 +99,7 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     opened = open_source(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), chosen))
-    print(json.dumps(data, indent=2)) if as_json else Console().print(*plan_table(data), sep="\n")
+    print(json.dumps(data, indent=2)) if as_json else _show(plan_table(data))
 
 
 @app.command()
@@ -148,7 +150,7 @@ def convert(
     if as_json:
         print(json.dumps({"out": str(out), "report": report}, indent=2))
         return
-    Console().print(*inspect_table(report), sep="\n")
+    _show(inspect_table(report))
     print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
 
 
@@ -166,7 +168,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    Console().print(*(module_table(report) if modules else inspect_table(report)), sep="\n")
+    _show(module_table(report) if modules else inspect_table(report))
 
 
 @app.command(name="eval")
@@ -195,7 +197,7 @@ def evaluate(
         converted, suite, text, compare, tokens=tokens, length=length, device=device, dtype=dtype,
         trust_remote_code=trust_remote_code, progress=_progress(as_json),
     )  # fmt: skip
-    print(json.dumps(result, indent=2)) if as_json else Console().print(*eval_table(result), sep="\n")
+    print(json.dumps(result, indent=2)) if as_json else _show(eval_table(result))
 
 
 @app.command()
@@ -213,9 +215,14 @@ def densify(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the demo's files; must not exist.")] = Path(
-        "surgery-demo"
-    ),
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder for the demo's files; must not exist. Default: surgery-demo, or surgery-demo-2 ..",
+        ),
+    ] = None,
     recipe: RecipeName = "btt-half",
     as_json: Json = False,
 ) -> None:
@@ -223,12 +230,19 @@ def demo(
     from surgery.demo import demo as run
     from surgery.tables import demo_table
 
-    result = run(out, recipe, _progress(as_json))
+    console = Console(quiet=as_json, highlight=False)
+    result = run(out, recipe, _progress(as_json), lambda *lines: console.print(*lines, sep="\n", soft_wrap=True))
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    Console().print(*demo_table(result), sep="\n")
+    console.print("", *demo_table(result), sep="\n")
     print(f"report: {result['report']}")
+
+
+def _show(parts: list[Any]) -> None:
+    """Tables and lines; into a file or a pipe, which has no width of its own, wide enough to read."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
+    Console(width=wide).print(*parts, sep="\n")
 
 
 def _progress(quiet: bool) -> Any:
@@ -244,8 +258,10 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, standalone_mode=True)
     except SurgeryError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; a conversion continues with --resume", 130)
+    except SystemExit as left:
+        if left.code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
+            _fail("interrupted; a conversion continues with --resume", INTERRUPTED)
+        raise
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
@@ -263,7 +279,5 @@ def _fail(message: str, code: int) -> None:
 
 def _quiet_libraries() -> None:
     """Loading bars and advice of transformers are not ours to print."""
-    import os
-
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1" if not sys.stderr.isatty() else "0")

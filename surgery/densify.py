@@ -100,8 +100,8 @@ def _tensors(spec: dict[str, Any]) -> list[str]:
 @torch.no_grad()
 def dense_entries(source: Source, base: str, spec: dict[str, Any]) -> list[Entry]:
     """The dense weight of one stand-in (and the bias of a split one), under its original names."""
-    stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _tensors(spec) if not n.endswith("place"))]
     module = load_standin(spec, base, source.tensors, torch.device("cpu"))
+    stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _tensors(spec) if not n.endswith("place"))]
     assert isinstance(module, (StructuredLinear, SplitLinear))
     weight_OI = module.dense()
     entries = [Entry.of(f"{base}.weight", (weight_OI.mT if spec.get("transposed") else weight_OI).to(stored))]

@@ -156,6 +156,8 @@ def refuse_dtype(info: TensorInfo) -> None:
 
 def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str | None]:
     """Fetch from the Hub; for a plan the config alone."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise SurgeryError(f"{name} does not exist; give the folder of a checkpoint, or a Hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
