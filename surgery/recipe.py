@@ -89,7 +89,7 @@ class Recipe(_Strict):
 
     description: str = ""
     structure: str = "btt"
-    keep: Share | dict[str, Share] = 0.5
+    keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: Blocks | None = None
     rank: Rank | None = None
     layers: str = ":"
@@ -127,6 +127,11 @@ class Recipe(_Strict):
         """keep: {pattern: share} is short for rules, put before the written ones; '*' is the default."""
         if isinstance(data, dict) and isinstance(data.get("keep"), dict):
             shares = dict(data["keep"])
+            for pattern, share in shares.items():
+                if not isinstance(pattern, str):
+                    raise SurgeryError(f"keep: {pattern!r} is not a pattern; write a role or a path, * and ? allowed")
+                if type(share) not in (int, float) or not 0 < share <= 1:
+                    raise SurgeryError(f"keep: {pattern!r} wants a share over 0 and at most 1 (got {share!r})")
             default = shares.pop("*", 1.0)
             rules = [{"match": pattern, "keep": share} for pattern, share in shares.items()]
             data = {**data, "keep": default, "rules": rules + list(data.get("rules") or [])}
@@ -202,15 +207,40 @@ def validated(data: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise SurgeryError(f"recipe {where}: " + "; ".join(_explain(e) for e in error.errors())) from None
+        # One sentence a place, though each way of writing a value that was tried has its own complaint.
+        said = dict.fromkeys(_explain(e, data) for e in error.errors())
+        raise SurgeryError(f"recipe {where}: " + "; ".join(said)) from None
 
 
-def _explain(error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
+# What a key wants that may be written in more than one way.
+WANTED = {
+    "keep": "a share over 0 and at most 1, for example 0.5, or {pattern: share}",
+    "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget",
+    "rank": "a whole number over 0, or full",
+}
+
+
+def _explain(error: Any, data: dict[str, Any]) -> str:
+    loc = list(error["loc"])
+    if loc[0] == "rules" and len(loc) > 1 and isinstance(data.get("keep"), dict):
+        loc[1] -= len(set(data["keep"]) - {"*"})  # rules that `keep` was short for come first
     if error["type"] == "extra_forbidden":
-        key, in_rule = str(error["loc"][-1]), len(error["loc"]) > 1
-        return f"unknown key {place!r}{nearest(key, (Rule if in_rule else Recipe).model_fields)}"
-    return f"{place}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
+        key = str(loc[-1])
+        return f"unknown key {_place(loc)!r}{nearest(key, (Rule if len(loc) > 1 else Recipe).model_fields)}"
+    for depth, key in enumerate(loc):
+        if key in WANTED:
+            return f"{_place(loc[: depth + 1])}: write {WANTED[key]} (got {_value(data, loc[: depth + 1])!r})"
+    return f"{_place(loc)}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
+
+
+def _place(loc: list[Any]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _value(data: Any, loc: list[Any]) -> Any:
+    for part in loc:
+        data = data[part]
+    return data
 
 
 def _override(data: dict[str, Any], text: str) -> None:
