@@ -16,7 +16,7 @@ from surgery.score import Score
 from surgery.skeleton import Skeleton
 from surgery.stream import Stream
 
-TRIAL_SHARE, TRIAL_SWEEPS = 0.25, 1
+TRIAL_SHARE, TRIAL = 0.25, {"sweeps": 1, "calibrate": "independent"}
 
 # (budgets, windows, recipe) -> held-out score of a conversion that is thrown away
 Trial = Callable[[dict[str, float], Batch, Recipe], Score]
@@ -63,9 +63,10 @@ def survey(
 def choose(
     even: dict[str, float], by_gain: dict[str, float], recipe: Recipe, batch: Batch, trial: Trial
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Both spreads tried on a quarter of the text, judged on all held-out text."""
+    """Both spreads tried on a quarter of the text, each matrix on its own with one sweep; judged on all
+    held-out text."""
     few = batch.fewer(TRIAL_SHARE)
-    quick = recipe.model_copy(update={"sweeps": min(TRIAL_SWEEPS, recipe.sweeps)})
+    quick = recipe.model_copy(update={**TRIAL, "sweeps": min(TRIAL["sweeps"], recipe.sweeps)})
     scores = {name: trial(given, few, quick) for name, given in (("uniform", even), ("spread", by_gain))}
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of trials on {few.tokens():,} tokens"}

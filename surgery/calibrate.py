@@ -156,7 +156,7 @@ class Target:
     weight_OI: Tensor
     residual: bool
     k_OI: Tensor | None = None
-    energy: float = 0.0  # sum |y*|^2
+    energy: float = 0.0  # E|y*|^2
 
     @property
     def shares(self) -> bool:
@@ -164,18 +164,18 @@ class Target:
 
 
 class Moments:
-    """Sums over `count` rows for the matrices that read one input; weights: name -> (W, whether the residual
-    stream's gap is added to its output)."""
+    """Means over rows for the matrices that read one input; weights: name -> (W, whether the residual stream's
+    gap is added to its output). Rows are `add`ed, `means` ends that: sums become means where they lie."""
 
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
         first = next(iter(weights.values()))[0]
-        self.count, self.diverged = 0, False
+        self.count, self.diverged, self.summing = 0, False, True
         self.known: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
         self.targets = {name: Target(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
         shared = any(t.shares for t in self.targets.values())
-        self.cross_II = torch.zeros_like(self.c_II) if shared else None  # sum x0 x^T
-        self.original_II = torch.zeros_like(self.c_II) if shared else None  # sum x0 x0^T
+        self.cross_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x^T]
+        self.original_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x0^T]
         for target in self.targets.values():
             if not target.shares:
                 target.k_OI = torch.zeros_like(target.weight_OI)
@@ -183,9 +183,10 @@ class Moments:
     def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
         """x: the converted stream's input; x0: the original's (the same tensor while the streams are one);
         gap: original minus converted residual stream."""
+        assert self.summing
         self.count += len(x_NI)
         self.c_II.addmm_(x_NI.mT, x_NI)
-        if x_NI is not x0_NI:
+        if x_NI is not x0_NI or gap_NO is not None:
             self.diverged = True
         if self.cross_II is not None and self.original_II is not None:
             self.cross_II.addmm_(x0_NI.mT, x_NI)
@@ -199,38 +200,43 @@ class Moments:
             target.energy += inner(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
-    def second(self) -> Tensor:
-        """C, of the rows so far; asked for once all are in."""
-        if "C" not in self.known:
-            self.known["C"] = self.c_II / self.count
-        return self.known["C"]
+    def means(self) -> Moments:
+        for total in self._held() if self.summing else ():
+            total /= self.count
+        for target in self.targets.values() if self.summing else ():
+            target.energy /= self.count
+        self.summing = False
+        return self
 
     def cross(self, name: str) -> Tensor:
         """K (O, I)."""
         target = self.targets[name]
         if target.k_OI is not None:
-            return target.k_OI / self.count
+            return target.k_OI
         assert self.cross_II is not None
-        return target.weight_OI @ (self.cross_II / self.count)
+        return target.weight_OI @ self.cross_II
 
     def energy(self, name: str) -> float:
         """E|y*|^2."""
         target = self.targets[name]
-        if target.k_OI is not None:
-            return target.energy / self.count
-        assert self.original_II is not None
-        return Metric(self.original_II / self.count).square(target.weight_OI)
+        if target.k_OI is not None or self.original_II is None:
+            return target.energy
+        return Metric(self.original_II).square(target.weight_OI)
+
+    def _held(self) -> list[Tensor]:
+        held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
+        return [t for t in held if t is not None]
 
     def nbytes(self) -> int:
-        held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
+        return sum(t.numel() * t.element_size() for t in self._held())
 
 
 class Check:
     """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
 
     def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
-        self.c_II, self.k_OI = moments.second(), moments.cross(name)
+        assert not moments.summing
+        self.c_II, self.k_OI = moments.c_II, moments.cross(name)
         self.weights = Metric(None, g_OO)
         self.wanted = moments.energy(name)
 

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
-from surgery.fit import gram_metric
+from surgery.fit import damped_gram
 from surgery.head import ROWS, Head
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry, read_header, read_tensor, write_shard
 from surgery.skeleton import Skeleton
 from surgery.stream import LayerCall, Stream, run_phases, spans
-from surgery.structures import STRUCTURES
+from surgery.structures import STRUCTURES, Metric
+from surgery.structures.metric import damp_
 from surgery.weights import gram_of, matrix_of
 
 
@@ -75,18 +76,24 @@ class Survey:
                 share = head.energies(hidden_ND, total_N, label_N) * (len(part) / len(flat_ND))
                 energy = energy + share if len(energy) else share
         if cut:
-            moment_II = flat_ND.mT @ flat_ND / len(flat_ND)
-            self._record(body.head, {body.head: moment_II.to(self.stream.device)}, {body.head: energy})
+            moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.stream.device)
+            self._record(body.head, {body.head: self._metric(moment_II)}, {body.head: energy})
         return torch.cat(grads).view_as(final_BTD)
 
-    def _record(self, unit: str, moments: dict[str, Tensor], grams: dict[str, Tensor]) -> None:
-        """Options of every cut of a layer's linears, from their input moment and output Gram matrix."""
+    def _metric(self, moment_II: Tensor) -> Metric:
+        """The input's side, for all linears that share the input; damps in place."""
+        damp_(moment_II, self.recipe.damping)
+        return Metric(moment_II)
+
+    def _record(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
+        """Options of every cut of a layer's linears, from their input's metric and output Gram matrix."""
         saved = []
-        for path, moment_II in moments.items():
+        for path, metric in metrics.items():
             for cut in self.plan.cuts[path]:
                 gram = self._kept(gram_of(cut, grams[path]))
-                weight_OI = matrix_of(self.skeleton, cut, moment_II.device)
-                self.options[cut.name] = options_of(cut, weight_OI, moment_II, gram, self.recipe.damping)
+                weight_OI = matrix_of(self.skeleton, cut, self.stream.device)
+                two_sided = Metric(metric.c_II, damped_gram(gram), metric.of_c)
+                self.options[cut.name] = options_of(cut, weight_OI, two_sided)
                 if self.recipe.curvature != "none":
                     saved.append(Entry.of(cut.name, gram))
         write_shard(self.folder / f"{unit}.safetensors", saved)
@@ -99,9 +106,8 @@ class Survey:
         return energies.mean().expand(len(gram)).clone()
 
 
-def options_of(cut: Cut, weight_OI: Tensor, moment_II: Tensor, gram: Tensor, damping: float) -> list[Option]:
+def options_of(cut: Cut, weight_OI: Tensor, metric: Metric) -> list[Option]:
     """What each number of stored numbers leaves as expected rise of the loss; its dense self included."""
-    metric = gram_metric(moment_II, gram, damping)
     found = [Option(cut.numel, 0.0)]
     for config in cut.configs:
         cls = STRUCTURES[config]
@@ -224,8 +230,9 @@ class _Gather:
         if not self.paths:
             return
         seen = [path for path in self.paths if path in self.grams]
-        moments = {path: self.moments[self.same[path]] / self.rows[path] for path in seen}
-        self.survey._record(self.path, moments, {path: self.grams[path] / self.rows[path] for path in seen})
+        shared = {path: self.survey._metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
+        metrics = {path: shared[self.same[path]] for path in seen}
+        self.survey._record(self.path, metrics, {path: self.grams[path].div_(self.rows[path]) for path in seen})
 
 
 @torch.no_grad()

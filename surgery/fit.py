@@ -13,8 +13,8 @@ from torch import Tensor
 from surgery.calibrate import Check, Moments
 from surgery.errors import SurgeryError
 from surgery.plan import Cut, with_budget
-from surgery.structures import STRUCTURES, Metric, StructuredLinear, damped
-from surgery.structures.btt import spd_factor
+from surgery.structures import STRUCTURES, Metric, StructuredLinear
+from surgery.structures.metric import damp_, damped, spd_factor
 
 # Sweeps go on while they lower the error of the fit by this share.
 WORTHWHILE = 1e-3
@@ -87,7 +87,7 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """
     began = time.perf_counter()
     metric = stage_metric(judge)
-    check = None if judge.held is None else Check(judge.held, cut.name, _damped_gram(judge.gram))
+    check = None if judge.held is None else Check(judge.held, cut.name, damped_gram(judge.gram))
     targets = [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
     if check is None:  # nobody to judge: the target that takes the layers below into account
         targets = targets[-1:]
@@ -104,8 +104,9 @@ def stage_metric(judge: Judge) -> Metric:
     if judge.fit is None:
         return Metric()
     moments = judge.fit
-    moment_II = moments.known.setdefault("damped", damped(moments.second(), judge.damping))
-    return Metric(moment_II, _damped_gram(judge.gram), moments.known)
+    if "ridge" not in moments.known:  # in place: C of a wide input is the largest thing in memory
+        moments.known["ridge"] = damp_(moments.c_II, judge.damping)
+    return Metric(moments.c_II, damped_gram(judge.gram), moments.known)
 
 
 def _fitting(cut: Cut, budget: float) -> list[Any]:
@@ -120,12 +121,7 @@ def _fitting(cut: Cut, budget: float) -> list[Any]:
     return configs
 
 
-def gram_metric(moment_II: Tensor, gram: Tensor | None, damping: float) -> Metric:
-    """The metric of a projection, both sides damped."""
-    return Metric(damped(moment_II, damping), _damped_gram(gram))
-
-
-def _damped_gram(gram: Tensor | None) -> Tensor | None:
+def damped_gram(gram: Tensor | None) -> Tensor | None:
     """5% of the mean: between 0.1% and 10% the result does not move (docs/quality.md)."""
     if gram is None:
         return None
@@ -135,11 +131,11 @@ def _damped_gram(gram: Tensor | None) -> Tensor | None:
 def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> list[Tensor]:
     """(K + ridge W)(C + ridge)^-1, with the ridge pulling towards W; [] where it would be W itself."""
     fit = judge.fit
-    if fit is None or metric.c_II is None or not (fit.diverged or fit.targets[cut.name].residual):
+    if fit is None or metric.c_II is None or not fit.diverged:
         return []
-    ridge = judge.damping * fit.second().diagonal().mean()
-    factor_II = metric.once("factor", lambda: spd_factor(metric.c_II))
-    wanted_OI = fit.cross(cut.name).add(weight_OI, alpha=float(ridge))
+    moment_II = metric.c_II
+    wanted_OI = fit.cross(cut.name).add(weight_OI, alpha=fit.known["ridge"])
+    factor_II = metric.once("factor", lambda: spd_factor(moment_II))
     return [torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()]
 
 

@@ -53,7 +53,7 @@ def _moments(
         x0 = final_BTD[row].to(weight_OI.device).reshape(-1, weight_OI.shape[1])
         x = final_BTD[row + batch.rows].to(weight_OI.device).reshape(x0.shape)
         moments.add(x if recipe.calibrate == "sequential" else x0, x0)
-    return moments
+    return moments.means()
 
 
 def _embedding(skeleton: Skeleton, head: str) -> list[Entry]:

@@ -102,11 +102,12 @@ class Layerwise:
                 for path in stage.paths
                 for cut in cuts[path]
             }
-            fit, held = self._moments(call, stage, weights, grafts.modules)
-            judge = Judge(fit, held if self.judged else None, None, self.recipe.damping, self.recipe.sweeps)
+            moments = self._moments(call, stage, weights, grafts.modules)
+            judge = Judge(*moments, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             for path in stage.paths:
                 fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
                 graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
+            del moments, judge  # before the next stage's are gathered
         return grafts
 
     def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
@@ -140,12 +141,12 @@ class Layerwise:
 
     def _moments(
         self, call: LayerCall, stage: Stage, weights: dict[str, tuple[Tensor, bool]], modules: dict[str, nn.Module]
-    ) -> tuple[Moments, Moments]:
-        """Of the rows to fit and of the held-out rows."""
-        both = Moments(weights), Moments(weights)
+    ) -> list[Moments]:
+        """Of the rows to fit, and, where matrices are judged, of the held-out rows."""
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
-        ranges = ((0, self.fit_rows), (self.fit_rows, self.rows))
-        for moments, (first, last) in list(zip(both, ranges))[: 2 if self.judged else 1]:
+        ranges, found = [(0, self.fit_rows), (self.fit_rows, self.rows)], []
+        for first, last in ranges[: 2 if self.judged else 1]:
+            moments = Moments(weights)
             for start, stop in spans(first, last, step):
                 x0, r0 = self._inputs(call, stage, start, stop, {})
                 x, r = x0, r0
@@ -153,8 +154,9 @@ class Layerwise:
                     x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, modules)
                 gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
                 moments.add(x, x0, gap)
-        self.moment_bytes = max(self.moment_bytes, sum(m.nbytes() for m in both))
-        return both
+            found.append(moments.means())
+        self.moment_bytes = max(self.moment_bytes, sum(m.nbytes() for m in found))
+        return found
 
     def _inputs(
         self, call: LayerCall, stage: Stage, start: int, stop: int, modules: dict[str, nn.Module]

@@ -29,7 +29,7 @@ from surgery.structures.base import (
     ladder_ranks,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
-from surgery.structures.metric import Metric, inner, symmetric_roots
+from surgery.structures.metric import Metric, inner, input_root, output_roots, spd_factor
 
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
 SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
@@ -102,18 +102,18 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def _roots(cls, config: Any, out: int, in_: int, metric: Metric) -> tuple[Any, Any, Any]:
-        """(G_bb^(1/2), its inverse) as functions of (b, c, a, X), and C_cc^(1/2) as (1, c, d, d) or None."""
+        """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (1, c, d, d), or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, out, in_)
         weigh, unweigh, c_root = _same, _same, None
         if metric.g_OO is not None and metric.g_OO.dim() == 1:
             scale_b1a1 = F.pad(metric.g_OO, (0, b * a - out), value=1.0).sqrt().view(b, 1, a, 1)
             weigh, unweigh = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
         elif metric.g_OO is not None:
-            root, inverse = (r[:, None] for r in symmetric_roots(diagonal_blocks(metric.g_OO, b, a)))
+            root, inverse = (r[:, None] for r in output_roots(diagonal_blocks(metric.g_OO, b, a)))
             weigh, unweigh = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
             moment_II = metric.c_II
-            c_root = metric.once(("block roots", c), lambda: symmetric_roots(diagonal_blocks(moment_II, c, d))[0][None])
+            c_root = metric.once(("block roots", c), lambda: input_root(diagonal_blocks(moment_II, c, d))[None])
         return weigh, unweigh, c_root
 
     @classmethod
@@ -210,22 +210,9 @@ def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 
-def spd_factor(matrix: Tensor) -> Tensor:
-    """Cholesky factor of (a batch of) positive semidefinite matrices, the ridge grown from rounding size
-    until there is one."""
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
-    for ridge in (1e-6, 1e-4, 1e-2):
-        ridged = matrix.clone()
-        ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * mean)
-        factor, failed = torch.linalg.cholesky_ex(ridged)
-        if not bool(failed.any()):
-            return factor
-    raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
-
-
 def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
-    """matrix^-1 rhs."""
-    return torch.cholesky_solve(rhs, spd_factor(matrix))
+    """matrix^-1 rhs, with a ridge of rounding size: the Gram matrix of cores may well be singular."""
+    return torch.cholesky_solve(rhs, spd_factor(matrix, (1e-6, 1e-4, 1e-2)))
 
 
 def sweep(

@@ -1,7 +1,7 @@
 """Low rank: B = left @ right, left (O, R), right (R, I).
 
-Optimal in the metric (Eckart-Young on the whitened matrix): with M = G^(1/2) W C^(1/2) and U its leading
-left singular vectors, B = G^(-1/2) U U^T G^(1/2) W. U comes from eigh of the smaller Gram matrix of M.
+Optimal in the metric (Eckart-Young on the whitened matrix): with T^T T = G, R R^T = C and U the leading left
+singular vectors of T W R, B = T^-1 U U^T T W. U comes from eigh of the smaller Gram matrix of T W R.
 Input whitening: SVD-LLM (Wang et al. 2024), CorDA; two-sided: K-FAC-weighted SVD.
 """
 
@@ -40,22 +40,32 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     what counts for the projection is that the columns are orthonormal, which QR guarantees.
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
-        return torch.linalg.eigh(m_OI @ m_OI.mT)[1][..., -rank:].flip(-1)
+        return leading_eigenvectors(m_OI @ m_OI.mT, rank)
     v_IR = torch.linalg.eigh(m_OI.mT @ m_OI)[1][..., -rank:].flip(-1)
     return torch.linalg.qr(m_OI @ v_IR)[0]
+
+
+def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    return torch.linalg.eigh(gram)[1][..., -rank:].flip(-1)
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
     """left_OR, right_RI of the best rank-R approximation in the metric; exact at full rank."""
     if rank >= min(weight_OI.shape):
         return exact_factors(weight_OI)
-    u_OR = leading_directions(metric.whiten(weight_OI), rank)
+    if weight_OI.shape[0] <= weight_OI.shape[1]:  # the Gram matrix needs no root of C
+        u_OR = leading_eigenvectors(metric.left_gram(weight_OI), rank)
+    else:
+        u_OR = leading_directions(metric.whiten(weight_OI), rank)
     return balanced(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
 
 
 def tail_energies(m_OI: Tensor) -> Tensor:
     """tail[..., r] = sum of squared singular values beyond the first r, r = 0..min(O, I)."""
-    gram = m_OI @ m_OI.mT if m_OI.shape[-2] <= m_OI.shape[-1] else m_OI.mT @ m_OI
+    return gram_tails(m_OI @ m_OI.mT if m_OI.shape[-2] <= m_OI.shape[-1] else m_OI.mT @ m_OI)
+
+
+def gram_tails(gram: Tensor) -> Tensor:
     energies = torch.linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
     tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
     return tail.flip(-1)
@@ -83,7 +93,10 @@ class LowRankLinear(StructuredLinear):
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
-        tail = tail_energies(metric.whiten(weight_OI)).tolist()
+        if weight_OI.shape[0] <= weight_OI.shape[1]:
+            tail = gram_tails(metric.left_gram(weight_OI)).tolist()
+        else:
+            tail = tail_energies(metric.whiten(weight_OI)).tolist()
         ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
 

@@ -16,13 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.errors import SurgeryError
+
+
+def damp_(moment_II: Tensor, damping: float) -> float:
+    """C += damping * mean(diag C) I, in place: a direction that the calibration text never showed still
+    counts. Returns what was added to the diagonal."""
+    scale = float(moment_II.diagonal().mean())
+    # A moment of nothing (a dead input) leaves only the identity, so that no direction is free.
+    ridge = damping * scale if scale > 0 else 1.0
+    moment_II.diagonal().add_(ridge)
+    return ridge
+
 
 def damped(moment_II: Tensor, damping: float) -> Tensor:
-    """C + damping * mean(diag C) I: a direction that the calibration text never showed still counts."""
     out = moment_II.clone()
-    scale = moment_II.diagonal().mean()
-    # A moment of nothing (a dead input) leaves only the identity, so that no direction is free.
-    out.diagonal().add_(damping * scale if float(scale) > 0 else 1.0)
+    damp_(out, damping)
     return out
 
 
@@ -35,13 +44,35 @@ def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
 
+def input_root(moment_II: Tensor) -> Tensor:
+    """R with R R^T = C, of (a batch of) C. Every such R gives W R the same left singular vectors and the same
+    singular values, so the cheapest is taken: Cholesky's, and the symmetric one where that fails."""
+    lower, failed = torch.linalg.cholesky_ex(moment_II)
+    return symmetric_roots(moment_II)[0] if bool(failed.any()) else lower
+
+
 def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
-    """T, T^-1 with T^T T = G, by Cholesky: any root serves on the output side, and O can be wide."""
+    """T, T^-1 with T^T T = G, of (a batch of) G; any root serves on the output side too."""
     lower, failed = torch.linalg.cholesky_ex(gram_OO)
-    if bool(failed):
+    if bool(failed.any()):
         return symmetric_roots(gram_OO)
-    eye = torch.eye(len(gram_OO), dtype=gram_OO.dtype, device=gram_OO.device)
-    return lower.mT, torch.linalg.solve_triangular(lower.mT, eye, upper=True)
+    eye = torch.eye(gram_OO.shape[-1], dtype=gram_OO.dtype, device=gram_OO.device)
+    return lower.mT, torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+
+
+def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-2)) -> Tensor:
+    """Cholesky factor of (a batch of) positive semidefinite matrices, with the first of the ridges (relative
+    to the mean of the diagonal) that makes one possible."""
+    for ridge in ridges:
+        ridged = matrix
+        if ridge:
+            mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
+            ridged = matrix.clone()
+            ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * mean)
+        factor, failed = torch.linalg.cholesky_ex(ridged)
+        if not bool(failed.any()):
+            return factor
+    raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
 
 
 def inner(a_OI: Tensor, b_OI: Tensor) -> float:
@@ -74,9 +105,9 @@ class Metric:
         return self._product[0][1]
 
     @property
-    def c_roots(self) -> tuple[Tensor, Tensor] | None:
+    def c_root(self) -> Tensor | None:
         moment_II = self.c_II
-        return None if moment_II is None else self.once("roots", lambda: symmetric_roots(moment_II))
+        return None if moment_II is None else self.once("root", lambda: input_root(moment_II))
 
     @cached_property
     def g_roots(self) -> tuple[Tensor, Tensor] | None:
@@ -95,9 +126,14 @@ class Metric:
         return matrix_OX / self.g_OO.sqrt()[:, None] if self.g_roots is None else self.g_roots[1] @ matrix_OX
 
     def whiten(self, weight_OI: Tensor) -> Tensor:
-        """T W C^(1/2): its Frobenius norm is the metric's norm of W."""
+        """T W R, R R^T = C: its Frobenius norm is the metric's norm of W."""
         weighed_OI = self.weigh(weight_OI)
-        return weighed_OI if self.c_roots is None else weighed_OI @ self.c_roots[0]
+        return weighed_OI if self.c_root is None else weighed_OI @ self.c_root
+
+    def left_gram(self, weight_OI: Tensor) -> Tensor:
+        """T W C W^T T^T, (O, O)."""
+        weighed_OI = self.weigh(weight_OI)
+        return self.weigh(self.times_c(weight_OI)) @ weighed_OI.mT
 
     def apply(self, weight_OI: Tensor) -> Tensor:
         """G W C, the gradient of half the squared norm."""
