@@ -68,9 +68,18 @@ def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any]) -> dic
     """The source's config with our table; a replaced head is no longer tied."""
     config = {**source.config, "quantization_config": quantization_table(table)}
     twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
-    if twins & set(table):
-        config["tie_word_embeddings"] = False
-    return config
+    return _untied(config, skeleton.config) if twins & set(table) else config
+
+
+def _untied(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
+    """With tie_word_embeddings off and nothing else changed: what the config's class would conclude from that
+    (T5: not to scale the decoder's output) is said as it was."""
+    config = {**config, "tie_word_embeddings": False}
+    before = loaded.to_dict()
+    plain = {k: v for k, v in config.items() if k != "quantization_config"}
+    after = type(loaded).from_dict(plain).to_dict()
+    changed = {k for k in before if before[k] != after.get(k, before[k])} - {"tie_word_embeddings"}
+    return {**config, **{k: before[k] for k in changed}}
 
 
 def copy_companions(source: Source, folder: Path) -> None:

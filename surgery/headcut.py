@@ -41,7 +41,7 @@ def convert_head(
             judge.held = _moments(cut.name, weight_OI, final_BTD, batch.fit_rows, batch.rows, batch, recipe)
             judge.gram = load_grams(grams / f"{path}.safetensors", device).get(cut.name)
         graft(skeleton, [cut], [fit_cut(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
-        grafts.entries += _embedding(skeleton, path)
+        grafts.entries += _untied(skeleton, path)
     return grafts
 
 
@@ -56,10 +56,9 @@ def _moments(
     return moments.means()
 
 
-def _embedding(skeleton: Skeleton, head: str) -> list[Entry]:
-    """A tied input embedding that the file holds only under the head's name is kept under its own."""
-    for name, twin in skeleton.tied.items():
-        embedding = twin if name == f"{head}.weight" else name if twin == f"{head}.weight" else ""
-        if embedding and embedding not in skeleton.keys:
-            return [Entry.copy(embedding, skeleton.info(embedding))]
-    return []
+def _untied(skeleton: Skeleton, head: str) -> list[Entry]:
+    """What was stored once for a tied pair, the input embedding or a bias, under each name that no longer
+    shares it; the head's own weight is replaced."""
+    pairs = [pair for pair in skeleton.tied.items() if any(name.startswith(f"{head}.") for name in pair)]
+    wanted = dict.fromkeys(name for pair in pairs for name in pair if name != f"{head}.weight")
+    return [Entry.copy(name, skeleton.info(name)) for name in wanted if name not in skeleton.keys]

@@ -115,7 +115,8 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
 
 
 def _tied_names(skeleton: Skeleton) -> set[str]:
-    return {*skeleton.tied, *skeleton.tied.values()}
+    """Of tied pairs stored once; where both are stored, they are two."""
+    return {name for pair in skeleton.tied.items() if not set(pair) <= skeleton.keys.keys() for name in pair}
 
 
 def matches(pattern: str, linear: Linear, role: str) -> bool:

@@ -51,6 +51,7 @@ class SurgeryQuantizer(HfQuantizer):
                 missing.append(path)
                 continue
             model.set_submodule(place, empty_standin(spec))
+            _untie(model, place)
         if len(missing) == len(self.quantization_config.modules) and missing:
             raise SurgeryError(
                 f"{type(model).__name__} has none of the {len(missing)} linears of the checkpoint's table ({missing[0]}, ..)"
@@ -66,6 +67,14 @@ class SurgeryQuantizer(HfQuantizer):
         if names_shims(vars(model.config)):
             del model.config.auto_map
         return model
+
+
+def _untie(model: Any, path: str) -> None:
+    """A stand-in shares no weight, even where the class ties by itself whatever the config says (T5)."""
+    weight = f"{path}.weight"
+    if weight in (model._tied_weights_keys or {}):  # of this model, not of its class
+        model._tied_weights_keys = {k: v for k, v in model._tied_weights_keys.items() if k != weight}
+    model.all_tied_weights_keys.pop(weight, None)
 
 
 def _place(model: Any, path: str, modules: dict[str, Any]) -> str | None:
