@@ -230,19 +230,18 @@ def demo(
     from surgery.demo import demo as run
     from surgery.tables import demo_table
 
-    console = Console(quiet=as_json, highlight=False)
-    result = run(out, recipe, _progress(as_json), lambda *lines: console.print(*lines, sep="\n", soft_wrap=True))
+    result = run(out, recipe, _progress(as_json), (lambda parts: None) if as_json else _show)
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    console.print("", *demo_table(result), sep="\n")
+    _show(["", *demo_table(result)])
     print(f"report: {result['report']}")
 
 
 def _show(parts: list[Any]) -> None:
     """Tables and lines; into a file or a pipe, which has no width of its own, wide enough to read."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
-    Console(width=wide).print(*parts, sep="\n")
+    Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
 
 
 def _progress(quiet: bool) -> Any:

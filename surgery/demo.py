@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from surgery.convert import REPORT, convert
 from surgery.densify import densify
@@ -33,7 +34,7 @@ ROLES = ("original", "converted", "densified")
 TOKENS, LENGTH = 16384, 1024
 NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
 
-Show = Callable[..., None]
+Show = Callable[[list[Any]], None]
 
 
 def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class _Demo:
 
     def _step(self, what: str, command: str) -> None:
         self.commands.append(f"surgery {command}")
-        self.show(f"\n[bold]{len(self.commands)}. {what}[/]", f"[cyan]$ surgery {command}[/]")
+        self.show([f"\n[bold]{len(self.commands)}. {what}[/]", f"[cyan]$ surgery {escape(command)}[/]"])
 
     def _lay_out(self) -> None:
         """A copy of the embedded checkpoint, so that the commands shown can be run again as they stand."""
@@ -92,14 +93,12 @@ class _Demo:
         shutil.copytree(embedded, self.paths["original"], ignore=leave)
         for text in TEXTS:
             shutil.copyfile(embedded / text, self.folder / text)
-        self.show(
-            f"The embedded checkpoint, a Llama of 4 million parameters that writes stories: {self.paths['original']}"
-        )
+        self.show([f"The embedded checkpoint, a Llama of 4 million parameters: {self.paths['original']}"])
 
     def _plan(self) -> None:
         original = str(self.paths["original"])
         self._step("What would change? Nothing is loaded but the config.", f"plan {original} --recipe {self.name}")
-        self.show(*plan_table(plan_dict(make_plan(Skeleton(open_source(original)), self.recipe))))
+        self.show(plan_table(plan_dict(make_plan(Skeleton(open_source(original)), self.recipe))))
 
     def _convert(self) -> dict[str, Any]:
         original, converted = self.paths["original"], self.paths["converted"]
@@ -111,7 +110,7 @@ class _Demo:
         convert(str(original), recipe, converted, progress=self.progress)
         self._step("What was replaced, and how well does it fit?", f"inspect {converted}")
         report = inspect(str(converted))
-        self.show(*inspect_table(report))
+        self.show(inspect_table(report))
         return report
 
     def _evaluate(self) -> dict[str, Any]:
@@ -125,14 +124,14 @@ class _Demo:
         measured = evaluate(
             converted, "ppl", str(self.heldout), original, tokens=TOKENS, length=LENGTH, progress=self.progress
         )
-        self.show(*eval_table(measured))
+        self.show(eval_table(measured))
         return measured
 
     def _densify(self) -> None:
         converted, densified = self.paths["converted"], self.paths["densified"]
         self._step("Undo it: an ordinary checkpoint that computes the same.", f"densify {converted} --out {densified}")
         done = densify(str(converted), densified, progress=self.progress)
-        self.show(f"{done['modules']} linears multiplied out: {densified}")
+        self.show([f"{done['modules']} linears multiplied out: {densified}"])
 
     def _score_rows(self, measured: dict[str, Any]) -> list[list[str]]:
         from surgery.eval.needle import needle_accuracy

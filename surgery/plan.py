@@ -129,12 +129,10 @@ def _cuts_of(linear: Linear, recipe: Recipe, skeleton: Skeleton, body: Body) -> 
     if all(s.structure == "dense" for s in per_role):
         return ()
     if len(per_role) == 1 or (all(s == per_role[0] for s in per_role) and per_role[0].fused == "whole"):
-        cuts = (_cut(linear, per_role[0], recipe, linear.out, None),)
-    else:
-        sizes, heads = fused_sizes(linear, skeleton.config)
-        parts = [Part(role, i, sizes, heads) for i, role in enumerate(linear.roles)]
-        cuts = tuple(_cut(linear, s, recipe, sizes[p.place], p) for s, p in zip(per_role, parts))
-    return cuts
+        return (_cut(linear, per_role[0], recipe, linear.out, None),)
+    sizes, heads = fused_sizes(linear, skeleton.config)
+    parts = [Part(role, i, sizes, heads) for i, role in enumerate(linear.roles)]
+    return tuple(_cut(linear, s, recipe, sizes[p.place], p) for s, p in zip(per_role, parts))
 
 
 def _settings(linear: Linear, role: str, recipe: Recipe, body: Body) -> Settings:

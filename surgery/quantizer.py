@@ -39,20 +39,24 @@ class SurgeryQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
+    def _table(self) -> dict[str, Any]:
+        config: Any = self.quantization_config
+        return config.modules
+
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         """Stand-ins for the linears of the table, on meta, in the dtype the model is loaded in."""
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not while they load")
         modules = dict(model.named_modules())
-        missing = []
-        for path, spec in self.quantization_config.modules.items():
+        table, missing = self._table(), []
+        for path, spec in table.items():
             place = _place(model, path, modules)
             if place is None:
                 missing.append(path)
                 continue
             model.set_submodule(place, empty_standin(spec))
             _untie(model, place)
-        if len(missing) == len(self.quantization_config.modules) and missing:
+        if missing and len(missing) == len(table):
             raise SurgeryError(
                 f"{type(model).__name__} has none of the {len(missing)} linears of the checkpoint's table ({missing[0]}, ..)"
             )

@@ -193,7 +193,7 @@ class Entry:
     def chunks(self) -> Iterator[bytes | memoryview]:
         if self.tensor is not None:
             if self.nbytes:
-                yield memoryview(self.tensor.reshape(-1).view(torch.uint8).numpy())
+                yield _bytes(self.tensor)
             return
         assert self.source is not None
         # Whole numbers a chunk, so that each can be checked for NaN on the way.
@@ -203,7 +203,13 @@ class Entry:
             dtype = self.dtype if self.dtype in DTYPES else "U8"
             piece = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
             tensor = read_tensor(piece)
-            yield memoryview(tensor.view(torch.uint8).numpy())
+            yield _bytes(tensor)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Its memory, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def write_shard(path: Path, entries: Iterable[Entry]) -> None:

@@ -26,7 +26,7 @@ class SplitLinear(nn.Module):
         self.in_features, self.out_features = in_features, sum(sizes)
         self.sizes, self.heads = sizes, heads
         self.parts = nn.ModuleDict(parts)
-        device = next(iter(parts.values())).weight.device
+        device = next(next(iter(parts.values())).parameters()).device
         self.register_buffer("weight", torch.zeros(1, 1, 1, device=device))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ from surgery.skeleton import Skeleton, place
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
+def default_limit(device: torch.device) -> int:
+    """Two GiB of hidden states; on a GPU as much as a quarter of what is free there."""
+    return max(2 << 30, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0)
+
+
 class Stop(Exception):
     """Leaves a forward once what was wanted has been seen."""
 
@@ -68,8 +73,8 @@ Visitor = Callable[[LayerCall], Any]
 
 
 class Stream:
-    """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes go to a
-    file under `scratch`, which the operating system can write out."""
+    """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes leave the GPU,
+    and on the CPU go to a file under `scratch`, which the operating system can write out."""
 
     def __init__(
         self,
@@ -77,11 +82,11 @@ class Stream:
         layers: tuple[str, ...],
         head: str,
         device: torch.device,
-        limit: int = 2 << 30,
+        limit: int | None = None,
         scratch: Path | None = None,
     ):
         self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
-        self.limit, self.scratch = limit, scratch
+        self.limit, self.scratch = limit or default_limit(device), scratch
         self.hidden_bytes = 0
         self._buffers: list[Tensor] = []
         self.home = torch.device("cpu")
@@ -115,7 +120,7 @@ class Stream:
     def _home(self, inputs: dict[str, Tensor]) -> torch.device:
         """Where the hidden states of all rows live between layers."""
         config = self.skeleton.config.get_text_config()
-        width = getattr(config, "hidden_size", None) or getattr(config, "d_model", 1024)
+        width: int = getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 1024
         rows = next(iter(inputs.values()))
         tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1024)
         self.hidden_bytes = tokens * width * 4
@@ -137,7 +142,8 @@ class Stream:
 
     def _compact_embedding(self, path: str, inputs: dict[str, Tensor]) -> Callable[[], None]:
         """Keep the embedding's own forward, with a table of only the rows that occur and ids renumbered."""
-        module, info = self.skeleton.module(path), self.skeleton.info(f"{path}.weight")
+        module: Any = self.skeleton.module(path)
+        info = self.skeleton.info(f"{path}.weight")
         rows = torch.unique(torch.cat([t.flatten() for t in inputs.values() if t.dtype == torch.int64]).cpu())
         # Ids made up by the model (a decoder's start, a padding id, positions) may occur as well.
         extra = [
@@ -211,7 +217,7 @@ def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
         caught.append(hidden)
         return hidden[..., :1]
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return lambda: module.__dict__.pop("forward", None)
 
 

@@ -18,10 +18,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def count(number: int) -> str:
-    """12,345,678 -> 12.35M."""
+    """Three digits, so that a table fits a narrow terminal: 12,345,678 -> 12.3M."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
-            return f"{number / size:.2f}{unit}"
+            return f"{number / size:.{max(0, 3 - len(str(number // size)))}f}{unit}"
     return str(number)
 
 

@@ -118,4 +118,6 @@ def _head_path(model: Any, anatomy: Anatomy | None) -> str:
         if is_linear(paths.get(candidate, nn.Identity())):
             return candidate
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((path for path, module in paths.items() if module is head and is_linear(module)), "")
+    if head is None or not is_linear(head):
+        return ""
+    return next((path for path, module in paths.items() if module is head), "")
