@@ -66,7 +66,8 @@ def _perplexity(
     trust: bool,
     progress: Progress,
 ) -> dict[str, Any]:
-    losses, result = {}, {"suite": "ppl", "text": text}
+    losses: dict[str, torch.Tensor] = {}
+    result: dict[str, Any] = {"suite": "ppl", "text": text}
     for role, name in names.items():
         model, tokenizer = load(name, device, dtype, trust)
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -106,7 +106,7 @@ def glance(choices: Choices, model: Any, tokenizer: Any) -> dict[str, float]:
     return {f"needle_{n}": round(sum(row) / len(row), 3) for n, row in zip(lengths, table.accuracy)}
 
 
-def save(model: LlamaForCausalLM, tokenizer: Any, out: Path) -> None:
+def save(model: Any, tokenizer: Any, out: Path) -> None:
     """An ordinary checkpoint folder, in bfloat16."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -126,7 +126,8 @@ def perplexity(model: Any, tokenizer: Any, text: str, context: int) -> float:
 
 def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
     """The scores of the saved file, computed in float32 from its bfloat16 weights."""
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     table = needle_accuracy(model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64)
     heldout = stories.heldout()
@@ -162,7 +163,8 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     tokenizer = build_tokenizer(choices)
-    model = build_model(choices, tokenizer).to(device)
+    model: Any = build_model(choices, tokenizer)
+    model.to(device)
     log = train(choices, model, tokenizer, out, minutes)
     save(model, tokenizer, out)
     torch.set_float32_matmul_precision("highest")
