@@ -12,7 +12,7 @@ from surgery.anatomy import Anatomy
 from surgery.shards import gather_rows, read_tensor
 from surgery.skeleton import Skeleton
 
-LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits held at a time, in a few copies
+LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits, and of the head, held at a time, in a few copies
 ROWS = 8192  # hidden states for which the head is read from the file once
 
 
@@ -29,8 +29,8 @@ class Head:
         self.cap = getattr(skeleton.config.get_text_config(), name, None) if name else None
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        vocabulary = self.weight.shape[0]
-        step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows))
+        vocabulary, width = self.weight.shape
+        step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
             last = min(first + step, vocabulary)
             weight = read_tensor(self.weight.rows(first, last), torch.float32).to(self.device)
