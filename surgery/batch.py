@@ -41,6 +41,10 @@ class Batch:
         """Real tokens (rows, T), where the inputs are padded."""
         return self.inputs.get("attention_mask")
 
+    def head_mask(self) -> Tensor | None:
+        """The same of what reaches the head: of the decoder, where there is one."""
+        return self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
+
     def tokens(self) -> int:
         first = next(iter(self.inputs.values()))
         return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)

@@ -48,10 +48,10 @@ def convert_head(
 def _moments(
     name: str, weight_OI: Tensor, final_BTD: Tensor, first: int, last: int, batch: Batch, recipe: Recipe
 ) -> Moments:
-    moments = Moments({name: (weight_OI, False)})
+    moments, mask_BT = Moments({name: (weight_OI, False)}), batch.head_mask()
     for row in range(first, last):
-        x0 = final_BTD[row].to(weight_OI.device).reshape(-1, weight_OI.shape[1])
-        x = final_BTD[row + batch.rows].to(weight_OI.device).reshape(x0.shape)
+        real = slice(None) if mask_BT is None else mask_BT[row].bool()
+        x0, x = (final_BTD[i][real].to(weight_OI.device).flatten(0, -2) for i in (row, row + batch.rows))
         moments.add(x if recipe.calibrate == "sequential" else x0, x0)
     return moments.means()
 

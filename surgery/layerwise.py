@@ -193,7 +193,8 @@ class Layerwise:
         """Rows of real tokens, (N, X); padding is left out where the mask fits."""
         if x is None:
             return None
-        mask = None if self.mask_BT is None else self.mask_BT[start:stop].to(x.device).bool()
+        first = start % self.rows  # the converted stream's rows follow the original's
+        mask = None if self.mask_BT is None else self.mask_BT[first : first + stop - start].to(x.device).bool()
         return x[mask] if mask is not None and x.shape[:2] == mask.shape else x.flatten(0, -2)
 
 

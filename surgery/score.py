@@ -44,16 +44,22 @@ def score(
 ) -> Score:
     """final_BTD: what reaches the head, original rows then converted; linear: the head's stand-in or None."""
     held = slice(batch.fit_rows, batch.rows)
-    streams = final_BTD[: batch.rows][held], final_BTD[batch.rows :][held]
+    streams, mask_BT = (final_BTD[: batch.rows][held], final_BTD[batch.rows :][held]), batch.head_mask()
+    real_BT = None if mask_BT is None else mask_BT[held].bool()
     if not (predicts_text(skeleton) and plan.body.head):
-        gap = float((streams[0] - streams[1]).norm() / streams[0].norm().clamp_min(1e-30))
-        return Score("relative output error", 0.0, gap, None, streams[0][..., 0].numel())
+        before, after = (s if real_BT is None else s[real_BT.to(s.device)] for s in streams)
+        gap = float((before - after).norm() / before.norm().clamp_min(1e-30))
+        return Score("relative output error", 0.0, gap, None, before[..., 0].numel())
     head = Head(skeleton, plan.body.head, plan.body.anatomy, device)
     ids_BT = batch.inputs.get("decoder_input_ids", batch.inputs["input_ids"])[held]
+    # A loss counts where both the token and the one it predicts are real; a window, where any does.
+    counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
+    used_B = counts_BT.sum(1) > 0
     losses = []
     for stream_BTD, standin in zip(streams, (None, linear)):
         flat = head.losses(stream_BTD[:, :-1].reshape(-1, stream_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), standin)
-        losses.append(flat.view(len(ids_BT), -1).double().mean(1).cpu())
+        sums_B = (flat.view(len(ids_BT), -1).double().cpu() * counts_BT).sum(1)
+        losses.append((sums_B / counts_BT.sum(1).clamp_min(1))[used_B])
     difference_B = losses[1] - losses[0]
     spread = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
-    return Score("nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, ids_BT[:, 1:].numel())
+    return Score("nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, int(counts_BT.sum()))
