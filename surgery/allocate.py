@@ -34,8 +34,6 @@ def lower_hull(options: Sequence[Option]) -> list[Option]:
     for option in sorted(options):
         if hull and option.error >= hull[-1].error:
             continue
-        if hull and option.params == hull[-1].params:
-            hull.pop()
         while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], option):
             hull.pop()
         hull.append(option)
@@ -50,10 +48,11 @@ def spread(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, 
     """Numbers given to each module, in total at most `budget`; SurgeryError where the least exceeds it."""
     hulls = {module: lower_hull(choices) for module, choices in options.items()}
     chosen = {module: hull[0] for module, hull in hulls.items()}
-    left = budget - sum(option.params for option in chosen.values())
+    least = sum(option.params for option in chosen.values())
+    left = budget - least
     if left < 0:
         raise SurgeryError(
-            f"the smallest structures of {len(options)} modules store {int(budget - left):,} numbers, more than the "
+            f"the smallest structures of {len(options)} modules store {least:,} numbers, more than the "
             f"budget of {int(budget):,}; raise keep, or give fewer blocks"
         )
     steps = [
