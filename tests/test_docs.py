@@ -1,0 +1,129 @@
+"""The pages are true: their ```bash and ```python blocks run, one after the other, in a folder of their own.
+
+There `SRC` is the embedded checkpoint, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
+converted checkpoint, `OUT` is one. Blocks marked ```console are shown only.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery.convert import convert
+from surgery.recipe import Recipe, Rule, load_recipe
+from surgery.structures import STRUCTURES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASURED = {"quality.md", "performance.md"}  # of hours of work on real checkpoints: their commands are not run here
+TAUGHT = [page for page in PAGES if page.name not in MEASURED]
+NEED_OUT = {"checkpoint.md", "evaluate.md"}
+TEXTS = ("calibration.txt", "heldout.txt")
+CHARACTERS = 16_000  # of each text, some 4,000 tokens: enough to run every command, in little time
+EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "SRC"
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(source):
+    quick = [f"calibration={EMBEDDED / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    convert(str(source), load_recipe("low-rank-half", [*quick, "curvature=none"]), source.parent / "OUT")
+    return source.parent / "OUT"
+
+
+@pytest.fixture
+def desk(tmp_path, source):
+    """Where a page's commands run, and their environment; `surgery` and `python` are this checkout's."""
+    (tmp_path / "desk").mkdir()
+    (tmp_path / "desk" / "SRC").symlink_to(source)
+    for text in TEXTS:
+        (tmp_path / "desk" / text).write_text((EMBEDDED / text).read_text(encoding="utf-8")[:CHARACTERS])
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, words in (("surgery", "-m surgery"), ("python", "")):
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (commands / name).chmod(0o755)
+    path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
+    return tmp_path / "desk", {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.name)
+def test_commands_run(page, desk, request):
+    place, environment = desk
+    if page.name in NEED_OUT:
+        (place / "OUT").symlink_to(request.getfixturevalue("converted"))
+    shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+    runnable = [(language, text) for language, text in blocks(page) if language in shells]
+    assert runnable, f"{page.name} has no command that a test runs"
+    for language, text in runnable:
+        done = subprocess.run([*shells[language], text], cwd=place, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{page.name}:\n{text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_are_of_a_known_kind(page):
+    assert {language for language, _ in blocks(page)} <= {"bash", "python", "console", "text", "yaml"}
+    assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page))
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        target = (page.parent / link.partition("#")[0]).resolve()
+        assert target.exists() or target.name in MEASURED, f"{page.name} points at {link}"
+
+
+def test_the_readme_leads_to_every_page():
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(links(ROOT / "README.md"))
+    assert [language for language, _ in blocks(ROOT / "README.md")].count("text") == 1
+
+
+def test_the_tree_names_every_file():
+    (tree,) = (text for language, text in blocks(ROOT / "README.md") if language == "text")
+    named = set(re.findall(r"[\w/]+\.py", tree))
+    there = {path.name for path in (ROOT / "surgery").glob("*.py")}
+    assert there <= named, "the README's tree lacks a line for these"
+    assert named - there <= {"test_docs.py"}, "the README's tree names files that are gone"
+
+
+def rows(page: str) -> set[str]:
+    """First cells of a page's tables."""
+    return set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M))
+
+
+def test_every_key_and_every_structure_is_explained():
+    assert rows("recipes.md") == set(Recipe.model_fields)
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in text for key in Rule.model_fields)
+    assert rows("structures.md") == set(STRUCTURES.names())
+
+
+def test_defaults_are_as_documented():
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    for key, field in Recipe.model_fields.items():
+        if isinstance(field.default, (int, float, str)) and key != "description":
+            cell = re.search(rf"^\| `{key}` \| (.*?) \|", text, re.M)
+            assert cell and cell.group(1).strip('`"') == str(field.default), key
