@@ -13,6 +13,7 @@ from surgery.errors import SurgeryError
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -61,6 +62,8 @@ def open_source(
     already converted, remote code without leave.
     """
     local = Path(name).exists()
+    if local and revision is not None:
+        raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
     folder, commit = (Path(name), None) if local else _download(name, weights, revision)
     config = read_config(folder, name)
     _refuse_quantised(config, name)
@@ -119,10 +122,7 @@ def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
         return read_header(folder / SINGLE)
     pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
     if pickles:
-        raise SurgeryError(
-            f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; convert them to "
-            "safetensors first (load with transformers, save_pretrained)"
-        )
+        raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLED}")
     raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}")
 
 
@@ -165,11 +165,21 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SurgeryError(
-            f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
-        ) from None
+        raise SurgeryError(_unreachable(name, revision, error)) from None
     return folder, folder.name
+
+
+def _unreachable(name: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a whole commit hash"
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated: accept its terms on its page of the Hub, then `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, `hf auth login`"
+    reason = " ".join(str(error).split())[:200]
+    return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 
 
 def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
@@ -179,7 +189,9 @@ def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
 
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata
-    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
+    except NotASafetensorsRepoError:
+        raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {PICKLED}") from None
+    except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
         raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
     return {
         tensor: TensorInfo(tensor, Path(file), str(info.dtype), tuple(info.shape), *info.data_offsets)

@@ -93,8 +93,10 @@ def outputs_of(model, inputs):
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_python(code: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, cwd: Path | None = None, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
     """A fresh interpreter that finds this checkout's package, and has imported nothing of it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=cwd, input=stdin
+    )

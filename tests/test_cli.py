@@ -129,6 +129,7 @@ SLIPS = [
     (("plan", "{quantised}", "-r", "btt-half"), "is quantised (gptq)"),
     (("plan", "{pickled}", "-r", "btt-half"), "has only pickled weights (pytorch_model.bin)"),
     (("plan", "{truncated}", "-r", "btt-half"), "(a truncated download?)"),
+    (("plan", "{llama}", "-r", "btt-half", "--revision", "v2"), "--revision is of a Hub id; "),
     (("plan", "{llama}"), "Missing option '--recipe'"),
     (("pan", "{llama}"), "No such command 'pan'"),
     ((*CONVERT[:-1], "{tmp}/taken"), "taken exists; choose another --out"),
