@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a module imports from its own floor and those below it. A new module is added to the
 # lowest floor that serves it.
 FLOORS = [
-    "errors version registry hooks precision progress data recipes",
+    "errors version registry hooks memory precision progress data recipes",
     "structures",
     "anatomy",
     # opening checkpoints, ours and others'
@@ -35,7 +35,6 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names.s
 TIGHTER = {  # rooms that may use less than their floor allows
     "structures": {"structures", "registry", "errors"},
     "anatomy": {"anatomy", "errors"},
-    "papers": {"papers", "eval", "errors"},
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them
 NOT_WITH_US = HEAVY | {"transformers", "peft", "accelerate", "pydantic", "pandas", "scipy", "rich", "typer"}
