@@ -152,7 +152,7 @@ class _Layer(torch.autograd.Function):
         survey, call = ctx.survey, ctx.call
         gathered = _Gather(survey, call)
         grads: list[Tensor | None] = [None] * len(ctx.leaves)
-        out_BTD = torch.empty_like(ctx.hidden)
+        out_BTD = torch.empty_like(grad_BTD)  # the hidden states may lie in a file
         survey.skeleton.fill(call.path, call.device)
         with gathered:
             for first, last in spans(0, len(ctx.hidden), survey.stream.chunk_rows(ctx.hidden.shape[1])):

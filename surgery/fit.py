@@ -78,6 +78,10 @@ class Attempt:
     sweeps: int = 0
 
 
+# Who tells candidates apart: held-out rows; the metric of the fit; nobody, where a trial has one candidate.
+Arbiter = Check | Metric | None
+
+
 @torch.no_grad()
 def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """The best of the cut's structures within `budget` numbers, by held-out error.
@@ -87,14 +91,18 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """
     began = time.perf_counter()
     metric = stage_metric(judge)
-    check = None if judge.held is None else Check(judge.held, cut.name, damped_gram(judge.gram))
-    targets = [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
-    if check is None:  # nobody to judge: the target that takes the layers below into account
+    configs, targets = _fitting(cut, budget), [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
+    arbiter: Arbiter = metric
+    if judge.held is not None:
+        arbiter = Check(judge.held, cut.name, damped_gram(judge.gram))
+    else:  # no held-out rows: the target that takes the layers below into account
         targets = targets[-1:]
+        if len(configs) == 1 and metric.c_II is not None:
+            arbiter = None
     attempts = []
-    for config in _fitting(cut, budget):
-        starts = [_start(config, target, metric, check, target is not weight_OI) for target in targets]
-        attempts.append(_swept(min(starts, key=lambda a: a.loss), metric, check, judge.sweeps))
+    for config in configs:
+        starts = [_start(config, target, metric, arbiter, target is not weight_OI) for target in targets]
+        attempts.append(_swept(min(starts, key=lambda a: a.loss), metric, arbiter, judge.sweeps))
     best = min(attempts, key=lambda a: a.loss)
     return _fitted(cut, best, judge, time.perf_counter() - began)
 
@@ -139,22 +147,24 @@ def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> 
     return [torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()]
 
 
-def _judged(b: Any, target_OI: Tensor, metric: Metric, check: Check | None) -> tuple[float, float]:
+def _judged(b: Any, target_OI: Tensor, arbiter: Arbiter) -> tuple[float, float]:
+    """(loss, error); NaN from nobody, and what sweeps make of it is then taken: they descend in the metric."""
+    if arbiter is None:
+        return float("nan"), float("nan")
     matrix_OI = b if isinstance(b, Tensor) else b.dense()
-    if check is not None:
-        return check.measure(matrix_OI)
-    # Without held-out rows the candidates are told apart in the metric of the fit.
-    error = metric.error(target_OI, matrix_OI)
+    if isinstance(arbiter, Check):
+        return arbiter.measure(matrix_OI)
+    error = arbiter.error(target_OI, matrix_OI)
     return error, error
 
 
-def _start(config: Any, target_OI: Tensor, metric: Metric, check: Check | None, refit: bool) -> Attempt:
+def _start(config: Any, target_OI: Tensor, metric: Metric, arbiter: Arbiter, refit: bool) -> Attempt:
     b = target_OI if config is None else STRUCTURES[config].project(target_OI, config, metric)
-    loss, error = _judged(b, target_OI, metric, check)
+    loss, error = _judged(b, target_OI, arbiter)
     return Attempt(config, target_OI, b, loss, error, refit, start=error)
 
 
-def _swept(start: Attempt, metric: Metric, check: Check | None, sweeps: int) -> Attempt:
+def _swept(start: Attempt, metric: Metric, arbiter: Arbiter, sweeps: int) -> Attempt:
     """The start after up to `sweeps` sweeps, or the start itself where held-out rows do not agree."""
     if start.config is None:
         return start
@@ -169,7 +179,7 @@ def _swept(start: Attempt, metric: Metric, check: Check | None, sweeps: int) -> 
         left = now
     if not done:
         return start
-    loss, error = _judged(linear, start.target_OI, metric, check)
+    loss, error = _judged(linear, start.target_OI, arbiter)
     if loss >= start.loss:
         return start
     return replace(start, b=linear, loss=loss, error=error, sweeps=done)

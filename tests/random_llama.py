@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -70,20 +72,31 @@ def shards(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
     yield rest if config["tie_word_embeddings"] else {**rest, "lm_head.weight": table}
 
 
-def make(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0) -> None:
-    """Weights of variance 1/in with a spectrum that decays, as trained ones do; norms of one."""
-    generator = torch.Generator().manual_seed(seed)
+def make(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0) -> None:
+    """Weights of variance 1/in with a spectrum that decays, as trained ones do; norms of one. layers: other
+    than the shape's."""
     config = config_of(shape)
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     out.mkdir(parents=True)
-    weight_map, total = {}, 0
-    for i, shapes in enumerate(shards(config)):
-        name = f"model-{i + 1:05d}-of-{config['num_hidden_layers'] + 1:05d}.safetensors"
+    weight_map: dict[str, str] = {}
+
+    def write(i: int, shapes: dict[str, tuple[int, ...]]) -> int:
+        generator = torch.Generator().manual_seed(seed * 1000 + i)
         entries = [Entry.of(k, random_weight(s, generator)) for k, s in shapes.items()]
-        write_shard(out / name, entries)
-        weight_map.update(dict.fromkeys(shapes, name))
-        total += sum(e.nbytes for e in entries)
+        write_shard(out / shard_name(i), entries)
+        return sum(e.nbytes for e in entries)
+
+    def shard_name(i: int) -> str:
+        return f"model-{i + 1:05d}-of-{config['num_hidden_layers'] + 1:05d}.safetensors"
+
+    every = list(shards(config))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        total = sum(pool.map(write, range(len(every)), every))
+    for i, shapes in enumerate(every):
+        weight_map.update(dict.fromkeys(shapes, shard_name(i)))
     write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     (out / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, config["vocab_size"], (tokens // length, length), generator=generator)
     write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [Entry.of("input_ids", ids)])
 
@@ -101,5 +114,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=0, help="other than the shape's")
     arguments = parser.parse_args()
-    make(arguments.out, arguments.shape, arguments.tokens)
+    make(arguments.out, arguments.shape, arguments.tokens, layers=arguments.layers)
