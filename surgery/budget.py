@@ -16,7 +16,7 @@ from surgery.score import Score
 from surgery.skeleton import Skeleton
 from surgery.stream import Stream
 
-TRIAL_SHARE, TRIAL = 0.25, {"sweeps": 1, "calibrate": "independent"}
+TRIAL_SHARE, TRIAL_SWEEPS = 0.25, 1
 
 # (budgets, windows, recipe) -> held-out score of a conversion that is thrown away
 Trial = Callable[[dict[str, float], Batch, Recipe], Score]
@@ -66,7 +66,7 @@ def choose(
     """Both spreads tried on a quarter of the text, each matrix on its own with one sweep; judged on all
     held-out text."""
     few = batch.fewer(TRIAL_SHARE)
-    quick = recipe.model_copy(update={**TRIAL, "sweeps": min(TRIAL["sweeps"], recipe.sweeps)})
+    quick = recipe.model_copy(update={"sweeps": min(TRIAL_SWEEPS, recipe.sweeps), "calibrate": "independent"})
     scores = {name: trial(given, few, quick) for name, given in (("uniform", even), ("spread", by_gain))}
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of trials on {few.tokens():,} tokens"}

@@ -157,8 +157,8 @@ class _Layer(torch.autograd.Function):
         with gathered:
             for first, last in spans(0, len(ctx.hidden), survey.stream.chunk_rows(ctx.hidden.shape[1])):
                 _back(ctx, first, last, grad_BTD, out_BTD, grads)
-        survey.skeleton.empty(call.path)
         gathered.record()
+        survey.skeleton.empty(call.path)
         survey.done()
         return (None, None, None, out_BTD, *grads)
 
@@ -177,7 +177,8 @@ def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, gr
     out_BTD[first:last] = found[0].to(out_BTD.device)
     for i, grad in zip(wanted, found[1:]):
         if grad is not None:
-            grads[i] = grad if grads[i] is None else grads[i] + grad
+            before = grads[i]
+            grads[i] = grad if before is None else before + grad
 
 
 def _tuple(out: Any) -> tuple[Any, ...]:

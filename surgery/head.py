@@ -33,7 +33,7 @@ class Head:
         step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
             last = min(first + step, vocabulary)
-            weight = read_tensor(self.weight.rows(first, last), torch.float32).to(self.device)
+            weight = read_tensor(self.weight.rows(first, last), torch.float32, device=self.device)
             yield first, weight, None if self.bias is None else self.bias[first:last]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:

@@ -27,6 +27,7 @@ from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
 from surgery.skeleton import Skeleton, place
 from surgery.standins import SplitLinear, empty_standin
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
+from surgery.structures import StructuredLinear
 from surgery.weights import matrix_of, part_name, rows_of, spec_of
 
 
@@ -79,7 +80,9 @@ class Layerwise:
         began = time.perf_counter()
         call.hidden_BTD = self.stream.own(call.hidden_BTD)
         grafts = self.finished(call.path)
-        if grafts is None:
+        if grafts is not None:
+            grafts.modules = {path: multiplied_out(module) for path, module in grafts.modules.items()}
+        else:
             grafts = self._convert(call)
             self.write(call.path, grafts, time.perf_counter() - began)
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
@@ -103,11 +106,13 @@ class Layerwise:
                 for cut in cuts[path]
             }
             moments = self._moments(call, stage, weights, grafts.modules)
-            judge = Judge(*moments, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
+            held = moments[1] if self.judged else None
+            judge = Judge(moments[0], held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             for path in stage.paths:
                 fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
                 graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
-            del moments, judge  # before the next stage's are gathered
+                grafts.modules[path] = multiplied_out(grafts.modules[path])
+            del moments, held, judge  # before the next stage's are gathered
         return grafts
 
     def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
@@ -196,6 +201,22 @@ class Layerwise:
         first = start % self.rows  # the converted stream's rows follow the original's
         mask = None if self.mask_BT is None else self.mask_BT[first : first + stop - start].to(x.device).bool()
         return x[mask] if mask is not None and x.shape[:2] == mask.shape else x.flatten(0, -2)
+
+
+def multiplied_out(module: nn.Module) -> nn.Module:
+    """The same function as one dense product: all calibration tokens go through it several times, and small
+    blocks or many terms would take far longer."""
+    if isinstance(module, SplitLinear):
+        weight, bias = module.dense(), module.fused_bias()
+    elif isinstance(module, StructuredLinear):
+        weight, bias = module.dense(), module.bias
+    else:
+        return module
+    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        dense.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return dense
 
 
 @contextmanager

@@ -122,27 +122,31 @@ def _refuse_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
         end, before = max(end, info.stop), info.name
 
 
-def read_bytes(info: TensorInfo) -> bytearray:
-    buffer = bytearray(info.nbytes)
-    view, got = memoryview(buffer), 0
+def read_into(tensor: Tensor, info: TensorInfo) -> None:
+    """Fill a tensor of the stored dtype and shape."""
+    view, got = _bytes(tensor), 0
     with open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
-        while got < len(buffer):
+        while got < info.nbytes:
             count = file.readinto(view[got : got + CHUNK])
             if not count:
                 raise SurgeryError(f"{info.file} ended inside tensor {info.name!r}; fetch the file again")
             got += count
-    return buffer
 
 
-def read_tensor(info: TensorInfo, dtype: torch.dtype | None = None, check: bool = True) -> Tensor:
-    """The tensor, optionally cast; NaN and Inf are refused by name."""
+def read_tensor(
+    info: TensorInfo,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The tensor, moved (as stored, and looked through there) and cast where asked; NaN and Inf are refused by name."""
     if info.dtype not in DTYPES:
         raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
-    if info.numel == 0:
-        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    else:
-        tensor = torch.frombuffer(read_bytes(info), dtype=DTYPES[info.dtype]).view(info.shape)
+    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    if info.numel:
+        read_into(tensor, info)
+    tensor = tensor if device is None else tensor.to(device)
     if check and info.dtype in FLOATS and not finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise SurgeryError(

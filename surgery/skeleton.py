@@ -63,7 +63,7 @@ class Skeleton:
             if not tensor.is_meta and self.source.tensors[self.keys[full]].dtype not in ("F32", "F16", "BF16", "F64"):
                 continue
             info = self.info(full)
-            place(module, name, read_tensor(info, torch.float32).to(device))
+            place(module, name, read_tensor(info, torch.float32, device=device))
             total += info.nbytes
         return total
 

@@ -36,9 +36,11 @@ def gram_of(cut: Cut, gram: Tensor) -> Tensor:
 
 
 def matrix_of(skeleton: Skeleton, cut: Cut, device: torch.device) -> Tensor:
-    """W (out, in) of a cut, float32, read from the file."""
-    weight = read_tensor(skeleton.info(f"{cut.linear.path}.weight"), torch.float32)
-    return rows_of(cut, weight.mT if cut.linear.transposed else weight).to(device).contiguous()
+    """W (out, in) of a cut, float32: of the module where it is filled, else read from the file."""
+    weight = skeleton.module(cut.linear.path).weight.detach()  # type: ignore[operator]
+    if weight.is_meta or weight.device.type != device.type:
+        weight = read_tensor(skeleton.info(f"{cut.linear.path}.weight"), torch.float32, device=device)
+    return rows_of(cut, weight.mT if cut.linear.transposed else weight).contiguous()
 
 
 def part_name(role: str) -> str:

@@ -12,6 +12,7 @@ where none does. Arithmetic is float32 on the weight's device.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -58,7 +59,7 @@ class StructureConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"structure": self.name, **{k: _plain(v) for k, v in asdict(self).items()}}  # type: ignore[call-overload]
+        return {"structure": self.name, **{k: _plain(v) for k, v in asdict(self).items()}}
 
 
 def _plain(value: Any) -> Any:
@@ -68,7 +69,7 @@ def _plain(value: Any) -> Any:
 def config_from_dict(data: dict[str, Any]) -> StructureConfig:
     """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(...); unknown keys are refused by name."""
     data = dict(data)
-    config_type = STRUCTURES.config_type(str(data.pop("structure", "")))
+    config_type: Any = STRUCTURES.config_type(str(data.pop("structure", "")))
     known = {f.name for f in fields(config_type)}
     for key in data:
         if key not in known:
@@ -173,8 +174,9 @@ class StructuredLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def from_cores(cls, config: Any, out: int, in_: int, cores: dict[str, Tensor]) -> StructuredLinear:
-        """A module without bias holding these cores."""
+    def from_cores(cls, config: Any, shape: Sequence[int], cores: dict[str, Tensor]) -> StructuredLinear:
+        """A module without bias for a matrix of shape (out, in), holding these cores."""
+        out, in_ = shape
         linear = cls(in_, out, config, bias=False, device="meta")
         for name, core in cores.items():
             expected = getattr(linear, name).shape
@@ -184,7 +186,8 @@ class StructuredLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """B, (out, in), multiplied out."""
-        eye_II = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
+        core: Any = self.weight
+        eye_II = torch.eye(self.in_features, dtype=core.dtype, device=core.device)
         return self.product(eye_II).mT
 
     def product(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 20
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from surgery.structures.base import (
     ladder_ranks,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
-from surgery.structures.metric import Metric, inner, input_root, output_roots, spd_factor
+from surgery.structures.metric import Metric, inner, input_root, output_roots, spd_factor, spd_inverse
 
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
 SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
@@ -101,12 +101,13 @@ class BTTLinear(StructuredLinear):
         return padded(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
 
     @classmethod
-    def _roots(cls, config: Any, out: int, in_: int, metric: Metric) -> tuple[Any, Any, Any]:
+    def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
         """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (1, c, d, d), or None."""
-        (b, c), (a, d) = config.blocks, cls.block_shape(config, out, in_)
-        weigh, unweigh, c_root = _same, _same, None
+        (b, c), (a, d) = config.blocks, cls.block_shape(config, *shape)
+        weigh: Callable[[Tensor], Tensor] = _same
+        unweigh, c_root = weigh, None
         if metric.g_OO is not None and metric.g_OO.dim() == 1:
-            scale_b1a1 = F.pad(metric.g_OO, (0, b * a - out), value=1.0).sqrt().view(b, 1, a, 1)
+            scale_b1a1 = F.pad(metric.g_OO, (0, b * a - shape[0]), value=1.0).sqrt().view(b, 1, a, 1)
             weigh, unweigh = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
         elif metric.g_OO is not None:
             root, inverse = (r[:, None] for r in output_roots(diagonal_blocks(metric.g_OO, b, a)))
@@ -124,12 +125,12 @@ class BTTLinear(StructuredLinear):
         if config.rank >= cls.full_rank(config, *weight_OI.shape):
             left_bcas, right_bcsd = exact_factors(blocks_bcad)
         else:
-            weigh, unweigh, c_root = cls._roots(config, *weight_OI.shape, metric or Metric())
+            weigh, unweigh, c_root = cls._roots(config, weight_OI.shape, metric or Metric())
             weighed_bcad = weigh(blocks_bcad)
             u_bcas = leading_directions(weighed_bcad if c_root is None else weighed_bcad @ c_root, config.rank)
             left_bcas, right_bcsd = balanced(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
-        return cls.from_cores(config, *weight_OI.shape, cores)
+        return cls.from_cores(config, weight_OI.shape, cores)
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
@@ -140,7 +141,7 @@ class BTTLinear(StructuredLinear):
     @classmethod
     def block_tails(cls, weight_OI: Tensor, config: Any, metric: Metric) -> list[float]:
         """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
-        weigh, _, c_root = cls._roots(config, *weight_OI.shape, metric)
+        weigh, _, c_root = cls._roots(config, weight_OI.shape, metric)
         m_bcad = weigh(cls._blocks(weight_OI, config))
         return tail_energies(m_bcad if c_root is None else m_bcad @ c_root).sum((0, 1)).tolist()
 
@@ -156,12 +157,12 @@ class BTTLinear(StructuredLinear):
         wc_baI = padded(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
         target_baI = padded(weight_OI, b * a, c * d).view(b, a, c * d)
         g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
-        factors_cdd = metric.once(("block factors", c), lambda: spd_factor(diagonal_blocks(c_II, c, d)))
+        inverses_cdd = metric.once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
         square = 0.0
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
             left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
             g = None if g_baa is None else g_baa[rows]
-            ec_baI = sweep(left_bcsa, right_cdbs, wc_baI[rows], c_II, factors_cdd, g)
+            ec_baI = sweep(left_bcsa, right_cdbs, wc_baI[rows], c_II, inverses_cdd, g)
             gap_bacd = target_baI[rows].unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
             square += inner(ec_baI if g is None else g @ ec_baI, gap_bacd.flatten(-2))
         left, right = balanced(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
@@ -212,13 +213,15 @@ def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
 
 def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
     """matrix^-1 rhs, with a ridge of rounding size: the Gram matrix of cores may well be singular."""
-    return torch.cholesky_solve(rhs, spd_factor(matrix, (1e-6, 1e-4, 1e-2)))
+    factor = spd_factor(matrix, (1e-6, 1e-4, 1e-2))
+    half = torch.linalg.solve_triangular(factor, rhs, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
 
 
 def sweep(
-    left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, factors_cdd: Tensor, g_baa: Tensor | None
+    left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, inverses_cdd: Tensor, g_baa: Tensor | None
 ) -> Tensor:
-    """One alternation over a group of row blocks, in place. wc_baI = W C, factors: Cholesky of each C_cc;
+    """One alternation over a group of row blocks, in place. wc_baI = W C, inverses: of each C_cc;
     returns (W - B) C.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
@@ -241,7 +244,7 @@ def sweep(
         weighted_bsa = left_bas.mT if g_baa is None else left_bas.mT @ g_baa
         gradient_bsd = weighted_bsa @ ec_baI[:, :, columns]
         step_bsd = solve_spd(weighted_bsa @ left_bas, gradient_bsd)
-        step_dbs = torch.cholesky_solve(step_bsd.permute(2, 0, 1).reshape(d, b * s), factors_cdd[j]).view(d, b, s)
-        ec_baI -= left_bas @ (step_dbs.permute(1, 2, 0) @ c_II[columns])
-        right_cdbs[j] += step_dbs
+        step_bsd = step_bsd @ inverses_cdd[j]
+        ec_baI -= left_bas @ (step_bsd @ c_II[columns])
+        right_cdbs[j] += step_bsd.permute(2, 0, 1)
     return ec_baI

@@ -24,7 +24,7 @@ from surgery.structures.base import (
     exact_factors,
     ladder_ranks,
 )
-from surgery.structures.metric import Metric
+from surgery.structures.metric import Metric, by_streams, eigh
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
-    v_IR = torch.linalg.eigh(m_OI.mT @ m_OI)[1][..., -rank:].flip(-1)
+    v_IR = leading_eigenvectors(m_OI.mT @ m_OI, rank)
     return torch.linalg.qr(m_OI @ v_IR)[0]
 
 
 def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    return torch.linalg.eigh(gram)[1][..., -rank:].flip(-1)
+    return eigh(gram)[1][..., -rank:].flip(-1)
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def tail_energies(m_OI: Tensor) -> Tensor:
 
 
 def gram_tails(gram: Tensor) -> Tensor:
-    energies = torch.linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
+    energies = by_streams(torch.linalg.eigvalsh, gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
     tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
     return tail.flip(-1)
 
@@ -89,7 +89,7 @@ class LowRankLinear(StructuredLinear):
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
-        return cls.from_cores(config, *weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
+        return cls.from_cores(config, weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:

@@ -9,6 +9,7 @@ with C alone it is the mean squared output error; with neither, the squared Frob
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,10 +36,38 @@ def damped(moment_II: Tensor, damping: float) -> Tensor:
     return out
 
 
+def by_streams(function: Callable[[Tensor], Any], batch: Tensor, streams: int = 8) -> Any:
+    """function(batch) for a batch of matrices. cuSOLVER's eigensolver takes them one by one and leaves most of a
+    GPU idle, so there several streams work on their shares at a time, each fed by a thread of its own."""
+    size = batch.shape[:-2].numel()
+    if not batch.is_cuda or size < 2:
+        return function(batch)
+    flat, here = batch.reshape(size, *batch.shape[-2:]), torch.cuda.current_stream(batch.device)
+
+    def work(share: Tensor) -> Any:
+        stream = torch.cuda.Stream(batch.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream), torch.no_grad():
+            found = function(share)
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(streams) as pool:
+        shares = list(pool.map(work, flat.chunk(min(streams, size))))
+    if isinstance(shares[0], Tensor):
+        return torch.cat(shares).view(*batch.shape[:-2], *shares[0].shape[1:])
+    return tuple(torch.cat(part).view(*batch.shape[:-2], *part[0].shape[1:]) for part in zip(*shares))
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of (a batch of) symmetric matrices."""
+    return by_streams(torch.linalg.eigh, matrix)
+
+
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """C^(1/2) and C^(-1/2) by eigh, of (a batch of) positive semidefinite matrices; eigenvalues below
     float32 rounding of the largest are raised to it."""
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
     root = values.sqrt().unsqueeze(-2)
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
@@ -73,6 +102,14 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
         if not bool(failed.any()):
             return factor
     raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
+
+
+def spd_inverse(matrix: Tensor) -> Tensor:
+    """(A batch of) C^-1, for solving with many right-hand sides one after the other by products."""
+    factor = spd_factor(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return inverse.mT @ inverse
 
 
 def inner(a_OI: Tensor, b_OI: Tensor) -> float:

@@ -61,7 +61,7 @@ class MonarchLinear(BTTLinear):
         return max(fitting, key=lambda g: (cls.params(g, out, in_), -_lopsided(g, out, in_)))
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12) -> list[tuple[Any, float]]:
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
         grids = grids_of(out, in_) if config.blocks == "budget" else [config.blocks]

@@ -87,7 +87,7 @@ class PivotedLowRankLinear(StructuredLinear):
         others[pivots] = False
         order = torch.cat([pivots, others.nonzero()[:, 0]])
         cores = {"weight": coefficients_OR[others][None], "right": left_OR[pivots] @ right_RI}
-        linear = cls.from_cores(config, *weight_OI.shape, cores)
+        linear = cls.from_cores(config, weight_OI.shape, cores)
         linear.register_buffer("place", order.argsort().to(torch.int32))
         return linear
 
