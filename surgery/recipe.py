@@ -37,16 +37,19 @@ def _known_structure(name: str | None) -> str | None:
     return name
 
 
-def _slice_text(text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip()):
-        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or one number')
+def _slice_text(text: Any) -> Any:
+    # YAML takes an unquoted 2:4 for two minutes and four seconds: what is not text was not meant so.
+    if text is not None and not (
+        isinstance(text, str) and re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip(), re.ASCII)
+    ):
+        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or "3", in quotes')
     return text
 
 
 def layer_selected(text: str, index: int, count: int) -> bool:
     """Whether layer `index` of `count` lies in a range such as "2:-2"."""
     if ":" not in text:
-        return index == int(text) % count
+        return int(text) in (index, index - count)
     start, stop = (int(part) if part.strip() else None for part in text.split(":"))
     return index in range(count)[start:stop]
 
@@ -63,7 +66,7 @@ class Rule(_Strict):
     fused: Literal["whole", "split"] | None = None
 
     _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers")(_slice_text)
+    _layers = field_validator("layers", mode="before")(_slice_text)
 
     @field_validator("match")
     @classmethod
@@ -110,7 +113,7 @@ class Recipe(_Strict):
     seed: int = Field(0, ge=0, lt=2**63)
 
     _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers")(_slice_text)
+    _layers = field_validator("layers", mode="before")(_slice_text)
 
     @field_validator("candidates")
     @classmethod
@@ -244,7 +247,7 @@ def _value(data: Any, loc: list[Any]) -> Any:
 
 
 def _override(data: dict[str, Any], text: str) -> None:
-    """--set a.b=c, the value read as YAML."""
+    """--set a.b=c, the value read as YAML; a range of layers as it stands."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set keep=0.75")
@@ -253,7 +256,7 @@ def _override(data: dict[str, Any], text: str) -> None:
     try:
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        parsed = yaml.safe_load(value)
+        parsed = value if last == "layers" else yaml.safe_load(value)
         if isinstance(place, list):
             place[int(last)] = parsed
         else:

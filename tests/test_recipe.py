@@ -44,6 +44,8 @@ def test_the_list():
         ("rules: [{match: mlp.up, rank: some}]", r"r.yaml: rules.0.rank: write a whole number [^;]* \(got 'some'\)$"),
         ("sweeps: -1", r"r.yaml: sweeps: .* \(got -1\)$"),
         ("layers: first", "is not a range; write"),
+        ("layers: 2:4", "layers: 124 is not a range; write .* in quotes"),
+        ("rules: [{match: x, layers: 3}]", "layers: 3 is not a range; write .* in quotes"),
         ("candidates: []", "name at least one structure"),
         ("[1, 2]", "must be a mapping"),
         ("a: [", "is not YAML"),
@@ -77,6 +79,11 @@ def test_overrides():
     assert (recipe.keep, recipe.blocks, recipe.rules[0].keep) == (0.75, (2, 8), 0.8)
 
 
+@pytest.mark.parametrize("text", ["2:4", "9:", "-1", "7", ":"])
+def test_a_range_of_layers_is_overridden_as_it_stands(text):
+    assert load_recipe("btt-half", [f"layers={text}"]).layers == text
+
+
 def test_no_such_recipe():
     with pytest.raises(SurgeryError, match="no recipe 'btt-haf'; did you mean 'btt-half'"):
         load_recipe("btt-haf")
@@ -86,7 +93,17 @@ def test_no_such_recipe():
 
 @pytest.mark.parametrize(
     "text, chosen",
-    [(":", {0, 1, 2, 3, 4, 5}), ("2:-2", {2, 3}), (":1", {0}), ("-1", {5}), ("3", {3}), ("4:", {4, 5}), ("9:", set())],
+    [
+        (":", {0, 1, 2, 3, 4, 5}),
+        ("2:-2", {2, 3}),
+        (":1", {0}),
+        ("-1", {5}),
+        ("3", {3}),
+        ("4:", {4, 5}),
+        ("9:", set()),
+        ("7", set()),
+        ("-7", set()),
+    ],
 )
 def test_layer_ranges(text, chosen):
     assert {i for i in range(6) if layer_selected(text, i, 6)} == chosen
