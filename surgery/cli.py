@@ -254,7 +254,7 @@ def _progress(quiet: bool) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     """Exit codes: 0 done, 2 something the user can put right, 1 a defect of ours, 130 interrupted."""
-    _quiet_libraries()
+    _set_up_libraries()
     try:
         app(args=argv, standalone_mode=True)
     except SurgeryError as error:
@@ -278,7 +278,9 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _quiet_libraries() -> None:
-    """Loading bars and advice of transformers are not ours to print."""
+def _set_up_libraries() -> None:
+    """Before they are imported. Loading bars and advice of transformers are not ours to print; and torch's threads
+    sleep while they wait for one another, since spinning makes a busy machine several times slower."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1" if not sys.stderr.isatty() else "0")

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib.resources
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[
     """Runs the chain into `out` (None: ./surgery-demo, or the next free ./surgery-demo-N); its results as data."""
     choice = load_recipe(recipe)
     folder = _fresh(out)
-    with _one_thread():
-        return _Demo(folder, recipe, choice, progress, show).run()
+    return _Demo(folder, recipe, choice, progress, show).run()
 
 
 def _fresh(out: Path | None) -> Path:
@@ -52,17 +50,6 @@ def _fresh(out: Path | None) -> Path:
         return out
     numbered = (FOLDER.with_name(f"{FOLDER.name}-{n}") for n in range(2, 10_000))
     return next(path for path in (FOLDER, *numbered) if not path.exists())
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain little from threads, and lose much where the cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Demo:

@@ -69,8 +69,8 @@ def test_the_report_shows_the_table_and_the_commands(run):
 
 
 def test_it_takes_less_than_two_minutes_of_two_cores(run):
-    """Of their time, so that a busy machine does not matter; it runs in one thread."""
-    assert run[2] < 180
+    """Of their time, so that a busy machine does not matter."""
+    assert run[2] < 200
 
 
 def test_the_steps_are_said(tmp_path, monkeypatch, capsys):

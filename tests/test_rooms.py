@@ -152,6 +152,12 @@ def test_importing_is_light():
     assert not NOT_WITH_US & (set(runs[0][1:]) - set(alone))
 
 
+def test_the_command_line_starts_before_torch():
+    """Its help is quick, and what it tells torch's threads comes in time."""
+    said = in_a_new_interpreter("import surgery.cli, sys; print('torch' in sys.modules)")
+    assert said.strip() == "False"
+
+
 def test_rooms_are_found_from_a_checkout():
     """Where surgery is not installed, the repository's root on the path is enough."""
     said = in_a_new_interpreter(
