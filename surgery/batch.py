@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from surgery.errors import SurgeryError, nearest
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Batch:
     @classmethod
     def of(cls, inputs: dict[str, Tensor], holdout: float) -> Batch:
         rows = len(next(iter(inputs.values())))
+        if rows < 2:
+            raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
         held = min(max(1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
@@ -54,3 +60,20 @@ class Batch:
         for name in sorted(self.inputs):
             digest.update(name.encode() + self.inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def refuse_unfit(inputs: dict[str, Tensor], model: Any) -> None:
+    """SurgeryError where the model's forward does not take these, or its embedding has no such ids."""
+    taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
+    for name in inputs:
+        if name not in taken:
+            raise SurgeryError(f"calibration inputs: {type(model).__name__} takes no {name!r}{nearest(name, taken)}")
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    for name, ids in inputs.items():
+        if name.endswith("input_ids") and vocabulary is not None:
+            low, high = int(ids.min()), int(ids.max())
+            if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
+                raise SurgeryError(
+                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; wanted are "
+                    f"windows of ids, (rows, length) int64, from 0 to {vocabulary - 1}"
+                )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.batch import refuse_unfit
 from surgery.errors import SurgeryError
 from surgery.shards import gather_rows
 from surgery.skeleton import Skeleton, place
@@ -96,6 +97,7 @@ class Stream:
 
     def run(self, inputs: dict[str, Tensor], visit: Visitor) -> Tensor:
         """What reaches the head (or, without one, the model's first output), (B, T, D)."""
+        refuse_unfit(inputs, self.skeleton.model)
         self.home = self._home(inputs)
         restore = self._prepare(inputs)
         try:

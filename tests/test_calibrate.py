@@ -121,6 +121,30 @@ def test_ready_inputs(folder, tmp_path):
         calibration_inputs(str(tmp_path / "ready.safetensors"), folder, BertConfig(), 128, 16)
 
 
+IDS = torch.arange(96).view(4, 24)
+
+
+@pytest.mark.parametrize(
+    "inputs, says",
+    [
+        ({"input_idz": IDS}, "LlamaForCausalLM takes no 'input_idz'; did you mean 'input_ids'"),
+        ({"input_ids": IDS, "labels": IDS.clone()}, "takes no 'labels'"),
+        ({"input_ids": IDS + 1}, "input_ids holds torch.int64 .* from 1 to 96; wanted .* from 0 to 95"),
+        ({"input_ids": IDS - 1}, "from -1 to"),
+        ({"input_ids": IDS.float()}, "holds torch.float32"),
+        ({"input_ids": IDS.flatten()}, "wanted are windows of ids"),
+        ({"input_ids": IDS[:1].clone()}, "1 window; at least two are needed"),
+    ],
+)
+def test_inputs_the_model_does_not_take(inputs, says, checkpoints, tmp_path):
+    (tmp_path / "work").mkdir()
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    recipe = recipe_of(structure="low_rank", calibration=tmp_path / "inputs.safetensors")
+    with pytest.raises(SurgeryError, match=says):
+        convert(str(checkpoints("llama")), recipe, tmp_path / "work" / "out")
+    assert not list((tmp_path / "work").iterdir())
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 40), holdout=st.floats(0.01, 0.99), share=st.floats(0.01, 1))
 def test_windows_to_fit_and_windows_to_check_never_meet(rows, holdout, share):
