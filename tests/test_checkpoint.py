@@ -106,7 +106,8 @@ def test_a_fresh_interpreter(converted, tmp_path):
     folder, saved, again = (str(p) for p in (converted("llama"), tmp_path / "logits.pt", tmp_path / "again"))
     done = run_python(FRESH.format(folder=folder, saved=saved, again=again))
     assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(saved), outputs_of(load(folder), tiny_inputs("llama", 2)))
+    expected = outputs_of(load(folder), tiny_inputs("llama", 2))
+    assert torch.allclose(torch.load(saved), expected, rtol=1e-4, atol=1e-4)  # it may have another number of threads
     assert same_numbers(load(again), load(folder))
     loaded = set(done.stdout.split())
     assert "surgery.standins" in loaded
