@@ -31,6 +31,9 @@ from surgery.structures.base import (
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner, input_root, output_roots, spd_factor, spd_inverse
 
+# Multiplications that take as long as writing, transposing and reading one number of z, or one of the matrix.
+PASS = 160
+
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
 SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
 
@@ -171,7 +174,13 @@ class BTTLinear(StructuredLinear):
         return square
 
     def product(self, x: Tensor) -> Tensor:
+        """Two batched products; for many rows and small blocks, where z (b c s numbers a row) is what costs, one with
+        the matrix multiplied out."""
         (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
+        rows, numel = x.numel() // self.in_features, self.out_features * self.in_features
+        between = PASS * self.weight.shape[:3].numel()
+        if rows * (self.macs() + between - numel) > numel * (self.config.rank + PASS):
+            return F.linear(x, self.dense())
         if c * d != self.in_features:
             x = F.pad(x, (0, c * d - self.in_features))
         y_Nba = btt_mvm(x.reshape(-1, c, d), self.right, self.weight)

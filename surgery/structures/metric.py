@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def by_streams(function: Callable[[Tensor], Any], batch: Tensor, streams: int = 
     size = batch.shape[:-2].numel()
     if not batch.is_cuda or size < 2:
         return function(batch)
+    _load_solver(batch.device)
     flat, here = batch.reshape(size, *batch.shape[-2:]), torch.cuda.current_stream(batch.device)
 
     def work(share: Tensor) -> Any:
@@ -57,6 +58,12 @@ def by_streams(function: Callable[[Tensor], Any], batch: Tensor, streams: int = 
     if isinstance(shares[0], Tensor):
         return torch.cat(shares).view(*batch.shape[:-2], *shares[0].shape[1:])
     return tuple(torch.cat(part).view(*batch.shape[:-2], *part[0].shape[1:]) for part in zip(*shares))
+
+
+@cache
+def _load_solver(device: torch.device) -> None:
+    """torch loads its GPU solvers at the first call, which must not come from several threads at once."""
+    torch.linalg.eigh(torch.eye(2, device=device))
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
