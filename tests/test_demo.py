@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from surgery.cli import app, main
-from surgery.demo import FOLDER, ROLES, _fresh
+from surgery.demo import FOLDER, NEEDLES, ROLES, _fresh
 from surgery.errors import SurgeryError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,6 +75,8 @@ def test_it_takes_less_than_two_minutes_of_two_cores(run):
 
 def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("surgery.demo.TOKENS", 2048)
+    monkeypatch.setitem(NEEDLES, "samples", 1)
     (tmp_path / "quick.yaml").write_text(QUICK)
     app(["demo", "--out", "here", "--recipe", "quick.yaml"], standalone_mode=False)
     said = capsys.readouterr().out

@@ -26,7 +26,7 @@ MEASURED = {"quality.md", "performance.md"}  # of hours of work on real checkpoi
 TAUGHT = [page for page in PAGES if page.name not in MEASURED]
 NEED_OUT = {"checkpoint.md", "evaluate.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
-CHARACTERS = 16_000  # of each text, some 4,000 tokens: enough to run every command, in little time
+CHARACTERS = 10_000  # of each text, over two windows of tokens: enough to run every command, in little time
 EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
 
 
