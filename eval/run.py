@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from surgery.calibrate import load_tokenizer
-from surgery.convert import choose_device
+from surgery.devices import choose_device
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.cosine import cosine, embeddings, sentences_of
 from surgery.eval.perplexity import compare as compare_losses

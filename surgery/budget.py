@@ -57,7 +57,7 @@ def survey(
     skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream, folder: Path, progress: Progress
 ) -> dict[str, list[Option]]:
     with progress.bar("measuring what each rank buys", len(plan.body.layers)) as tick:
-        return Survey(skeleton, plan, recipe, stream, folder, tick).run(batch.fitted())
+        return Survey(skeleton, plan, recipe, stream, folder, tick).run(batch)
 
 
 def choose(

@@ -119,9 +119,14 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
         if len(ids) >= wanted * body:
             break
     count = min(wanted, len(ids) // body)
+    if wanted < 2:
+        raise SurgeryError(
+            f"{tokens:,} tokens make {wanted} window of {length}; at least two are needed: more tokens, or a length of "
+            f"{max(8, tokens // 4)} or less"
+        )
     if count < 2:
         raise SurgeryError(
-            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed, one to fit and one to check "
+            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed "
             f"(a longer text, or --set length={max(8, len(ids) // 4)})"
         )
     rows = [prefix + ids[i * body : (i + 1) * body] + suffix for i in range(count)]

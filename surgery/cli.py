@@ -131,11 +131,9 @@ def convert(
     """
     from surgery.convert import REPORT
     from surgery.convert import convert as run
-    from surgery.memory import return_freed_memory
     from surgery.recipe import load_recipe
     from surgery.tables import inspect_table
 
-    return_freed_memory()
     given = list(overrides or [])
     given += [f"calibration={json.dumps(calibration)}"] if calibration is not None else []
     given += [f"seed={seed}"] if seed is not None else []

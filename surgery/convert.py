@@ -12,9 +12,10 @@ import json
 import os
 import platform
 import shutil
-import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ import torch
 from torch import Tensor
 
 from surgery.assemble import assemble, copy_companions, out_config
-from surgery.batch import Batch
+from surgery.batch import Batch, refuse_unfit
 from surgery.budget import budgets
 from surgery.calibrate import calibration_inputs
 from surgery.checkpoint import write_shims
+from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.fit import Judge, fit_cut
+from surgery.grafts import Grafts, file_name, graft, reload_grafts, stored_dtype
 from surgery.headcut import convert_head
 from surgery.journal import Journal
-from surgery.layerwise import Grafts, Layerwise, file_name, graft, reload_grafts, stored_dtype
+from surgery.layerwise import Layerwise
+from surgery.memory import peak_rss, return_freed_memory
 from surgery.plan import Plan, make_plan
 from surgery.precision import float32_products
 from surgery.progress import Progress
@@ -65,6 +69,7 @@ def convert(
     """
     progress, out = progress or Progress(), Path(out)
     began = time.perf_counter()
+    return_freed_memory()
     _refuse_out(out, resume)
     opened = open_source(source, trust_remote_code, revision=revision)
     skeleton = Skeleton(opened, trust_remote_code)
@@ -80,7 +85,7 @@ def convert(
         with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal, float32_products(place):
             report = _Run(skeleton, plan, batch, partial, journal, place, progress).everything(began)
     except SurgeryError:
-        if fresh and not any((partial / "pieces").glob("*.safetensors")):
+        if fresh:  # what is refused now will be refused again: there is nothing to resume
             shutil.rmtree(partial, ignore_errors=True)
         raise
     for leftover in ("lock", "journal.jsonl"):
@@ -91,18 +96,6 @@ def convert(
 
 def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The one asked for, else a GPU where there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SurgeryError(
-            f"--device {name}: {str(error).splitlines()[0]}; use cpu, or cuda:0 where there is a GPU"
-        ) from None
-    return device
 
 
 def _refuse_out(out: Path, resume: bool) -> None:
@@ -120,6 +113,7 @@ def _batch(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:
     if recipe.calibration is None:
         return None
     inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
+    refuse_unfit(inputs, skeleton.model)
     return Batch.of(inputs, recipe.holdout)
 
 
@@ -242,18 +236,31 @@ class _Run:
             "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
             "model badly (docs/quality.md); give --calibration FILE"
         )
-        for path in self.plan.body.layers:
-            if self.journal.find("piece", piece=path) is None:
-                began, grafts = time.perf_counter(), Grafts()
-                for cuts in self.plan.of_layer(path).values():
-                    fitted = []
-                    for cut in cuts:
-                        judge = Judge(stored=stored_dtype(self.skeleton, cut))
-                        fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
-                    graft(self.skeleton, list(cuts), fitted, self.device, grafts)
-                self._write(path, grafts, seconds=round(time.perf_counter() - began, 3))
-            tick()
+        todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
+        tick(len(self.plan.body.layers) - len(todo))
+        # A GPU waits for files and for its own eigensolver: there three layers are under way at a time.
+        ahead = 3 if self.device.type == "cuda" else 1
+        with ThreadPoolExecutor(ahead) as pool:
+            waiting: deque[tuple[str, Future[tuple[Grafts, float]]]] = deque()
+            for path in [*todo, *[""] * ahead]:
+                if len(waiting) == ahead:
+                    done, future = waiting.popleft()
+                    grafts, seconds = future.result()
+                    self._write(done, grafts, seconds=round(seconds, 3))
+                    tick()
+                if path:
+                    waiting.append((path, pool.submit(self._layer_without_text, path, given)))
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
+
+    def _layer_without_text(self, path: str, given: dict[str, float]) -> tuple[Grafts, float]:
+        began, grafts = time.perf_counter(), Grafts()
+        for cuts in self.plan.of_layer(path).values():
+            fitted = []
+            for cut in cuts:
+                judge = Judge(stored=stored_dtype(self.skeleton, cut))
+                fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
+            graft(self.skeleton, list(cuts), fitted, self.device, grafts)
+        return grafts, time.perf_counter() - began
 
     # -- pieces ------------------------------------------------------------------------------------
     def _stream(self) -> Stream:
@@ -358,17 +365,3 @@ def totals(records: list[dict[str, Any]], source: Source, folder: Path, weight_m
         "bytes_before": source.nbytes,
         "bytes_after": sum(t.nbytes for t in stored),
     }
-
-
-def peak_rss() -> int | None:
-    """Bytes of memory this process held at most; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
+from surgery.batch import Batch
 from surgery.fit import damped_gram
 from surgery.head import ROWS, Head
 from surgery.plan import Cut, Plan
@@ -43,9 +44,17 @@ class Survey:
         self.folder, self.done = folder, done
         self.options: dict[str, list[Option]] = {}
         self.tokens = 0
+        self.mask_BT: Tensor | None = None
+        self.head_mask_BT: Tensor | None = None
+        self.rows = slice(0)  # the windows that are going back through a layer right now
         folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, inputs: dict[str, Tensor]) -> dict[str, list[Option]]:
+    def run(self, batch: Batch) -> dict[str, list[Option]]:
+        """On the windows to fit."""
+        inputs = batch.fitted()
+        self.mask_BT, self.head_mask_BT = (
+            None if m is None else m[: batch.fit_rows].bool() for m in (batch.mask(), batch.head_mask())
+        )
         rows = next(iter(inputs.values()))
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
         with torch.enable_grad():
@@ -64,9 +73,10 @@ class Survey:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         if not (body := self.plan.body).head or not has_language_head(self.skeleton):
             noise = torch.randn(final_BTD.shape, generator=generator).to(final_BTD)
-            return noise / final_BTD.square().mean().sqrt().clamp_min(1e-30)
+            real_ND = self._real(final_BTD, self.head_mask_BT)
+            return self._unpadded(noise / real_ND.square().mean().sqrt().clamp_min(1e-30))
         head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
-        flat_ND = final_BTD.reshape(-1, final_BTD.shape[-1])
+        flat_ND = self._real(final_BTD, self.head_mask_BT)
         grads, cut, energy = [], body.head in self.plan.cuts, torch.zeros(0)
         for part in flat_ND.split(ROWS):
             hidden_ND = part.to(self.stream.device)
@@ -78,7 +88,23 @@ class Survey:
         if cut:
             moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.stream.device)
             self._record(body.head, {body.head: self._metric(moment_II)}, {body.head: energy})
-        return torch.cat(grads).view_as(final_BTD)
+        if self.head_mask_BT is None:
+            return torch.cat(grads).view_as(final_BTD)
+        out_BTD = torch.zeros_like(final_BTD)
+        out_BTD[self.head_mask_BT.to(out_BTD.device)] = torch.cat(grads)
+        return out_BTD
+
+    def _real(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """(N, D): rows of real tokens."""
+        fits = mask_BT is not None and x_BTD.shape[:2] == mask_BT.shape
+        return x_BTD[mask_BT.to(x_BTD.device)] if fits and mask_BT is not None else x_BTD.flatten(0, -2)
+
+    def _unpadded(self, grad_BTD: Tensor) -> Tensor:
+        """Zero where there is padding."""
+        mask_BT = self.head_mask_BT
+        if mask_BT is None or grad_BTD.shape[:2] != mask_BT.shape:
+            return grad_BTD
+        return grad_BTD * mask_BT[..., None].to(grad_BTD)
 
     def _metric(self, moment_II: Tensor) -> Metric:
         """The input's side, for all linears that share the input; damps in place."""
@@ -167,6 +193,7 @@ def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, gr
     call = ctx.call
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
     piece = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
+    ctx.survey.rows = slice(first, last)
     with torch.enable_grad():
         hidden, args, kwargs = piece.rows(first, last)
         hidden = hidden.requires_grad_(True)
@@ -210,16 +237,20 @@ class _Gather:
         self._seen.clear()
 
     def _hook(self, path: str) -> Callable[..., None]:
+        survey = self.survey
+
+        def real(x: Tensor) -> Tensor:
+            return survey._real(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
+
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             x = args[0].detach()
             first = next((p for t, p in self._seen if t.data_ptr() == x.data_ptr() and t.shape == x.shape), None)
             self.same[path] = first or path
             if first is None:
                 self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
-                flat_NI = x.flatten(0, -2)
-                add_outer(self.moments, path, flat_NI, full=True)
-            self.rows[path] = self.rows.get(path, 0) + x[..., 0].numel()
-            out.register_hook(lambda grad: add_outer(self.grams, path, grad.flatten(0, -2), self._full(path)))
+                add_outer(self.moments, path, real(x), full=True)
+            self.rows[path] = self.rows.get(path, 0) + len(real(x[..., :1]))
+            out.register_hook(lambda grad: add_outer(self.grams, path, real(grad), self._full(path)))
 
         return hook
 

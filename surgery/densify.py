@@ -15,8 +15,8 @@ from surgery.assemble import assemble, copy_companions
 from surgery.checkpoint import names_shims, table_of
 from surgery.convert import partial_of
 from surgery.errors import SurgeryError
+from surgery.grafts import load_standin
 from surgery.journal import Journal
-from surgery.layerwise import load_standin
 from surgery.progress import Progress
 from surgery.shards import DTYPES, Entry, write_json, write_shard
 from surgery.source import Source, open_converted

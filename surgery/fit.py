@@ -143,7 +143,9 @@ def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> 
         return []
     moment_II = metric.c_II
     wanted_OI = fit.cross(cut.name).add(weight_OI, alpha=fit.known["ridge"])
-    factor_II = metric.once("factor", lambda: spd_factor(moment_II))
+    # Kept only where another matrix will ask for it: of a wide input it is as large as C.
+    only = len(fit.targets) == 1
+    factor_II = spd_factor(moment_II) if only else metric.once("factor", lambda: spd_factor(moment_II))
     return [torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()]
 
 

@@ -11,7 +11,7 @@ from surgery.batch import Batch
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
 from surgery.fit import Judge, fit_cut
-from surgery.layerwise import Grafts, graft, stored_dtype
+from surgery.grafts import Grafts, graft, stored_dtype
 from surgery.plan import Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry

@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a module imports from its own floor and those below it. A new module is added to the
 # lowest floor that serves it.
 FLOORS = [
-    "errors version registry hooks memory precision progress data recipes",
+    "errors version registry hooks memory devices precision progress data recipes",
     "structures",
     "anatomy",
     # opening checkpoints, ours and others'
     "shards standins checkpoint quantizer shims lora source skeleton",
     "recipe walk plan",
     # conversion and back
-    "allocate weights batch calibrate stream head fit curvature score layerwise headcut budget journal assemble"
+    "allocate weights batch calibrate stream head fit curvature score grafts layerwise headcut budget journal assemble"
     " convert densify",
     "report tables",
     "eval papers",
@@ -38,7 +38,7 @@ TIGHTER = {  # rooms that may use less than their floor allows
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them
 NOT_WITH_US = HEAVY | {"transformers", "peft", "accelerate", "pydantic", "pandas", "scipy", "rich", "typer"}
-LINES, LONGER = 300, {"surgery/convert.py": 380, "surgery/layerwise.py": 320}
+LINES, LONGER = 300, {"surgery/convert.py": 380}
 
 
 FILES = sorted(p for room in ("surgery", "kernels", "eval", "recipes") for p in (ROOT / room).rglob("*.py"))

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from surgery.convert import choose_device, convert
+from surgery.convert import convert
+from surgery.devices import choose_device
 from surgery.errors import SurgeryError
 from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
 from surgery.eval.run import load

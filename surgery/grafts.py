@@ -1,0 +1,147 @@
+"""Stand-ins made from fits: put into a layer, written to its piece, read back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.fit import Fitted
+from surgery.plan import Cut, Plan
+from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
+from surgery.skeleton import Skeleton, place
+from surgery.standins import SplitLinear, empty_standin
+from surgery.structures import StructuredLinear
+from surgery.weights import part_name, rows_of, spec_of
+
+
+@dataclass
+class Grafts:
+    """A layer's stand-ins by path; what is written of them; the checkpoint's table; the report's records."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+def multiplied_out(module: nn.Module) -> nn.Module:
+    """The same function as one dense product: all calibration tokens go through it several times, and small
+    blocks or many terms would take far longer."""
+    if isinstance(module, SplitLinear):
+        weight, bias = module.dense(), module.fused_bias()
+    elif isinstance(module, StructuredLinear):
+        weight, bias = module.dense(), module.bias
+    else:
+        return module
+    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        dense.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return dense
+
+
+@contextmanager
+def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
+    """The layer with stand-ins in place of its linears."""
+    before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
+    for path, module in modules.items():
+        layer.set_submodule(path[len(prefix) + 1 :], module)
+    try:
+        yield
+    finally:
+        for path, module in before.items():
+            layer.set_submodule(path[len(prefix) + 1 :], module)
+
+
+def stored_dtype(skeleton: Skeleton, cut: Cut) -> torch.dtype:
+    """Cores are stored in the dtype of the weight they replace."""
+    return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
+
+
+def file_name(skeleton: Skeleton, path: str) -> str:
+    """The module's name in the file: where its weight is stored under another name, that one."""
+    key = skeleton.keys.get(f"{path}.weight", f"{path}.weight")
+    return key.removesuffix(".weight")
+
+
+def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: torch.device, grafts: Grafts) -> None:
+    """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
+    linear = cuts[0].linear
+    bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
+    modules = [_with_bias(c, f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
+    base, dtypes = file_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
+    grafts.records += [f.record.to_dict() for f in fitted]
+    if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
+        grafts.modules[linear.path] = modules[0]
+        dense = fitted[0].dense_OI
+        assert dense is not None
+        grafts.entries.append(Entry.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
+        return
+    specs = [spec_of(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
+    if cuts[0].part is None:
+        module, spec = modules[0], specs[0]
+    else:
+        parts = {part_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
+        heads = cuts[0].part.heads
+        module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
+        spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
+    # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
+    spec = {
+        **spec,
+        **({"file_name": base} if base != linear.path else {}),
+        **({"transposed": True} if linear.transposed else {}),
+    }
+    grafts.modules[linear.path], grafts.table[linear.path] = module, spec
+    for name, tensor in module.state_dict().items():
+        if name == "bias":
+            continue  # copied as it is stored
+        stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
+        grafts.entries.append(Entry.of(f"{base}.{name}", stored))
+
+
+def _with_bias(cut: Cut, fitted: Fitted, bias: Tensor | None) -> nn.Module:
+    if fitted.linear is not None:
+        fitted.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return fitted.linear
+    assert fitted.dense_OI is not None
+    dense = nn.Linear(cut.in_, cut.out, bias=bias is not None, device="meta")
+    dense.weight = nn.Parameter(fitted.dense_OI, requires_grad=False)
+    if bias is not None:
+        dense.bias = nn.Parameter(bias, requires_grad=False)
+    return dense
+
+
+def reload_grafts(
+    skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+) -> Grafts:
+    """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
+    grafts = Grafts(table=done["table"], records=done["records"])
+    for path, cuts in plan.of_layer(done["piece"]).items():
+        linear = cuts[0].linear
+        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "transposed": linear.transposed}
+        grafts.modules[path] = load_standin(spec, file_name(skeleton, path), piece, device)
+    return grafts
+
+
+def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
+    """The module of a table entry with its tensors, float32."""
+    module = empty_standin(spec).float()
+    for name, tensor in module.state_dict().items():
+        info = tensors.get(f"{base}.{name}")
+        if info is None:
+            raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table names")
+        loaded = read_tensor(info)
+        if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
+            loaded = loaded.mT.contiguous()
+        if loaded.shape != tensor.shape:
+            raise SurgeryError(
+                f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
+            )
+        place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+    return module
