@@ -15,6 +15,8 @@ def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
+        if device.type == "cuda":  # torch loads its GPU solvers at their first call, which threads must not race for
+            torch.linalg.eigh(torch.eye(2, device=device))
     except (RuntimeError, AssertionError) as error:
         said = re.sub(r"^CUDA error: ", "", str(error).splitlines()[0])
         raise SurgeryError(f"--device {name}: {said}; use cpu, or cuda:0 where there is a GPU") from None

@@ -24,7 +24,7 @@ from surgery.structures.base import (
     exact_factors,
     ladder_ranks,
 )
-from surgery.structures.metric import Metric, by_streams, eigh
+from surgery.structures.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
 
 
 def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    return eigh(gram)[1][..., -rank:].flip(-1)
+    return torch.linalg.eigh(gram)[1][..., -rank:].flip(-1)
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def tail_energies(m_OI: Tensor) -> Tensor:
 
 
 def gram_tails(gram: Tensor) -> Tensor:
-    energies = by_streams(torch.linalg.eigvalsh, gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
+    energies = torch.linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
     tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
     return tail.flip(-1)
 

@@ -9,9 +9,8 @@ with C alone it is the mean squared output error; with neither, the squared Frob
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,45 +35,10 @@ def damped(moment_II: Tensor, damping: float) -> Tensor:
     return out
 
 
-def by_streams(function: Callable[[Tensor], Any], batch: Tensor, streams: int = 8) -> Any:
-    """function(batch) for a batch of matrices. cuSOLVER's eigensolver takes them one by one and leaves most of a
-    GPU idle, so there several streams work on their shares at a time, each fed by a thread of its own."""
-    size = batch.shape[:-2].numel()
-    if not batch.is_cuda or size < 2:
-        return function(batch)
-    _load_solver(batch.device)
-    flat, here = batch.reshape(size, *batch.shape[-2:]), torch.cuda.current_stream(batch.device)
-
-    def work(share: Tensor) -> Any:
-        stream = torch.cuda.Stream(batch.device)
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream), torch.no_grad():
-            found = function(share)
-        stream.synchronize()
-        return found
-
-    with ThreadPoolExecutor(streams) as pool:
-        shares = list(pool.map(work, flat.chunk(min(streams, size))))
-    if isinstance(shares[0], Tensor):
-        return torch.cat(shares).view(*batch.shape[:-2], *shares[0].shape[1:])
-    return tuple(torch.cat(part).view(*batch.shape[:-2], *part[0].shape[1:]) for part in zip(*shares))
-
-
-@cache
-def _load_solver(device: torch.device) -> None:
-    """torch loads its GPU solvers at the first call, which must not come from several threads at once."""
-    torch.linalg.eigh(torch.eye(2, device=device))
-
-
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of (a batch of) symmetric matrices."""
-    return by_streams(torch.linalg.eigh, matrix)
-
-
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """C^(1/2) and C^(-1/2) by eigh, of (a batch of) positive semidefinite matrices; eigenvalues below
     float32 rounding of the largest are raised to it."""
-    values, vectors = eigh(matrix)
+    values, vectors = torch.linalg.eigh(matrix)
     values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
     root = values.sqrt().unsqueeze(-2)
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
