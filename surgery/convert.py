@@ -28,7 +28,7 @@ from surgery.batch import Batch, refuse_unfit
 from surgery.budget import budgets
 from surgery.calibrate import calibration_inputs
 from surgery.checkpoint import write_shims
-from surgery.devices import choose_device, device_name
+from surgery.devices import choose_device, device_name, own_stream
 from surgery.errors import SurgeryError
 from surgery.fit import Judge, fit_cut
 from surgery.grafts import Grafts, file_name, graft, reload_grafts, stored_dtype
@@ -168,6 +168,7 @@ class _Run:
             given, allocation = self._budgets()
             rest = self._convert(given, allocation)
         lines = [line for line in self.journal.lines if line["step"] == "piece"]
+        assert {line["piece"] for line in lines} == {REST, *self.plan.body.layers}
         with self._timed("write"):
             weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal)
             table = {path: spec for line in lines for path, spec in line["table"].items()}
@@ -243,7 +244,7 @@ class _Run:
         with ThreadPoolExecutor(ahead) as pool:
             waiting: deque[tuple[str, Future[tuple[Grafts, float]]]] = deque()
             for path in [*todo, *[""] * ahead]:
-                if len(waiting) == ahead:
+                if len(waiting) == ahead or (waiting and not path):
                     done, future = waiting.popleft()
                     grafts, seconds = future.result()
                     self._write(done, grafts, seconds=round(seconds, 3))
@@ -254,12 +255,13 @@ class _Run:
 
     def _layer_without_text(self, path: str, given: dict[str, float]) -> tuple[Grafts, float]:
         began, grafts = time.perf_counter(), Grafts()
-        for cuts in self.plan.of_layer(path).values():
-            fitted = []
-            for cut in cuts:
-                judge = Judge(stored=stored_dtype(self.skeleton, cut))
-                fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
-            graft(self.skeleton, list(cuts), fitted, self.device, grafts)
+        with own_stream(self.device):
+            for cuts in self.plan.of_layer(path).values():
+                fitted = []
+                for cut in cuts:
+                    judge = Judge(stored=stored_dtype(self.skeleton, cut))
+                    fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
+                graft(self.skeleton, list(cuts), fitted, self.device, grafts)
         return grafts, time.perf_counter() - began
 
     # -- pieces ------------------------------------------------------------------------------------

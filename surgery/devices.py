@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +25,18 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "meta":
         raise SurgeryError("--device meta holds no numbers; use cpu, or cuda:0 where there is a GPU")
     return device
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, work of this thread that does not wait for that of other threads; done when the context ends."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def device_name(device: torch.device) -> str:
