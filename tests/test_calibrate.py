@@ -237,7 +237,8 @@ def test_moments_are_what_the_finished_checkpoint_gives(family, padded, checkpoi
     monkeypatch.setattr(layerwise, "fit_cut", look)
     keys = {"allocate": "uniform", "curvature": "none", "holdout": 0.25, "calibration": tmp_path / "inputs.safetensors"}
     source = checkpoints(family)
-    convert(str(source), recipe_of(structure="low_rank", keep=0.6, fused="split", **keys), tmp_path / "out")
+    recipe = recipe_of(structure="low_rank", keep=0.6, fused="split", **keys)
+    convert(str(source), recipe, tmp_path / "out", device="cpu")
     cls = tiny_config(family)[0]
     paths = {cut.linear.path: _reader(cut) for cut, *_ in seen.values()}
     original, converted = (
