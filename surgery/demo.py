@@ -31,6 +31,7 @@ FOLDER = Path("surgery-demo")
 TEXTS = ("calibration.txt", "heldout.txt")
 ROLES = ("original", "converted", "densified")
 TOKENS, LENGTH = 16384, 1024
+CALIBRATION_TOKENS = 8192  # half of the usual, for the time it saves
 NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
 
 Show = Callable[[list[Any]], None]
@@ -89,11 +90,13 @@ class _Demo:
 
     def _convert(self) -> dict[str, Any]:
         original, converted = self.paths["original"], self.paths["converted"]
+        tokens = min(self.recipe.tokens, CALIBRATION_TOKENS)
+        fewer = f"--set tokens={tokens} " if tokens < self.recipe.tokens else ""
         self._step(
             "Convert, a layer at a time, calibrated on text; this takes most of the time.",
-            f"convert {original} --recipe {self.name} --calibration {self.calibration} --out {converted}",
+            f"convert {original} --recipe {self.name} {fewer}--calibration {self.calibration} --out {converted}",
         )
-        recipe = self.recipe.model_copy(update={"calibration": str(self.calibration)})
+        recipe = self.recipe.model_copy(update={"calibration": str(self.calibration), "tokens": tokens})
         convert(str(original), recipe, converted, progress=self.progress)
         self._step("What was replaced, and how well does it fit?", f"inspect {converted}")
         report = inspect(str(converted))
