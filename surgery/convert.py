@@ -190,10 +190,12 @@ class _Run:
             with self.progress.bar("trying a spread of ranks", len(self.plan.body.layers)) as tick:
                 return self._pass(given, few, quick, None, lambda *_: tick())[0]
 
+        stream = self._stream()
         with self._timed("budgets"):
             given, allocation = budgets(
-                self.skeleton, self.plan, self.recipe, self.batch, self._stream(), self.grams, trial, self.progress
+                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, trial, self.progress
             )
+        self.peaks["hidden_states"] = max(self.peaks["hidden_states"], stream.hidden_bytes)
         self.journal.add("budgets", budgets=given, allocation=allocation)
         return given, allocation
 

@@ -125,8 +125,8 @@ class Stream:
         width: int = getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 1024
         rows = next(iter(inputs.values()))
         tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1024)
-        self.hidden_bytes = tokens * width * 4
-        return self.device if self.hidden_bytes <= self.limit else torch.device("cpu")
+        self.hidden_bytes = max(self.hidden_bytes, tokens * width * 4)
+        return self.device if tokens * width * 4 <= self.limit else torch.device("cpu")
 
     def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
         """Fill everything but layers, head and large embeddings; those get only the rows that occur."""
@@ -201,13 +201,15 @@ class Stream:
         self._buffers.append(buffer)
         return buffer
 
-    def kept(self, hidden_BTD: Tensor, copies: int = 1) -> Tensor:
-        """A float32 copy, in a file where `copies` of them would exceed the limit."""
-        if hidden_BTD.numel() * 4 * copies <= self.limit:
-            return hidden_BTD.to(self.home, torch.float32, copy=True)
+    def kept(self, hidden_BTD: Tensor, copies: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A copy, in a file where `copies` of them would exceed the limit."""
+        size = hidden_BTD.numel() * dtype.itemsize
+        self.hidden_bytes = max(self.hidden_bytes, size * copies)
+        if size * copies <= self.limit:
+            return hidden_BTD.to(self.home, dtype, copy=True)
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
-        file.truncate(hidden_BTD.numel() * 4)
-        flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=torch.float32)
+        file.truncate(size)
+        flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
         file.close()  # unlinked: the mapping keeps it, and a kill leaves nothing behind
         return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
 
