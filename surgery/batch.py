@@ -27,7 +27,8 @@ class Batch:
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
-        held = min(max(1, round(rows * holdout)), rows - 1)
+        # Two at least where there are four: one window says nothing of its own spread.
+        held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
     def fewer(self, share: float) -> Batch:

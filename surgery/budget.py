@@ -63,10 +63,10 @@ def survey(
 def choose(
     even: dict[str, float], by_gain: dict[str, float], recipe: Recipe, batch: Batch, trial: Trial
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Both spreads tried on a quarter of the text, each matrix on its own with one sweep; judged on all
-    held-out text."""
+    """Both spreads tried on a quarter of the text with one sweep, judged on all held-out text. Sequential where
+    the recipe is: what errors of one layer do to the next decides between the spreads."""
     few = batch.fewer(TRIAL_SHARE)
-    quick = recipe.model_copy(update={"sweeps": min(TRIAL_SWEEPS, recipe.sweeps), "calibrate": "independent"})
+    quick = recipe.model_copy(update={"sweeps": min(TRIAL_SWEEPS, recipe.sweeps)})
     scores = {name: trial(given, few, quick) for name, given in (("uniform", even), ("spread", by_gain))}
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of trials on {few.tokens():,} tokens"}

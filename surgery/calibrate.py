@@ -10,6 +10,7 @@ so the best unconstrained matrix is K C^-1, and its structured stand-in is the p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,10 @@ def load_tokenizer(folder: Path) -> Any:
         ) from None
 
 
+FILES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
+HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
+
+
 def document_stream(text: str) -> Iterator[str]:
     """The documents of a file or of a Hub data set, streamed."""
     path = Path(text)
@@ -76,7 +81,7 @@ def document_stream(text: str) -> Iterator[str]:
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
             return _rows(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
         return iter([path.read_text(encoding="utf-8", errors="replace")])
-    if path.suffix or text.startswith((".", "/")) or text.count("/") != 1:
+    if not HUB_DATASET.fullmatch(text) or path.suffix in FILES:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]

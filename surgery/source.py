@@ -16,7 +16,11 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
-COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+COPIED = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja"),
+    *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "NOTICE*"),
+)
 NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
 
 
@@ -161,7 +165,7 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    patterns = ["config.json", "*.py"] + (["*.safetensors", INDEX, *COPIED] if weights else [])
+    patterns = ["config.json", "*.py"] + (["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else [])
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
