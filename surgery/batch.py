@@ -63,6 +63,13 @@ class Batch:
         return digest.hexdigest()
 
 
+def real_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """(N, X): the rows of real tokens; all of them where there is no mask, or one of another shape."""
+    if mask_BT is None or x_BTX.shape[:2] != mask_BT.shape:
+        return x_BTX.flatten(0, -2)
+    return x_BTX[mask_BT.to(x_BTX.device).bool()]
+
+
 def refuse_unfit(inputs: dict[str, Tensor], model: Any) -> None:
     """SurgeryError where the model's forward does not take these, or its embedding has no such ids."""
     taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]

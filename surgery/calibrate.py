@@ -211,9 +211,10 @@ class Moments:
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def means(self) -> Moments:
-        for total in self._held() if self.summing else ():
+        assert self.summing
+        for total in self._held():
             total /= self.count
-        for target in self.targets.values() if self.summing else ():
+        for target in self.targets.values():
             target.energy /= self.count
         self.summing = False
         return self
@@ -229,8 +230,9 @@ class Moments:
     def energy(self, name: str) -> float:
         """E|y*|^2."""
         target = self.targets[name]
-        if target.k_OI is not None or self.original_II is None:
+        if target.k_OI is not None:
             return target.energy
+        assert self.original_II is not None
         return Metric(self.original_II).square(target.weight_OI)
 
     def _held(self) -> list[Tensor]:

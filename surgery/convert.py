@@ -15,7 +15,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -244,15 +244,13 @@ class _Run:
         # A GPU waits for files and for its own eigensolver: there three layers are under way at a time.
         ahead = 3 if self.device.type == "cuda" else 1
         with ThreadPoolExecutor(ahead) as pool:
-            waiting: deque[tuple[str, Future[tuple[Grafts, float]]]] = deque()
-            for path in [*todo, *[""] * ahead]:
-                if len(waiting) == ahead or (waiting and not path):
-                    done, future = waiting.popleft()
-                    grafts, seconds = future.result()
-                    self._write(done, grafts, seconds=round(seconds, 3))
-                    tick()
-                if path:
-                    waiting.append((path, pool.submit(self._layer_without_text, path, given)))
+            waiting = deque(pool.submit(self._layer_without_text, path, given) for path in todo[:ahead])
+            for i, path in enumerate(todo):
+                grafts, seconds = waiting.popleft().result()
+                self._write(path, grafts, seconds=round(seconds, 3))
+                tick()
+                if i + ahead < len(todo):
+                    waiting.append(pool.submit(self._layer_without_text, todo[i + ahead], given))
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
 
     def _layer_without_text(self, path: str, given: dict[str, float]) -> tuple[Grafts, float]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
-from surgery.batch import Batch
+from surgery.batch import Batch, real_rows
 from surgery.fit import damped_gram
 from surgery.head import ROWS, Head
 from surgery.plan import Cut, Plan
@@ -73,10 +73,10 @@ class Survey:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         if not (body := self.plan.body).head or not has_language_head(self.skeleton):
             noise = torch.randn(final_BTD.shape, generator=generator).to(final_BTD)
-            real_ND = self._real(final_BTD, self.head_mask_BT)
+            real_ND = real_rows(final_BTD, self.head_mask_BT)
             return self._unpadded(noise / real_ND.square().mean().sqrt().clamp_min(1e-30))
         head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
-        flat_ND = self._real(final_BTD, self.head_mask_BT)
+        flat_ND = real_rows(final_BTD, self.head_mask_BT)
         grads, cut, energy = [], body.head in self.plan.cuts, torch.zeros(0)
         for part in flat_ND.split(ROWS):
             hidden_ND = part.to(self.stream.device)
@@ -93,11 +93,6 @@ class Survey:
         out_BTD = torch.zeros_like(final_BTD)
         out_BTD[self.head_mask_BT.to(out_BTD.device)] = torch.cat(grads)
         return out_BTD
-
-    def _real(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """(N, D): rows of real tokens."""
-        fits = mask_BT is not None and x_BTD.shape[:2] == mask_BT.shape
-        return x_BTD[mask_BT.to(x_BTD.device)] if fits and mask_BT is not None else x_BTD.flatten(0, -2)
 
     def _unpadded(self, grad_BTD: Tensor) -> Tensor:
         """Zero where there is padding."""
@@ -241,7 +236,7 @@ class _Gather:
         survey = self.survey
 
         def real(x: Tensor) -> Tensor:
-            return survey._real(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
+            return real_rows(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             x = args[0].detach()

@@ -34,15 +34,18 @@ def multiplied_out(module: nn.Module) -> nn.Module:
     """The same function as one dense product: all calibration tokens go through it several times, and small
     blocks or many terms would take far longer."""
     if isinstance(module, SplitLinear):
-        weight, bias = module.dense(), module.fused_bias()
-    elif isinstance(module, StructuredLinear):
-        weight, bias = module.dense(), module.bias
-    else:
-        return module
-    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    dense.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        dense.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return dense_linear(module.dense(), module.fused_bias())
+    if isinstance(module, StructuredLinear):
+        return dense_linear(module.dense(), module.bias)
+    return module
+
+
+def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+    """Frozen, holding these very tensors."""
+    dense = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
+    dense.weight = nn.Parameter(weight_OI, requires_grad=False)
+    if bias_O is not None:
+        dense.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
     return dense
 
 
@@ -74,7 +77,7 @@ def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: tor
     """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
     linear = cuts[0].linear
     bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
-    modules = [_with_bias(c, f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
+    modules = [_with_bias(f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
     base, dtypes = file_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
     grafts.records += [f.record.to_dict() for f in fitted]
     if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
@@ -105,16 +108,12 @@ def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: tor
         grafts.entries.append(Entry.of(f"{base}.{name}", stored))
 
 
-def _with_bias(cut: Cut, fitted: Fitted, bias: Tensor | None) -> nn.Module:
+def _with_bias(fitted: Fitted, bias: Tensor | None) -> nn.Module:
     if fitted.linear is not None:
         fitted.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return fitted.linear
     assert fitted.dense_OI is not None
-    dense = nn.Linear(cut.in_, cut.out, bias=bias is not None, device="meta")
-    dense.weight = nn.Parameter(fitted.dense_OI, requires_grad=False)
-    if bias is not None:
-        dense.bias = nn.Parameter(bias, requires_grad=False)
-    return dense
+    return dense_linear(fitted.dense_OI, bias)
 
 
 def reload_grafts(

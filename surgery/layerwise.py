@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.batch import real_rows
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
@@ -182,9 +183,8 @@ class Layerwise:
         return tuple(self._valid(caught.get(name), start, stop) for name in ("input", "residual"))  # type: ignore[return-value]
 
     def _valid(self, x: Tensor | None, start: int, stop: int) -> Tensor | None:
-        """Rows of real tokens, (N, X); padding is left out where the mask fits."""
+        """Rows of real tokens, (N, X)."""
         if x is None:
             return None
         first = start % self.rows  # the converted stream's rows follow the original's
-        mask = None if self.mask_BT is None else self.mask_BT[first : first + stop - start].to(x.device).bool()
-        return x[mask] if mask is not None and x.shape[:2] == mask.shape else x.flatten(0, -2)
+        return real_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
