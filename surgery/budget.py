@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ from surgery.curvature import Survey
 from surgery.plan import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
-from surgery.score import Score
 from surgery.skeleton import Skeleton
 from surgery.stream import Stream
+from surgery.trial import QuickTrial, sequential_trial
 
-TRIAL_SHARE, TRIAL_SWEEPS = 0.25, 1
-
-# (budgets, windows, recipe) -> held-out score of a conversion that is thrown away
-Trial = Callable[[dict[str, float], Batch, Recipe], Score]
+TRIAL_SHARE = 0.25  # of the windows to fit
+MATTERS = 0.02  # a rise of the held-out loss (a relative output error) below which either spread will do
 
 
 def even_budgets(plan: Plan) -> dict[str, float]:
@@ -33,7 +30,6 @@ def budgets(
     batch: Batch | None,
     stream: Stream,
     folder: Path,
-    trial: Trial,
     progress: Progress,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Numbers for each cut by name, and what the report says of the choice."""
@@ -50,7 +46,8 @@ def budgets(
     by_gain = {**even, **given}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
-    return choose(even, by_gain, recipe, batch, trial)
+    contenders = {"uniform": even, "spread": by_gain}
+    return choose(contenders, skeleton, plan, recipe, batch, stream, folder, progress)
 
 
 def survey(
@@ -61,14 +58,28 @@ def survey(
 
 
 def choose(
-    even: dict[str, float], by_gain: dict[str, float], recipe: Recipe, batch: Batch, trial: Trial
+    contenders: dict[str, dict[str, float]],
+    skeleton: Skeleton,
+    plan: Plan,
+    recipe: Recipe,
+    batch: Batch,
+    stream: Stream,
+    folder: Path,
+    progress: Progress,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Both spreads tried on a quarter of the text with one sweep, judged on all held-out text. Sequential where
-    the recipe is: what errors of one layer do to the next decides between the spreads."""
-    few = batch.fewer(TRIAL_SHARE)
-    quick = recipe.model_copy(update={"sweeps": min(TRIAL_SWEEPS, recipe.sweeps)})
-    scores = {name: trial(given, few, quick) for name, given in (("uniform", even), ("spread", by_gain))}
+    """Tried on a quarter of the text, judged on all held-out text. A quick trial that prefers the even spread
+    contradicts the survey; where it is about more than the noise of a loss, sequential trials then decide, which
+    also see how layers make up for the errors below them (docs/quality.md)."""
+    few, layers, how = batch.fewer(TRIAL_SHARE), len(plan.body.layers), "quick trials"
+    with progress.bar("trying spreads of ranks", layers) as tick:
+        scores = QuickTrial(skeleton, plan, recipe, contenders, few, stream, folder, tick).run()
+    contradicts = scores["uniform"].converted < scores["spread"].converted
+    if contradicts and scores["spread"].rise > MATTERS and recipe.calibrate == "sequential":
+        how = "sequential trials"
+        with progress.bar("trying them layer after layer", layers * len(contenders)) as tick:
+            for name, given in contenders.items():
+                scores[name] = sequential_trial(skeleton, plan, recipe, given, few, stream, folder, tick)
     kept = min(scores, key=lambda name: scores[name].converted)
-    allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of trials on {few.tokens():,} tokens"}
+    allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})
-    return (even if kept == "uniform" else by_gain), allocation
+    return contenders[kept], allocation

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.structures import Metric
-from surgery.structures.metric import inner
+from surgery.structures.metric import add_moment_, inner
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -195,12 +195,12 @@ class Moments:
         gap: original minus converted residual stream."""
         assert self.summing
         self.count += len(x_NI)
-        self.c_II.addmm_(x_NI.mT, x_NI)
+        add_moment_(self.c_II, x_NI)
         if x_NI is not x0_NI or gap_NO is not None:
             self.diverged = True
         if self.cross_II is not None and self.original_II is not None:
             self.cross_II.addmm_(x0_NI.mT, x_NI)
-            self.original_II.addmm_(x0_NI.mT, x0_NI)
+            add_moment_(self.original_II, x0_NI)
         for target in self.targets.values():
             if target.k_OI is None:
                 continue
@@ -212,7 +212,7 @@ class Moments:
 
     def means(self) -> Moments:
         assert self.summing
-        for total in self._held():
+        for total in self.held():
             total /= self.count
         for target in self.targets.values():
             target.energy /= self.count
@@ -235,12 +235,9 @@ class Moments:
         assert self.original_II is not None
         return Metric(self.original_II).square(target.weight_OI)
 
-    def _held(self) -> list[Tensor]:
+    def held(self) -> list[Tensor]:
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
         return [t for t in held if t is not None]
-
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._held())
 
 
 class Check:

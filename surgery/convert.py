@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from surgery.assemble import assemble, copy_companions, out_config
 from surgery.batch import Batch, refuse_unfit
@@ -35,12 +34,12 @@ from surgery.grafts import Grafts, file_name, graft, reload_grafts, stored_dtype
 from surgery.headcut import convert_head
 from surgery.journal import Journal
 from surgery.layerwise import Layerwise
-from surgery.memory import peak_rss, return_freed_memory
+from surgery.memory import peak_rss, return_freed_memory, trim
 from surgery.plan import Plan, make_plan
 from surgery.precision import float32_products
 from surgery.progress import Progress
 from surgery.recipe import Recipe
-from surgery.score import Score, score
+from surgery.score import Score
 from surgery.shards import Entry, read_header, write_json, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
@@ -186,16 +185,12 @@ class _Run:
         if done := self.journal.find("budgets"):
             return done["budgets"], done["allocation"]
 
-        def trial(given: dict[str, float], few: Batch, quick: Recipe) -> Score:
-            with self.progress.bar("trying a spread of ranks", len(self.plan.body.layers)) as tick:
-                return self._pass(given, few, quick, None, lambda *_: tick())[0]
-
         stream = self._stream()
         with self._timed("budgets"):
             given, allocation = budgets(
-                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, trial, self.progress
+                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.progress
             )
-        self.peaks["hidden_states"] = max(self.peaks["hidden_states"], stream.hidden_bytes)
+        self._count(stream)
         self.journal.add("budgets", budgets=given, allocation=allocation)
         return given, allocation
 
@@ -205,34 +200,24 @@ class _Run:
             if self.batch is None:
                 held, head = None, self._without_text(given, tick)
             else:
-
-                def write(path: str, grafts: Grafts, seconds: float) -> None:
-                    self._write(path, grafts, seconds=round(seconds, 3))
-                    tick()
-
-                result, head = self._pass(given, self.batch, self.recipe, self.journal, write)
+                result, head = self._with_text(self.batch, given, tick)
                 held = result.to_dict()
         with self._timed("rest"):
             return self._write(REST, head, held_out=held, allocation=allocation)
 
-    def _pass(
-        self, given: dict[str, float], batch: Batch, recipe: Recipe, journal: Journal | None, write: Any
-    ) -> tuple[Score, Grafts]:
-        """One conversion of every layer and the head; with a journal, finished layers are taken from disk."""
+    def _with_text(self, batch: Batch, given: dict[str, float], tick: Any) -> tuple[Score, Grafts]:
+        """Every layer and the head; finished layers are taken from disk."""
+
+        def write(path: str, grafts: Grafts, seconds: float) -> None:
+            self._write(path, grafts, seconds=round(seconds, 3))
+            tick()
+
         stream = self._stream()
-        finished = self._finished if journal else lambda path: None
-        layerwise = Layerwise(
-            self.skeleton, self.plan, recipe, given, stream, self.grams,
-            batch.fit_rows, batch.rows, batch.mask(), finished, write, judged=journal is not None,
-        )  # fmt: skip
-        with torch.no_grad():
-            final_BTD: Tensor = stream.run(batch.twice(), layerwise.visit)
-            head = convert_head(self.skeleton, self.plan, recipe, given, batch, final_BTD, self.grams, self.device)
-            linear = next(iter(head.modules.values()), None)
-            result = score(self.skeleton, self.plan, batch, final_BTD, linear, self.device)
-        self.peaks["moments"] = max(self.peaks["moments"], layerwise.moment_bytes)
-        self.peaks["hidden_states"] = max(self.peaks["hidden_states"], stream.hidden_bytes)
-        return result, head
+        run = Layerwise(
+            self.skeleton, self.plan, self.recipe, given, stream, self.grams, batch, self._finished, write
+        ).run()
+        self._count(stream)
+        return run
 
     def _without_text(self, given: dict[str, float], tick: Any) -> Grafts:
         self.progress.say(
@@ -268,6 +253,10 @@ class _Run:
     def _stream(self) -> Stream:
         return Stream(self.skeleton, self.plan.body.layers, self.plan.body.head, self.device, scratch=self.partial)
 
+    def _count(self, stream: Stream) -> None:
+        for what, size in (("moments", stream.moment_bytes), ("hidden_states", stream.hidden_bytes)):
+            self.peaks[what] = max(self.peaks[what], size)
+
     def _piece(self, unit: str) -> Path:
         return self.pieces / f"{unit}.safetensors"
 
@@ -290,6 +279,7 @@ class _Run:
         for name, key in self.skeleton.keys.items():
             if self.units[name] == unit and key not in replaced | split:
                 entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
+        trim()
         write_shard(self._piece(unit), entries)
         self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **said)
         return self.journal.lines[-1]

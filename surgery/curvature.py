@@ -24,13 +24,14 @@ from surgery.allocate import Option
 from surgery.batch import Batch, real_rows
 from surgery.fit import damped_gram
 from surgery.head import ROWS, Head
+from surgery.memory import trim
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry, read_header, read_tensor, write_shard
 from surgery.skeleton import Skeleton
 from surgery.stream import LayerCall, Stream, run_phases, spans
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.metric import damp_
+from surgery.structures.metric import add_moment_, damp_
 from surgery.weights import gram_of, matrix_of
 
 
@@ -181,6 +182,7 @@ class _Layer(torch.autograd.Function):
                 _back(ctx, first, last, grad_BTD, out_BTD, grads)
         gathered.record()
         survey.skeleton.empty(call.path)
+        trim()
         survey.done()
         return (None, None, None, out_BTD, *grads)
 
@@ -257,6 +259,7 @@ class _Gather:
     def record(self) -> None:
         if not self.paths:
             return
+        self.survey.stream.count_moments([*self.moments.values(), *self.grams.values()])
         seen = [path for path in self.paths if path in self.grams]
         shared = {path: self.survey._metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
         metrics = {path: shared[self.same[path]] for path in seen}
@@ -267,6 +270,6 @@ class _Gather:
 def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) -> None:
     """sums[key] += rows^T rows, or its diagonal."""
     if full:
-        sums.setdefault(key, rows_NX.new_zeros(rows_NX.shape[1], rows_NX.shape[1])).addmm_(rows_NX.mT, rows_NX)
+        add_moment_(sums.setdefault(key, rows_NX.new_zeros(rows_NX.shape[1], rows_NX.shape[1])), rows_NX)
     else:
         sums[key] = sums.get(key, 0) + rows_NX.square().sum(0)

@@ -91,7 +91,7 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """
     began = time.perf_counter()
     metric = stage_metric(judge)
-    configs, targets = _fitting(cut, budget), [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
+    configs, targets = fitting(cut, budget), [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
     arbiter: Arbiter = metric
     if judge.held is not None:
         arbiter = Check(judge.held, cut.name, damped_gram(judge.gram))
@@ -101,10 +101,19 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
             arbiter = None
     attempts = []
     for config in configs:
-        starts = [_start(config, target, metric, arbiter, target is not weight_OI) for target in targets]
-        attempts.append(_swept(min(starts, key=lambda a: a.loss), metric, arbiter, judge.sweeps))
+        # The moved target first: its product with C is known, and only the last such product is kept.
+        starts = [_start(config, target, metric, arbiter, target is not weight_OI) for target in reversed(targets)]
+        attempts.append(_swept(min(reversed(starts), key=lambda a: a.loss), metric, arbiter, judge.sweeps))
     best = min(attempts, key=lambda a: a.loss)
-    return _fitted(cut, best, judge, time.perf_counter() - began)
+    return _fitted(cut, best, judge.stored, time.perf_counter() - began)
+
+
+@torch.no_grad()
+def quick_fit(cut: Cut, configs: list[Any], weight_OI: Tensor, metric: Metric, sweeps: int) -> Fitted:
+    """The best of `configs` in the metric itself, nothing held out: for a trial, which is judged as a whole."""
+    began, arbiter = time.perf_counter(), metric if len(configs) > 1 else None
+    attempts = [_swept(_start(c, weight_OI, metric, arbiter, False), metric, arbiter, sweeps) for c in configs]
+    return _fitted(cut, min(attempts, key=lambda a: a.loss), torch.float32, time.perf_counter() - began)
 
 
 def stage_metric(judge: Judge) -> Metric:
@@ -117,7 +126,7 @@ def stage_metric(judge: Judge) -> Metric:
     return Metric(moments.c_II, damped_gram(judge.gram), moments.known)
 
 
-def _fitting(cut: Cut, budget: float) -> list[Any]:
+def fitting(cut: Cut, budget: float) -> list[Any]:
     """Resolved configs, or [None] to stay dense: where the recipe says so or the budget pays for all of it."""
     if not cut.configs or (budget >= cut.numel and not cut.explicit):
         return [None]
@@ -146,7 +155,9 @@ def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> 
     # Kept only where another matrix will ask for it: of a wide input it is as large as C.
     only = len(fit.targets) == 1
     factor_II = spd_factor(moment_II) if only else metric.once("factor", lambda: spd_factor(moment_II))
-    return [torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()]
+    moved_OI = torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()
+    metric.know_times_c(moved_OI, wanted_OI)
+    return [moved_OI]
 
 
 def _judged(b: Any, target_OI: Tensor, arbiter: Arbiter) -> tuple[float, float]:
@@ -167,29 +178,30 @@ def _start(config: Any, target_OI: Tensor, metric: Metric, arbiter: Arbiter, ref
 
 
 def _swept(start: Attempt, metric: Metric, arbiter: Arbiter, sweeps: int) -> Attempt:
-    """The start after up to `sweeps` sweeps, or the start itself where held-out rows do not agree."""
+    """The start after up to `sweeps` sweeps, or the start itself where held-out rows do not agree; they are asked
+    after the first sweep too, which gains most: what overfits then will only do so more."""
     if start.config is None:
         return start
-    linear, left, done = copy.deepcopy(start.b), float("inf"), 0
-    for _ in range(sweeps):
+    best, linear, left = start, copy.deepcopy(start.b), float("inf")
+    for done in range(1, sweeps + 1):
         now = linear.refine(start.target_OI, metric)
         if now is None:
             break
-        done += 1
-        if now > left * (1 - WORTHWHILE):
+        last = done == sweeps or now > left * (1 - WORTHWHILE)
+        if last or (done == 1 and isinstance(arbiter, Check)):
+            loss, error = _judged(linear, start.target_OI, arbiter)
+            if loss >= best.loss:
+                break
+            best = replace(start, b=linear if last else copy.deepcopy(linear), loss=loss, error=error, sweeps=done)
+        if last:
             break
         left = now
-    if not done:
-        return start
-    loss, error = _judged(linear, start.target_OI, arbiter)
-    if loss >= start.loss:
-        return start
-    return replace(start, b=linear, loss=loss, error=error, sweeps=done)
+    return best
 
 
-def _fitted(cut: Cut, best: Attempt, judge: Judge, seconds: float) -> Fitted:
-    linear = None if isinstance(best.b, Tensor) else round_to(best.b, judge.stored)
-    dense_OI = best.b.to(judge.stored).float() if isinstance(best.b, Tensor) else None
+def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fitted:
+    linear = None if isinstance(best.b, Tensor) else round_to(best.b, stored)
+    dense_OI = best.b.to(stored).float() if isinstance(best.b, Tensor) else None
     params, macs = linear.cost() if linear is not None else (cut.numel, cut.numel)
     record = Record(
         name=cut.name,

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.batch import real_rows
+from surgery.batch import Batch, real_rows
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.grafts import Grafts, graft, grafted, multiplied_out, stored_dtype
+from surgery.headcut import convert_head
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
+from surgery.score import Score, score
 from surgery.skeleton import Skeleton
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
 from surgery.weights import matrix_of
@@ -38,7 +40,7 @@ class Stage:
 
 
 class Layerwise:
-    """Visits the layers of a stream. `finished(path)` gives the grafts of a layer done before an
+    """One conversion of everything, along a stream. `finished(path)` gives the grafts of a layer done before an
     interruption, or None; `write(path, grafts, seconds)` makes a layer's grafts durable; `judged`: whether
     every matrix is checked on held-out rows (a trial is judged as a whole)."""
 
@@ -50,20 +52,26 @@ class Layerwise:
         budgets: dict[str, float],
         stream: Stream,
         grams: Path,
-        fit_rows: int,
-        rows: int,
-        mask_BT: Tensor | None,
+        batch: Batch,
         finished: Callable[[str], Grafts | None],
         write: Callable[[str, Grafts, float], None],
         judged: bool = True,
     ):
         self.skeleton, self.plan, self.recipe, self.budgets = skeleton, plan, recipe, budgets
-        self.stream, self.grams, self.fit_rows, self.rows, self.mask_BT = stream, grams, fit_rows, rows, mask_BT
+        self.stream, self.grams, self.batch = stream, grams, batch
+        self.fit_rows, self.rows, self.mask_BT = batch.fit_rows, batch.rows, batch.mask()
         self.finished, self.write, self.judged = finished, write, judged
         self.diverged = False
-        self.moment_bytes = 0
 
     @torch.no_grad()
+    def run(self) -> tuple[Score, Grafts]:
+        """Every layer, then the head: the held-out score of the whole, and the head's grafts."""
+        final_BTD = self.stream.run(self.batch.twice(), self.visit)
+        given, device = self.budgets, self.stream.device
+        head = convert_head(self.skeleton, self.plan, self.recipe, given, self.batch, final_BTD, self.grams, device)
+        linear = next(iter(head.modules.values()), None)
+        return score(self.skeleton, self.plan, self.batch, final_BTD, linear, device), head
+
     def visit(self, call: LayerCall) -> Any:
         began = time.perf_counter()
         call.hidden_BTD = self.stream.own(call.hidden_BTD)
@@ -87,7 +95,7 @@ class Layerwise:
         if not cuts:
             return grafts
         grams = load_grams(self.grams / f"{call.path}.safetensors", self.stream.device)
-        for stage in self._stages(call, list(cuts)):
+        for stage in stages_of(self.skeleton, self.plan, call):
             weights = {
                 cut.name: (matrix_of(self.skeleton, cut, call.device), bool(stage.residual) and cut.part is None)
                 for path in stage.paths
@@ -107,31 +115,6 @@ class Layerwise:
         judge.gram, judge.stored = grams.get(cut.name), stored_dtype(self.skeleton, cut)
         return fit_cut(cut, self.budgets[cut.name], weight_OI, judge)
 
-    def _stages(self, call: LayerCall, paths: list[str]) -> list[Stage]:
-        """One window through the layer shows which linears read the same tensor, and in which order."""
-        seen: list[tuple[Tensor, Stage]] = []
-        handles = []
-        residuals = {linear.path: linear.residual for linear in self.plan.body.linears}
-
-        def look(path: str) -> Callable[..., None]:
-            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-                for x, stage in seen:
-                    if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
-                        stage.paths.append(path)
-                        return
-                seen.append((args[0], Stage([path], residuals[path])))
-
-            return hook
-
-        for path in paths:
-            handles.append(self.skeleton.module(path).register_forward_pre_hook(look(path)))
-        try:
-            call.apply(0, 1)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [stage for _, stage in seen]
-
     def _moments(
         self, call: LayerCall, stage: Stage, weights: dict[str, tuple[Tensor, bool]], modules: dict[str, nn.Module]
     ) -> list[Moments]:
@@ -148,7 +131,7 @@ class Layerwise:
                 gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
                 moments.add(x, x0, gap)
             found.append(moments.means())
-        self.moment_bytes = max(self.moment_bytes, sum(m.nbytes() for m in found))
+        self.stream.count_moments(t for moments in found for t in moments.held())
         return found
 
     def _inputs(
@@ -188,3 +171,29 @@ class Layerwise:
             return None
         first = start % self.rows  # the converted stream's rows follow the original's
         return real_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
+
+
+def stages_of(skeleton: Skeleton, plan: Plan, call: LayerCall) -> list[Stage]:
+    """One window through the layer shows which linears read the same tensor, and in which order."""
+    seen: list[tuple[Tensor, Stage]] = []
+    handles = []
+    residuals = {linear.path: linear.residual for linear in plan.body.linears}
+
+    def look(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for x, stage in seen:
+                if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
+                    stage.paths.append(path)
+                    return
+            seen.append((args[0], Stage([path], residuals[path])))
+
+        return hook
+
+    for path in plan.of_layer(call.path):
+        handles.append(skeleton.module(path).register_forward_pre_hook(look(path)))
+    try:
+        call.apply(0, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [stage for _, stage in seen]

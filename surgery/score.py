@@ -27,6 +27,11 @@ class Score:
     difference_se: float | None
     tokens: int
 
+    @property
+    def rise(self) -> float:
+        """Relative to the original's loss; the relative output error itself."""
+        return self.converted / self.original - 1 if self.original else self.converted
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -9,7 +9,7 @@ library's own, whatever the family, and never more than one layer is in memory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from surgery.batch import refuse_unfit
 from surgery.errors import SurgeryError
+from surgery.memory import trim
 from surgery.shards import gather_rows
 from surgery.skeleton import Skeleton, place
 
@@ -88,7 +89,7 @@ class Stream:
     ):
         self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
         self.limit, self.scratch = limit or default_limit(device), scratch
-        self.hidden_bytes = 0
+        self.hidden_bytes = self.moment_bytes = 0  # the most held at once
         self._buffers: list[Tensor] = []
         self.home = torch.device("cpu")
 
@@ -189,9 +190,14 @@ class Stream:
                 return visit(call)
             finally:
                 self.skeleton.empty(path)
+                trim()
 
         layer.forward = station  # of this instance only
         return lambda: layer.__dict__.pop("forward", None)
+
+    def count_moments(self, held: Iterable[Tensor | None]) -> None:
+        """What visitors hold of second moments, for the report."""
+        self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in held if t is not None))
 
     def own(self, hidden_BTD: Tensor) -> Tensor:
         """A buffer that a layer's output may overwrite: ours already, or a copy."""

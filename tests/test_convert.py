@@ -279,7 +279,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
     everything else passes through just the same, and costs less time."""
     draw = functools.cache(functools.partial(random_llama.random_weight, generator=None))
     monkeypatch.setattr(random_llama, "random_weight", lambda shape, _: draw(shape))  # drawing takes longest
-    monkeypatch.setitem(random_llama.SHAPES, "large", (30, 512, 3072, 8, 2, 200_000, True))
+    monkeypatch.setitem(random_llama.SHAPES, "large", (24, 512, 4608, 8, 2, 200_000, True))
     monkeypatch.setitem(random_llama.SHAPES, "small", (2, 64, 128, 8, 2, 500, True))
     for size in ("small", "large"):
         random_llama.make(tmp_path / size, size, tokens=128, length=64)

@@ -25,7 +25,7 @@ FLOORS = [
     "shards standins checkpoint quantizer shims lora source skeleton",
     "recipe walk plan",
     # conversion and back
-    "allocate weights batch calibrate stream head fit curvature score grafts layerwise headcut budget journal assemble"
+    "allocate weights batch calibrate stream head fit curvature score grafts layerwise headcut trial budget journal assemble"
     " convert densify",
     "report tables",
     "eval papers",

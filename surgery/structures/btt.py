@@ -165,9 +165,7 @@ class BTTLinear(StructuredLinear):
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
             left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
             g = None if g_baa is None else g_baa[rows]
-            ec_baI = sweep(left_bcsa, right_cdbs, wc_baI[rows], c_II, inverses_cdd, g)
-            gap_bacd = target_baI[rows].unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
-            square += inner(ec_baI if g is None else g @ ec_baI, gap_bacd.flatten(-2))
+            square += sweep(left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd, g)
         left, right = balanced(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
         self.weight.data.copy_(left.mT)
         self.right.data.copy_(right.permute(1, 3, 0, 2))
@@ -228,13 +226,20 @@ def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
 
 
 def sweep(
-    left_bcsa: Tensor, right_cdbs: Tensor, wc_baI: Tensor, c_II: Tensor, inverses_cdd: Tensor, g_baa: Tensor | None
-) -> Tensor:
+    left_bcsa: Tensor,
+    right_cdbs: Tensor,
+    target_baI: Tensor,
+    wc_baI: Tensor,
+    c_II: Tensor,
+    inverses_cdd: Tensor,
+    g_baa: Tensor | None,
+) -> float:
     """One alternation over a group of row blocks, in place. wc_baI = W C, inverses: of each C_cc;
-    returns (W - B) C.
+    returns the squared error it leaves.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
-    (b) right = (L^T G L)^-1 L^T G (E C)[:, c] C_cc^-1 with E the residual without this block.
+    (b) right += X C_cc^-1, X = (L^T G L)^-1 L^T G (E C)[:, c], with E the residual. That lowers the squared error by
+        <L^T G (E C)[:, c], X C_cc^-1>, so E C is only brought up to date where later blocks read it.
     """
     b, c, s, a = left_bcsa.shape
     d = right_cdbs.shape[1]
@@ -247,13 +252,16 @@ def sweep(
     left_bacs = left_bcsa.permute(0, 3, 1, 2)
     fit_Ibcs = cr_Ibcs.permute(1, 2, 3, 0).reshape(b, c * s, c * d)
     ec_baI = wc_baI - left_bacs.reshape(b, a, c * s) @ fit_Ibcs
+    gap_bacd = target_baI.unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
+    square = inner(ec_baI if g_baa is None else g_baa @ ec_baI, gap_bacd.flatten(-2))
+    gained = ec_baI.new_zeros((), dtype=torch.float64)
     for j in range(c):
-        columns = slice(j * d, (j + 1) * d)
+        here, later = slice(j * d, (j + 1) * d), slice((j + 1) * d, None)
         left_bas = left_bacs[:, :, j]
         weighted_bsa = left_bas.mT if g_baa is None else left_bas.mT @ g_baa
-        gradient_bsd = weighted_bsa @ ec_baI[:, :, columns]
-        step_bsd = solve_spd(weighted_bsa @ left_bas, gradient_bsd)
-        step_bsd = step_bsd @ inverses_cdd[j]
-        ec_baI -= left_bas @ (step_bsd @ c_II[columns])
+        gradient_bsd = weighted_bsa @ ec_baI[:, :, here]
+        step_bsd = solve_spd(weighted_bsa @ left_bas, gradient_bsd) @ inverses_cdd[j]
+        ec_baI[:, :, later] -= left_bas @ (step_bsd @ c_II[here, later])
         right_cdbs[j] += step_bsd.permute(2, 0, 1)
-    return ec_baI
+        gained += torch.linalg.vecdot(gradient_bsd, step_bsd).sum(dtype=torch.float64)
+    return square - float(gained)

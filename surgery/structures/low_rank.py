@@ -37,12 +37,25 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     """Orthonormal (..., O, rank): the leading left singular vectors of m, from the smaller Gram's eigh.
 
     Squaring costs precision only among directions whose singular values are below 3e-4 of the largest;
-    what counts for the projection is that the columns are orthonormal, which QR guarantees.
+    what counts for the projection is that the columns are orthonormal, which `orthonormal` sees to.
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
     v_IR = leading_eigenvectors(m_OI.mT @ m_OI, rank)
-    return torch.linalg.qr(m_OI @ v_IR)[0]
+    return orthonormal(m_OI @ v_IR)
+
+
+def orthonormal(y_OR: Tensor) -> Tensor:
+    """Columns with the same span, those of a product with eigenvectors, so nearly orthogonal. CholeskyQR twice
+    (Yamamoto et al. 2015), many times as fast as Householder's QR, which takes over where columns depend."""
+    q_OR = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
+    for _ in range(2):
+        gram_RR = q_OR.mT @ q_OR
+        lower_RR, failed = torch.linalg.cholesky_ex(gram_RR)
+        if bool(failed.any() | (lower_RR.diagonal(dim1=-2, dim2=-1) < 1e-2).any()):
+            return torch.linalg.qr(y_OR)[0]
+        q_OR = torch.linalg.solve_triangular(lower_RR.mT, q_OR, upper=True, left=False)
+    return q_OR
 
 
 def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
