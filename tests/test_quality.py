@@ -14,6 +14,7 @@ from surgery.eval.run import evaluate
 from surgery.recipe import validated
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+slow = pytest.mark.skipif(not os.environ.get("SURGERY_SLOW"), reason="takes minutes: set SURGERY_SLOW=1")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,14 @@ def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
 
 
 # The fewer numbers are kept, the more text it takes to choose them well.
-@pytest.mark.parametrize("keep, floor, tokens", [(0.25, 0.67, 16384), (0.5, 0.83, 8192), (0.75, 0.905, 4096)])
+@pytest.mark.parametrize(
+    "keep, floor, tokens",
+    [
+        pytest.param(0.25, 0.67, 16384, marks=slow),
+        pytest.param(0.5, 0.83, 8192, marks=slow),
+        (0.75, 0.905, 4096),
+    ],
+)
 def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
     keys = {"structure": "btt", "blocks": "sqrt", "keep": keep, "tokens": tokens}
     calibrated = cosine(minilm, texts, tmp_path / "calibrated", **keys)
@@ -57,14 +65,14 @@ def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
     assert calibrated > plain + 0.2
 
 
+@slow
 def test_the_best_structure_for_each_layer_of_a_real_encoder(minilm, texts, tmp_path):
     found = cosine(minilm, texts, tmp_path / "out", structure="auto", keep=0.5, tokens=4096)
     print(f"auto, 50% kept: cosine {found:.3f}")
     assert found >= 0.88
 
 
-# Minutes each: for a machine with time (SURGERY_SLOW=1) and the shared checkpoints beside the clone.
-@pytest.mark.skipif(not os.environ.get("SURGERY_SLOW"), reason="set SURGERY_SLOW=1")
+@slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared with real checkpoints")
 @pytest.mark.parametrize("keep, ceiling", [(0.75, 3.65), (0.5, 4.7)])
 def test_auto_of_a_real_decoder(keep, ceiling, tmp_path):
