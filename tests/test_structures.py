@@ -15,7 +15,8 @@ from surgery.structures import STRUCTURES, Metric, damped
 from surgery.structures.base import config_from_dict
 from surgery.structures.btt import BTT, BTTLinear, btt_mvm
 from surgery.structures.kronecker import Kronecker
-from surgery.structures.low_rank import LowRank
+from surgery.structures.low_rank import LowRank, orthonormal
+from surgery.structures.metric import add_moment_
 from surgery.structures.monarch import Monarch
 from surgery.structures.pivoted import maximal_volume_rows
 
@@ -304,3 +305,20 @@ def test_refusals_name_the_numbers(config, says):
 def test_unknown_words_are_refused_with_the_nearest(data, says):
     with pytest.raises(SurgeryError, match=says):
         config_from_dict(data)
+
+
+@pytest.mark.parametrize("width", [1, 1023, 1024, 2049])
+def test_a_moment_by_halves(width):
+    rows = torch.randn(9, width)
+    found = torch.ones(width, width)
+    add_moment_(found, rows)
+    assert torch.equal(found, found.mT) or width < 1024
+    assert torch.allclose(found, 1 + rows.mT @ rows, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_orthonormal_columns_even_where_they_depend(rank):
+    y = torch.randn(4, 20, rank) @ torch.randn(4, rank, 7)
+    q = orthonormal(y)
+    assert torch.allclose(q.mT @ q, torch.eye(7).expand(4, 7, 7), atol=1e-5)
+    assert torch.allclose(q @ (q.mT @ y), y, atol=1e-4)
