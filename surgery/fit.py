@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,10 +55,11 @@ class Fitted:
 
 @dataclass
 class Judge:
-    """Everything a cut is fitted and judged with; moments are None without calibration text."""
+    """Everything a cut is fitted and judged with; moments are None without calibration text, the held-out ones
+    gathered when asked for."""
 
     fit: Moments | None = None
-    held: Moments | None = None
+    held: Callable[[], Moments] | None = None
     gram: Tensor | None = None
     damping: float = 0.01
     sweeps: int = 6
@@ -94,7 +96,7 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     configs, targets = fitting(cut, budget), [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
     arbiter: Arbiter = metric
     if judge.held is not None:
-        arbiter = Check(judge.held, cut.name, damped_gram(judge.gram))
+        arbiter = Check(judge.held(), cut.name, damped_gram(judge.gram))
     else:  # no held-out rows: the target that takes the layers below into account
         targets = targets[-1:]
         if len(configs) == 1 and metric.c_II is not None:

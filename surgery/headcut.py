@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,8 @@ def convert_head(
         judge = Judge(damping=recipe.damping, sweeps=recipe.sweeps, stored=stored_dtype(skeleton, cut))
         if batch is not None and final_BTD is not None:
             judge.fit = _moments(cut.name, weight_OI, final_BTD, 0, batch.fit_rows, batch, recipe)
-            judge.held = _moments(cut.name, weight_OI, final_BTD, batch.fit_rows, batch.rows, batch, recipe)
+            rows = batch.fit_rows, batch.rows
+            judge.held = partial(_moments, cut.name, weight_OI, final_BTD, *rows, batch, recipe)
             judge.gram = load_grams(grams / f"{path}.safetensors", device).get(cut.name)
         graft(skeleton, [cut], [fit_cut(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
         grafts.entries += _untied(skeleton, path)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,16 @@ class Layerwise:
                 for path in stage.paths
                 for cut in cuts[path]
             }
-            moments = self._moments(call, stage, weights, grafts.modules)
-            held = moments[1] if self.judged else None
-            judge = Judge(moments[0], held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
+            gather = partial(self._moments, call, stage, weights, grafts.modules)
+            fit = gather(0, self.fit_rows)
+            # Gathered when first asked for: by then the factor of a wide input's C is gone again.
+            held = cache(partial(gather, self.fit_rows, self.rows, besides=fit)) if self.judged else None
+            judge = Judge(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             for path in stage.paths:
                 fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
                 graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
                 grafts.modules[path] = multiplied_out(grafts.modules[path])
-            del moments, held, judge  # before the next stage's are gathered
+            del fit, held, judge  # before the next stage's are gathered
         return grafts
 
     def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
@@ -116,23 +119,26 @@ class Layerwise:
         return fit_cut(cut, self.budgets[cut.name], weight_OI, judge)
 
     def _moments(
-        self, call: LayerCall, stage: Stage, weights: dict[str, tuple[Tensor, bool]], modules: dict[str, nn.Module]
-    ) -> list[Moments]:
-        """Of the rows to fit, and, where matrices are judged, of the held-out rows."""
-        step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
-        ranges, found = [(0, self.fit_rows), (self.fit_rows, self.rows)], []
-        for first, last in ranges[: 2 if self.judged else 1]:
-            moments = Moments(weights)
-            for start, stop in spans(first, last, step):
-                x0, r0 = self._inputs(call, stage, start, stop, {})
-                x, r = x0, r0
-                if self.recipe.calibrate == "sequential" and (self.diverged or modules):
-                    x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, modules)
-                gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
-                moments.add(x, x0, gap)
-            found.append(moments.means())
-        self.stream.count_moments(t for moments in found for t in moments.held())
-        return found
+        self,
+        call: LayerCall,
+        stage: Stage,
+        weights: dict[str, tuple[Tensor, bool]],
+        modules: dict[str, nn.Module],
+        first: int,
+        last: int,
+        besides: Moments | None = None,
+    ) -> Moments:
+        """Of rows first:last, to fit to or held out."""
+        moments = Moments(weights)
+        for start, stop in spans(first, last, self.stream.chunk_rows(call.hidden_BTD.shape[1])):
+            x0, r0 = self._inputs(call, stage, start, stop, {})
+            x, r = x0, r0
+            if self.recipe.calibrate == "sequential" and (self.diverged or modules):
+                x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, modules)
+            gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
+            moments.add(x, x0, gap)
+        self.stream.count_moments(moments.held() + (besides.held() if besides else []))
+        return moments.means()
 
     def _inputs(
         self, call: LayerCall, stage: Stage, start: int, stop: int, modules: dict[str, nn.Module]
