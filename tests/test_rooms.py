@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     "errors version registry hooks memory devices precision progress data recipes",
     "structures",
+    "mixers",
     "anatomy",
     # opening checkpoints, ours and others'
     "shards standins checkpoint quantizer shims lora source skeleton",
@@ -34,6 +35,7 @@ FLOORS = [
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names.split()}
 TIGHTER = {  # rooms that may use less than their floor allows
     "structures": {"structures", "registry", "errors"},
+    "mixers": {"mixers", "structures", "registry", "errors"},
     "anatomy": {"anatomy", "errors"},
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them

@@ -1,0 +1,162 @@
+"""The protocol of a sequence mixer: what stands where softmax(Q K^T) V stood, between an attention module's
+projections, which stay.
+
+    config = LinearAttention(mask=Gates(), ...)
+    mixer = MIXERS[config](config, shape)
+    out_BHTV, state = mixer.mix(inputs, mixer.empty_state(batch, device))    prefill, pieces, steps: one verb
+    out_BHTV, _ = mixer.mix(inputs)                                          training: nothing is remembered
+    mixer.dense(inputs)                                                      the definition, quadratic
+
+States are values: `mix` returns a new one and leaves the old one as it was, so that a cache can go back.
+B batch, T tokens, D model width, H query heads, G key/value heads, J = H / G, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError, nearest
+from surgery.registry import Registry
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a mixer must know of the attention module it serves.
+
+    scaling: factor on q . k. window: the module's own sliding window, None for all tokens. softcap: of the scores.
+    rotary: how many of a head's K dims rotate (0: no RoPE), the first ones; pair f of them is (f, f + rotary / 2),
+    or (2 f, 2 f + 1) where `interleaved`. norm: whether a norm stands between the projections and q, k.
+    """
+
+    dim: int
+    heads: int
+    groups: int
+    key: int
+    value: int
+    scaling: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    rotary: int = 0
+    interleaved: bool = False
+    norm: bool = False
+
+
+@dataclass
+class Inputs:
+    """One call. q, k after RoPE if the mixer's `rotated`; x: the hidden states that the projections read.
+
+    valid_BT: False where a token is padding (None: all real); mask_BHTS: the additive or boolean mask the library
+    made for the tokens of this call and, causal, of those before (None: causal, or all); dropout: of weights.
+    """
+
+    q_BHTK: Tensor
+    k_BGTK: Tensor
+    v_BGTV: Tensor
+    x_BTD: Tensor
+    valid_BT: Tensor | None = None
+    mask_BHTS: Tensor | None = None
+    dropout: float = 0.0
+
+
+@dataclass
+class State:
+    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen."""
+
+    seen_B: Tensor
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def rows(self, index_B: Tensor) -> State:
+        """The rows of that index, repeats allowed (beams)."""
+        index = index_B.to(self.seen_B.device)
+        return State(self.seen_B[index], {name: t.index_select(0, index) for name, t in self.tensors.items()})
+
+    def to(self, device: torch.device | str) -> State:
+        return State(self.seen_B.to(device), {name: t.to(device) for name, t in self.tensors.items()})
+
+    def nbytes(self) -> int:
+        """Bytes of everything that grows or carries, measured on the tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class MixerCost(NamedTuple):
+    """For one layer and sequence at a context of T tokens: numbers kept per cache, multiply-accumulates for the
+    next token, and parameters stored."""
+
+    cache: int
+    macs: int
+    params: int
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """`name` is the word in recipes and checkpoints. Options that are configs themselves are written as mappings
+    with their name: {"mask": {"name": "decay"}}."""
+
+    name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mixer": self.name, **{f.name: plain(getattr(self, f.name)) for f in fields(self)}}
+
+
+def plain(value: Any) -> Any:
+    """JSON's types."""
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return {"name": value.name, **asdict(value)} if hasattr(value, "name") else value
+
+
+def from_options(config_type: Any, options: dict[str, Any]) -> Any:
+    """A config from a mapping; unknown options are refused with the nearest valid name."""
+    known = {f.name for f in fields(config_type)}
+    for key in options:
+        if key not in known:
+            raise SurgeryError(f"{config_type.name!r} has no option {key!r}{nearest(key, known)}")
+    try:
+        return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    except (TypeError, ValueError) as error:
+        raise SurgeryError(f"{config_type.name!r}: {error}") from None
+
+
+class Mixer(nn.Module):
+    """See the module's docstring. Parameters made in __init__ start as an untrained mixer should; `surgery convert`
+    puts calibrated ones in their place."""
+
+    config_type: ClassVar[type]
+    rotated: bool = True  # wants q and k after RoPE
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__()
+        self.config, self.shape = config, shape
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+        """SurgeryError where this config cannot serve an attention of that shape; says why."""
+
+    def empty_state(self, batch: int, device: torch.device | str) -> State:
+        raise NotImplementedError
+
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        """(out_BHTV, the state after these tokens, or None if none was given). Rows of padding are any numbers."""
+        raise NotImplementedError
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        """out_BHTV by the definition, a sequence from its start, in the dtype of the inputs."""
+        raise NotImplementedError
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        raise NotImplementedError
+
+
+MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
+
+
+def mixer_config(data: dict[str, Any]) -> MixerConfig:
+    """{"mixer": "mlr", "ranks": [32, 16]} -> MLR(...)."""
+    data = dict(data)
+    return from_options(MIXERS.config_type(str(data.pop("mixer", ""))), data)

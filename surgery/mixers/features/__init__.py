@@ -1,0 +1,1 @@
+"""Feature maps of kernel scores, one file for each kind."""
