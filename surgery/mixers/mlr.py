@@ -1,0 +1,174 @@
+"""MLR attention: score dims by distance.
+
+    S = sum_l (+)_k Q[l,k] K[l,k]^T      ranks r1|r2|..|rL; level 1 everywhere, level l inside its extent
+
+Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.3, eq. 9 (there extents are
+T / 2^(l-1), the form nested). Extents are counts of tokens, so that levels do not move as a sequence grows: a pair's
+score depends on its two positions alone, and prefill, pieces and steps agree exactly.
+    nested    t // extent = s // extent     the key cache of a level: the open block, n mod extent keys after n tokens
+    sliding   t - s < extent                the last extent - 1 keys
+After n tokens G (sum_l r_l live_l(n) + V n) numbers are kept; averaged over the growth to T, or at the end of a full
+block, nested keeps G T sum_l r_l / 2^(l-1) key numbers under the paper's extents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
+from surgery.mixers.softmax import (
+    Frame,
+    Term,
+    appended,
+    attend,
+    definition_mask,
+    framed,
+    grouped,
+    kept,
+    library,
+    library_mask,
+    near,
+    packed,
+    positions,
+    real,
+    take,
+    weigh,
+    wide,
+)
+
+
+@dataclass(frozen=True)
+class MLR(MixerConfig):
+    """ranks of levels 1 .. L, in the group's order of dims; extents of levels 2 .. L in tokens, falling."""
+
+    name: ClassVar[str] = "mlr"
+    ranks: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
+    form: Literal["nested", "sliding"] = "sliding"
+
+    def __post_init__(self) -> None:
+        example = "; for example ranks: [32, 16, 16], extents: [256, 64]"
+        if not self.ranks or min(self.ranks) < 0 or sum(self.ranks) < 1:
+            raise ValueError(f"ranks {list(self.ranks)} are no score dims for levels 1, 2, ..{example}")
+        if len(self.extents) != len(self.ranks) - 1:
+            raise ValueError(
+                f"{len(self.ranks)} ranks need {len(self.ranks) - 1} extents (level 1 is everywhere), "
+                f"not {list(self.extents)}{example}"
+            )
+        if any(e < 1 for e in self.extents) or list(self.extents) != sorted(self.extents, reverse=True):
+            raise ValueError(f"extents {list(self.extents)} must be positive and not rise with the level{example}")
+        if self.form not in ("nested", "sliding"):
+            raise ValueError(f"form {self.form!r} is neither 'nested' nor 'sliding'")
+
+    def live(self, length: int, window: int | None) -> list[int]:
+        """Keys of each level that a sequence of that length needs at most, its last token's block counted whole."""
+        bound = length if window is None else min(length, window - 1)
+        past = 0 if self.form == "nested" else 1
+        return [bound, *(min(bound, extent - past) for extent in self.extents)]
+
+
+@MIXERS.register(MLR)
+class MLRAttention(Mixer):
+    """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1."""
+
+    order: Tensor
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.register_buffer("order", torch.arange(shape.key).repeat(shape.groups, 1))
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+        if sum(config.ranks) > shape.key:
+            raise SurgeryError(
+                f"mlr: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
+                f"their sum must not pass it, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
+            )
+
+    def empty_state(self, batch: int, device: torch.device | str) -> State:
+        sizes = {f"keys{level}": rank for level, rank in enumerate(self.config.ranks)}
+        sizes["values"] = self.shape.value
+        tensors = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
+        return State(torch.zeros(batch, dtype=torch.long, device=device), tensors)
+
+    @property
+    def plain(self) -> bool:
+        """One level of all dims: the score has no structure."""
+        return self.config.ranks == (self.shape.key,)
+
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        if state is None and self.plain:
+            return self._as_it_was(inputs), None
+        packs, back = packed(inputs)
+        frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
+        keys, values = self.levels(packs.k_BGTK), packs.v_BGTV
+        if state is not None:
+            keys = [appended(state.tensors[f"keys{level}"], k, count_B) for level, k in enumerate(keys)]
+            values = appended(state.tensors["values"], values, count_B)
+        if self.plain:
+            frame = frame._replace(holes=frame.holes and bool((frame.end_B < frame.slots).any()))
+            mask = library_mask(frame, self.shape, None, None)
+            out = library(packs.q_BHTK, keys[0], values, self.shape, mask, packs.dropout)
+        else:
+            mask = packs.mask_BHTS if state is None else None
+            out = attend(self.terms(packs.q_BHTK, keys), values, frame, self.shape, mask, packs.dropout)
+        out = out if back is None else take(out, back, 2)
+        return out, None if state is None else self._remembered(frame, keys, values, count_B)
+
+    def levels(self, x: Tensor) -> list[Tensor]:
+        """q (B, G, J, T, K) or k (B, G, T, K) cut into the dims of each level, in the group's order."""
+        if self.plain:
+            return [x]
+        index = self.order[:, : sum(self.config.ranks)]
+        index = index.view(1, index.shape[0], *[1] * (x.dim() - 3), index.shape[1])
+        return list(x.gather(-1, index.expand(*x.shape[:-1], -1)).split(self.config.ranks, -1))
+
+    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
+        queries = self.levels(grouped(q_BHTK, self.shape.groups))
+        extents = (None, *self.config.extents)
+        return [Term(q, k, extent, self.config.form) for q, k, extent in zip(queries, keys, extents)]
+
+    def _remembered(self, frame: Frame, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> State:
+        """What some later query may see. Nested: the longest open block of any row (one number read back)."""
+        slots = frame.slots if count_B is None else int(frame.end_B.max())
+        if self.shape.window is not None:
+            slots = min(slots, self.shape.window - 1)
+        live = [slots, *(min(slots, extent - 1) for extent in self.config.extents)]
+        if self.config.form == "nested" and self.config.extents:
+            extents = torch.tensor(self.config.extents, device=frame.end_B.device)
+            opened = (frame.end_B[:, None] % extents).amax(0).tolist()
+            live[1:] = [min(slots, n) for n in opened]
+        tensors = {f"keys{level}": kept(k, n) for level, (k, n) in enumerate(zip(keys, live))}
+        return State(frame.end_B, {**tensors, "values": kept(values, slots)})
+
+    def _as_it_was(self, inputs: Inputs) -> Tensor:
+        """The library's attention on the library's tensors."""
+        length = inputs.q_BHTK.shape[2]
+        frame = Frame(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
+        mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
+        mask = library_mask(frame, self.shape, real(inputs.valid_BT), mask)
+        return library(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        position_BT, valid_BS = positions(inputs)
+        score: Any = 0.0
+        t, s = position_BT.unsqueeze(-1), position_BT.unsqueeze(1)
+        for term in self.terms(wide(inputs.q_BHTK), self.levels(wide(inputs.k_BGTK))):
+            product = torch.einsum("bgjtr,bgsr->bgjts", term.q_BGJTR, term.k_BGSR)
+            score = score + product * near(term.form, term.extent, t, s)[:, None, None]
+        allowed_BTS = definition_mask(t, s, valid_BS, self.shape)
+        mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -t.shape[1] :]
+        out = weigh(score, allowed_BTS[:, None, None], wide(inputs.v_BGTV), self.shape, mask, inputs.dropout)
+        return out.flatten(1, 2).to(inputs.v_BGTV.dtype)
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        live = config.live(length, shape.window)
+        scores = sum(rank * n for rank, n in zip(config.ranks, live))
+        cache = shape.groups * (scores + shape.value * live[0])
+        return MixerCost(cache, shape.heads * (scores + shape.value * live[0]), shape.groups * shape.key)

@@ -1,0 +1,271 @@
+"""Softmax attention whose score is a sum of terms, each seen inside its own extent.
+
+    S[t, s] = scaling sum_l [near_l(t, s)] q_l[t] . k_l[s]            out = softmax(cap(S) + mask) V
+
+near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested). Positions are counted in each row over its
+real tokens. Rows are packed: padding comes first, so that distances between slots are distances between positions
+in every row, and a query meets only the slots in reach. Scores and weights are float32 or wider.
+B batch, T queries, S key slots, H = G J heads, K key dim, V value dim, C queries of one pass, R rank of a term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from surgery.mixers.base import AttentionShape, Inputs, State
+
+QUERIES = 512  # of one pass: what bounds the score matrices held at once
+
+
+class Term(NamedTuple):
+    """One summand of the score. `k` holds the last slots only, at least those that `extent` reaches; None: all."""
+
+    q_BGJTR: Tensor
+    k_BGSR: Tensor
+    extent: int | None = None
+    form: str = "sliding"
+
+
+class Frame(NamedTuple):
+    """T queries are the last of S slots; slot s holds position end - S + s, and nothing where that is negative.
+
+    end_B: tokens seen after this call, (1,) where rows are alike; holes: whether some slot may hold nothing.
+    """
+
+    end_B: Tensor
+    queries: int
+    slots: int
+    holes: bool
+
+    def positions(self, low: int, high: int) -> Tensor:
+        """(B, slots low .. high)"""
+        return self.end_B[:, None] + torch.arange(low - self.slots, high - self.slots, device=self.end_B.device)
+
+    def reach(self, start: int, stop: int, extent: int | None, causal: bool) -> tuple[int, int]:
+        """Slots that queries start .. stop can see within the extent."""
+        first, last = self.slots - self.queries + start, self.slots - self.queries + stop
+        low = 0 if extent is None else max(0, first - extent + 1)
+        ahead = self.slots if extent is None else min(self.slots, last + extent - 1)
+        return low, last if causal else ahead
+
+
+def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
+    """Whether two positions are inside one extent."""
+    if extent is None:
+        return torch.ones_like(t == s)
+    if form == "nested":
+        return t.div(extent, rounding_mode="floor") == s.div(extent, rounding_mode="floor")
+    return (t - s).abs() < extent
+
+
+def grouped(q_BHTK: Tensor, groups: int) -> Tensor:
+    """q_BGJTK: query heads beside those that share their keys."""
+    return q_BHTK.unflatten(1, (groups, -1))
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def weigh(
+    score_BGJCS: Tensor, allowed: Tensor | None, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
+) -> Tensor:
+    """softmax(cap(scaling S) + mask) V with dropout p of the weights. A query that may see nothing averages the
+    values, any number rather than NaN."""
+    score = score_BGJCS * shape.scaling
+    if shape.softcap is not None:
+        score = shape.softcap * torch.tanh(score / shape.softcap)
+    least = torch.finfo(score.dtype).min
+    if mask is not None:
+        mask = mask.unflatten(1, (shape.groups, -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
+        score = score.masked_fill(~mask, least) if mask.dtype == torch.bool else score + mask.to(score.dtype)
+    if allowed is not None:
+        score = score.masked_fill(~allowed, least)
+    weights = F.dropout(torch.softmax(score, -1), p)
+    return (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
+
+
+def attend(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """out_BHTV. The first term has no extent of its own: every pair that the module allows has it."""
+    terms = [term._replace(q_BGJTR=wide(term.q_BGJTR), k_BGSR=wide(term.k_BGSR)) for term in terms]
+    values, passes = wide(v_BGSV), []
+    for start in range(0, frame.queries, QUERIES):
+        span = (start, min(start + QUERIES, frame.queries))
+        again = torch.is_grad_enabled() and frame.queries > QUERIES  # backward computes a pass anew
+        call = (terms, values, frame, shape, mask, p, *span)
+        passes.append(checkpoint(_one_pass, *call, use_reentrant=False) if again else _one_pass(*call))
+    return torch.cat(passes, 3).flatten(1, 2).to(v_BGSV.dtype)
+
+
+def _one_pass(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Any, p: float, start: int, stop: int
+) -> Tensor:
+    low, high = frame.reach(start, stop, shape.window, shape.causal)
+    first = frame.slots - frame.queries
+    t_BC1 = frame.positions(first + start, first + stop).unsqueeze(-1)
+    score = _product(terms[0], frame, start, stop, low, high)
+    for term in terms[1:]:
+        near_low, near_high = frame.reach(start, stop, term.extent, shape.causal)
+        near_low, near_high = max(near_low, low, frame.slots - term.k_BGSR.shape[2]), min(near_high, high)
+        part = _product(term, frame, start, stop, near_low, near_high)
+        inside_BCS = near(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
+        score[..., near_low - low : near_high - low] += part * inside_BCS[:, None, None]
+    allowed_BCS = _allowed(t_BC1, frame.positions(low, high).unsqueeze(1), frame, shape)
+    cut = None if mask is None else mask[..., start:stop, low:high]
+    return weigh(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
+
+
+def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: int) -> Tensor:
+    """q . k of queries start .. stop and slots low .. high, all heads of a group at once."""
+    missing = frame.slots - term.k_BGSR.shape[2]
+    q = term.q_BGJTR[:, :, :, start:stop]
+    return (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
+
+
+def counted(valid_BT: Tensor) -> Tensor:
+    """position_BT: how many real tokens of the row come before."""
+    return valid_BT.long().cumsum(1) - 1
+
+
+def positions(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """position_BT and which slots are real (None: all), for definitions."""
+    if inputs.valid_BT is None:
+        return torch.arange(inputs.q_BHTK.shape[2], device=inputs.q_BHTK.device)[None], None
+    return counted(inputs.valid_BT), inputs.valid_BT
+
+
+def definition_mask(t: Tensor, s: Tensor, valid_BS: Tensor | None, shape: AttentionShape) -> Tensor:
+    """allowed_BTS of positions t (B, T, 1) and s (B, 1, S)."""
+    allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
+    return allowed if valid_BS is None else allowed & valid_BS[:, None, :]
+
+
+def _allowed(t: Tensor, s: Tensor, frame: Frame, shape: AttentionShape) -> Tensor:
+    allowed = s <= t if shape.causal else torch.ones_like(s <= t)
+    if frame.holes:
+        allowed &= s >= 0
+    if shape.window is not None:
+        allowed &= near("sliding", shape.window, t, s)
+    return allowed
+
+
+# -- the library's own attention, for scores without structure -----------------------------------------------------
+def library_mask(frame: Frame, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The library's mask with the module's window and the real slots in it; None where `causal` says everything."""
+    windowed = shape.window is not None and frame.slots > shape.window
+    later = shape.causal and frame.slots > frame.queries > 1
+    if not (frame.holes or windowed or later or valid_BS is not None):
+        return mask
+    s_BS = frame.positions(0, frame.slots) if valid_BS is None else counted(valid_BS)
+    t_BT1 = s_BS[:, frame.slots - frame.queries :].unsqueeze(-1)
+    allowed = _allowed(t_BT1, s_BS.unsqueeze(1), frame, shape).unsqueeze(1)
+    if valid_BS is not None:
+        allowed = allowed & valid_BS[:, None, None, :]
+    if mask is None:
+        return allowed
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def library(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
+) -> Tensor:
+    """out_BHTV, bit by bit what transformers computes: torch's fused attention, or its eager formula under a cap."""
+    length, heads = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGSK.shape[1]
+    causal = shape.causal and mask is None and length > 1
+    if shape.softcap is not None:
+        return _eager(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
+    gqa = heads > 1 and mask is None and k_BGSK.shape[-1] == v_BGSV.shape[-1] <= 256
+    if heads > 1 and not gqa and length > 1:
+        k_BGSK, v_BGSV = k_BGSK.repeat_interleave(heads, 1), v_BGSV.repeat_interleave(heads, 1)
+    if heads > 1 and not gqa and length == 1:
+        q_BHTK = q_BHTK.reshape(q_BHTK.shape[0], -1, heads, q_BHTK.shape[-1])
+        mask = (
+            mask.reshape(mask.shape[0], -1, heads, mask.shape[-1]) if mask is not None and mask.shape[1] > 1 else mask
+        )
+    out = F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSV, mask, dropout_p=p, is_causal=causal, scale=shape.scaling, enable_gqa=gqa
+    )
+    return out.reshape(out.shape[0], -1, length, out.shape[-1])
+
+
+def _eager(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float) -> Tensor:
+    heads = q_BHTK.shape[1] // k_BGSK.shape[1]
+    weights = torch.matmul(q_BHTK, k_BGSK.repeat_interleave(heads, 1).mT) * shape.scaling
+    if shape.softcap is not None:
+        weights = torch.tanh(weights / shape.softcap) * shape.softcap
+    if mask is None and shape.causal:
+        mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device).tril(
+            weights.shape[-1] - weights.shape[-2]
+        )
+    if mask is not None and mask.dtype == torch.bool:
+        least = torch.finfo(weights.dtype).min
+        mask = torch.where(mask, torch.zeros((), dtype=weights.dtype, device=mask.device), least)
+    weights = weights if mask is None else weights + mask
+    weights = torch.softmax(weights, -1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(q_BHTK.dtype)
+    return torch.matmul(F.dropout(weights, p), v_BGSV.repeat_interleave(heads, 1))
+
+
+# -- packing and remembering -----------------------------------------------------------------------------------------
+def real(valid_BT: Tensor | None) -> Tensor | None:
+    """None where nothing is padding."""
+    return None if valid_BT is None or bool(valid_BT.all()) else valid_BT
+
+
+def packed(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+    """Each row's padding moved to its front, and the index that puts outputs back, or None where nothing moves."""
+    valid_BT = real(inputs.valid_BT)
+    if valid_BT is None:
+        return replace(inputs, valid_BT=None), None
+    order_BT = valid_BT.to(torch.int8).argsort(dim=1, stable=True)
+    mask = inputs.mask_BHTS
+    if mask is not None:
+        mask = mask.expand(order_BT.shape[0], *mask.shape[1:])
+        mask = take(mask, order_BT, 2)[..., -order_BT.shape[1] :]
+        mask = take(mask, order_BT, 3)
+    q, k, v = (take(x, order_BT, 2) for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
+    valid = take(valid_BT, order_BT, 1)
+    return replace(
+        inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=take(inputs.x_BTD, order_BT, 1), valid_BT=valid, mask_BHTS=mask
+    ), order_BT.argsort(dim=1)
+
+
+def take(x: Tensor, index_BN: Tensor, dim: int) -> Tensor:
+    """x of each row at that row's indices along `dim`."""
+    shape = [index_BN.shape[0]] + [1] * (x.dim() - 1)
+    shape[dim] = index_BN.shape[1]
+    return x.gather(dim, index_BN.view(shape).expand(*x.shape[:dim], index_BN.shape[1], *x.shape[dim + 1 :]))
+
+
+def appended(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tensor:
+    """The slots of both, packed again; count_B: real tokens among the new (None: all)."""
+    if old_BGSX.shape[2] == 0:
+        return new_BGTX.clone()  # what is given may be a view of far more: of all levels, of a fused q, k, v
+    both = torch.cat([old_BGSX.to(new_BGTX.dtype), new_BGTX], 2)
+    if count_B is None:
+        return both
+    slot_S = torch.arange(both.shape[2], device=both.device)
+    shift_B1 = (new_BGTX.shape[2] - count_B)[:, None]
+    moved_BS = torch.where(slot_S >= old_BGSX.shape[2] + shift_B1, slot_S, (slot_S - shift_B1).clamp_min(0))
+    return take(both, moved_BS, 2)
+
+
+def kept(x_BGSX: Tensor, slots: int) -> Tensor:
+    """The last slots, in storage of their own: a view would keep what was evicted alive."""
+    return x_BGSX if slots >= x_BGSX.shape[2] else x_BGSX[:, :, x_BGSX.shape[2] - slots :].clone()
+
+
+def framed(inputs: Inputs, state: State | None, slots: int) -> tuple[Frame, Tensor | None]:
+    """The frame of packed inputs behind `slots` remembered ones, and how many of each row's tokens are real."""
+    length, device = inputs.q_BHTK.shape[2], inputs.q_BHTK.device
+    count_B = None if inputs.valid_BT is None else inputs.valid_BT.sum(1)
+    seen_B = torch.zeros(1, dtype=torch.long, device=device) if state is None else state.seen_B
+    end_B = seen_B + (length if count_B is None else count_B)
+    return Frame(end_B, length, slots + length, holes=count_B is not None or slots > 0), count_B
