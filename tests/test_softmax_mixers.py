@@ -12,12 +12,19 @@ from surgery.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, Inputs, mixer_config
 from surgery.mixers import softmax as engine
 from surgery.mixers.mlr import MLR
+from surgery.mixers.window import GlobalWindow, Window
 
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 NESTED = MLR(ranks=(3, 2, 2), extents=(8, 3), form="nested")
 SLIDING = MLR(ranks=(3, 2, 1), extents=(9, 4), form="sliding")
-CONFIGS = [NESTED, SLIDING]
-IDS = ["nested", "sliding"]
+LEVELS = [NESTED, SLIDING]
+CONFIGS = {
+    "nested": NESTED,
+    "sliding": SLIDING,
+    "window": Window(6),
+    "sinks": Window(4, sinks=3),
+    "global window": GlobalWindow((3, 4), 6),
+}
 # A row of left padding, one of right padding, one with holes, one whole.
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110", "11111111111111111111111"]
 
@@ -86,7 +93,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
-    "config", [*CONFIGS, MLR((8,)), MLR((5,)), MLR((0, 8), (5,))], ids=[*IDS, "plain", "fewer", "no far"]
+    "config", [*CONFIGS.values(), MLR((8,)), MLR((5,)), MLR((0, 8), (5,))], ids=[*CONFIGS, "plain", "fewer", "no far"]
 )
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_mix_is_its_definition(config, shape, valid, queries):
@@ -97,7 +104,7 @@ def test_mix_is_its_definition(config, shape, valid, queries):
 def test_the_definition_by_hand():
     """eq. 9 pair by pair."""
     shape = replace(SHAPE, heads=1, groups=1)
-    for config in CONFIGS:
+    for config in LEVELS:
         mixer, x = made(config, shape), drawn(1, 11, shape)
         q, k, v = (x.q_BHTK[0, 0][:, mixer.order[0]], x.k_BGTK[0, 0][:, mixer.order[0]], x.v_BGTV[0, 0])
         out = mixer.mix(x)[0][0, 0]
@@ -112,7 +119,7 @@ def test_the_definition_by_hand():
             assert torch.allclose(out[t], torch.softmax(score * shape.scaling, 0) @ v[: t + 1], atol=1e-12)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["window"], SHAPES["capped"]], ids=["causal", "window", "capped"])
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
@@ -124,7 +131,7 @@ def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
         assert state.seen_B.tolist() == ([23] * 4 if valid is None else inputs.valid_BT.sum(1).tolist())
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, MLR((8,))], ids=[*IDS, "plain"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), MLR((8,))], ids=[*CONFIGS, "plain"])
 def test_ragged_rows_are_each_alone(config):
     mixer, inputs = made(config), drawn(4, valid=RAGGED)
     out = in_pieces(mixer, inputs, [9, 14])[0]
@@ -134,7 +141,7 @@ def test_ragged_rows_are_each_alone(config):
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_masks_of_the_library_are_kept(config, queries):
     """Packed documents, as booleans and as numbers, beside padding."""
     mixer, inputs = made(config), drawn(4, valid=RAGGED)
@@ -190,8 +197,17 @@ def test_live_key_cache(ranks, share):
         assert mixer.cost(mixer.config, shape, length).cache - length <= share * full * 1.01
 
 
+def test_windows_keep_their_windows():
+    for config, slots in ((Window(6), 5), (Window(4, sinks=3), 3)):
+        mixer, inputs = made(config), drawn(4, valid=RAGGED)
+        tensors = in_pieces(mixer, inputs, [13, 1, 9])[1].tensors
+        assert tensors["keys"].shape[2] == tensors["values"].shape[2] == slots
+        assert tensors["sink_keys"].shape[2] == config.sinks
+        assert mixer.cost(config, SHAPE, 23).cache == sum(t[0].numel() for t in tensors.values())
+
+
 def test_ragged_states_are_tight():
-    for config in CONFIGS:
+    for config in LEVELS:
         mixer, inputs = made(config), drawn(4, valid=RAGGED)
         state = in_pieces(mixer, inputs, [13, 10])[1]
         assert state.tensors["values"].shape[2] == 23 and key_numbers(state) > 0
@@ -201,7 +217,7 @@ def test_ragged_states_are_tight():
             assert state.tensors[f"keys{level}"].shape[2] == live
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_gradients_go_through_states(config, monkeypatch):
     monkeypatch.setattr(engine, "QUERIES", 4)
     mixer, inputs = made(config), drawn(2, 11, valid=["00111111111", "11111111011"])
@@ -216,7 +232,7 @@ def test_gradients_go_through_states(config, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_small_dtypes(config, dtype, tolerance):
     inputs = drawn(4, dtype=dtype, valid=RAGGED)
     exact = replace(inputs, **{n: getattr(inputs, n).double() for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD")})
@@ -291,11 +307,13 @@ def test_one_level_under_a_cap_is_bit_equal_to_eager():
         ({"ranks": [4, 2, 2], "extents": [8, 16]}, "not rise"),
         ({"ranks": [4, 4], "extents": [8], "form": "spiral"}, "'nested' nor 'sliding'"),
         ({"rank": [4]}, "did you mean 'ranks'"),
+        ({"mixer": "window", "window": 0}, "must be 1 or more"),
+        ({"mixer": "global_window", "ranks": [4]}, "for example ranks"),
     ],
 )
 def test_configs_are_refused_with_the_reason(options, words):
     with pytest.raises(SurgeryError, match=words):
-        mixer_config({"mixer": "mlr", **options})
+        mixer_config({"mixer": "mlr"} | options)
 
 
 def test_shapes_are_refused_with_the_reason():

@@ -21,25 +21,8 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
-from surgery.mixers.softmax import (
-    Frame,
-    Term,
-    appended,
-    attend,
-    definition_mask,
-    framed,
-    grouped,
-    kept,
-    library,
-    library_mask,
-    near,
-    packed,
-    positions,
-    real,
-    take,
-    weigh,
-    wide,
-)
+from surgery.mixers.slots import Frame, appended, framed, kept, packed, real, take
+from surgery.mixers.softmax import Term, attend, define, grouped, library, library_mask
 
 
 @dataclass(frozen=True)
@@ -65,11 +48,12 @@ class MLR(MixerConfig):
         if self.form not in ("nested", "sliding"):
             raise ValueError(f"form {self.form!r} is neither 'nested' nor 'sliding'")
 
-    def live(self, length: int, window: int | None) -> list[int]:
-        """Keys of each level that a sequence of that length needs at most, its last token's block counted whole."""
-        bound = length if window is None else min(length, window - 1)
-        past = 0 if self.form == "nested" else 1
-        return [bound, *(min(bound, extent - past) for extent in self.extents)]
+
+def live(config: Any, length: int, window: int | None) -> list[int]:
+    """Keys of each level that a sequence of that length needs, an open block counted whole."""
+    bound = length if window is None else min(length, window - 1)
+    past = 0 if config.form == "nested" else 1
+    return [bound, *(min(bound, extent - past) for extent in config.extents)]
 
 
 @MIXERS.register(MLR)
@@ -77,6 +61,7 @@ class MLRAttention(Mixer):
     """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1."""
 
     order: Tensor
+    reads_mask = True
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
@@ -86,7 +71,7 @@ class MLRAttention(Mixer):
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
         if sum(config.ranks) > shape.key:
             raise SurgeryError(
-                f"mlr: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
+                f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
                 f"their sum must not pass it, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
             )
 
@@ -116,9 +101,12 @@ class MLRAttention(Mixer):
             out = library(packs.q_BHTK, keys[0], values, self.shape, mask, packs.dropout)
         else:
             mask = packs.mask_BHTS if state is None else None
-            out = attend(self.terms(packs.q_BHTK, keys), values, frame, self.shape, mask, packs.dropout)
+            out = self.attended(self.terms(packs.q_BHTK, keys), values, frame, mask, packs.dropout)
         out = out if back is None else take(out, back, 2)
         return out, None if state is None else self._remembered(frame, keys, values, count_B)
+
+    def attended(self, terms: list[Term], values: Tensor, frame: Frame, mask: Tensor | None, p: float) -> Tensor:
+        return attend(terms, values, frame, self.shape, mask, p)
 
     def levels(self, x: Tensor) -> list[Tensor]:
         """q (B, G, J, T, K) or k (B, G, T, K) cut into the dims of each level, in the group's order."""
@@ -155,20 +143,11 @@ class MLRAttention(Mixer):
         return library(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
 
     def dense(self, inputs: Inputs) -> Tensor:
-        position_BT, valid_BS = positions(inputs)
-        score: Any = 0.0
-        t, s = position_BT.unsqueeze(-1), position_BT.unsqueeze(1)
-        for term in self.terms(wide(inputs.q_BHTK), self.levels(wide(inputs.k_BGTK))):
-            product = torch.einsum("bgjtr,bgsr->bgjts", term.q_BGJTR, term.k_BGSR)
-            score = score + product * near(term.form, term.extent, t, s)[:, None, None]
-        allowed_BTS = definition_mask(t, s, valid_BS, self.shape)
-        mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -t.shape[1] :]
-        out = weigh(score, allowed_BTS[:, None, None], wide(inputs.v_BGTV), self.shape, mask, inputs.dropout)
-        return out.flatten(1, 2).to(inputs.v_BGTV.dtype)
+        return define(self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK)), inputs, self.shape)
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
-        live = config.live(length, shape.window)
-        scores = sum(rank * n for rank, n in zip(config.ranks, live))
-        cache = shape.groups * (scores + shape.value * live[0])
-        return MixerCost(cache, shape.heads * (scores + shape.value * live[0]), shape.groups * shape.key)
+        keys = live(config, length, shape.window)
+        scores = sum(rank * n for rank, n in zip(config.ranks, keys))
+        cache = shape.groups * (scores + shape.value * keys[0])
+        return MixerCost(cache, shape.heads * (scores + shape.value * keys[0]), shape.groups * shape.key)

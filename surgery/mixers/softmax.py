@@ -10,7 +10,7 @@ B batch, T queries, S key slots, H = G J heads, K key dim, V value dim, C querie
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from surgery.mixers.base import AttentionShape, Inputs, State
+from surgery.mixers.base import AttentionShape, Inputs
+from surgery.mixers.slots import Frame, counted, positions
 
 QUERIES = 512  # of one pass: what bounds the score matrices held at once
 
@@ -30,29 +31,6 @@ class Term(NamedTuple):
     k_BGSR: Tensor
     extent: int | None = None
     form: str = "sliding"
-
-
-class Frame(NamedTuple):
-    """T queries are the last of S slots; slot s holds position end - S + s, and nothing where that is negative.
-
-    end_B: tokens seen after this call, (1,) where rows are alike; holes: whether some slot may hold nothing.
-    """
-
-    end_B: Tensor
-    queries: int
-    slots: int
-    holes: bool
-
-    def positions(self, low: int, high: int) -> Tensor:
-        """(B, slots low .. high)"""
-        return self.end_B[:, None] + torch.arange(low - self.slots, high - self.slots, device=self.end_B.device)
-
-    def reach(self, start: int, stop: int, extent: int | None, causal: bool) -> tuple[int, int]:
-        """Slots that queries start .. stop can see within the extent."""
-        first, last = self.slots - self.queries + start, self.slots - self.queries + stop
-        low = 0 if extent is None else max(0, first - extent + 1)
-        ahead = self.slots if extent is None else min(self.slots, last + extent - 1)
-        return low, last if causal else ahead
 
 
 def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
@@ -96,13 +74,36 @@ def attend(
 ) -> Tensor:
     """out_BHTV. The first term has no extent of its own: every pair that the module allows has it."""
     terms = [term._replace(q_BGJTR=wide(term.q_BGJTR), k_BGSR=wide(term.k_BGSR)) for term in terms]
-    values, passes = wide(v_BGSV), []
-    for start in range(0, frame.queries, QUERIES):
-        span = (start, min(start + QUERIES, frame.queries))
-        again = torch.is_grad_enabled() and frame.queries > QUERIES  # backward computes a pass anew
-        call = (terms, values, frame, shape, mask, p, *span)
-        passes.append(checkpoint(_one_pass, *call, use_reentrant=False) if again else _one_pass(*call))
-    return torch.cat(passes, 3).flatten(1, 2).to(v_BGSV.dtype)
+    values = wide(v_BGSV)
+    out = passes(lambda start, stop: _one_pass(terms, values, frame, shape, mask, p, start, stop), frame.queries)
+    return out.flatten(1, 2).to(v_BGSV.dtype)
+
+
+def passes(one: Callable[[int, int], Tensor], queries: int) -> Tensor:
+    """out_BGJTV of all queries, a bounded number at a time; backward computes each pass anew."""
+    again = torch.is_grad_enabled() and queries > QUERIES
+    spans = [(start, min(start + QUERIES, queries)) for start in range(0, queries, QUERIES)]
+    return torch.cat([checkpoint(one, *span, use_reentrant=False) if again else one(*span) for span in spans], 3)
+
+
+def define(terms: list[Term], inputs: Inputs, shape: AttentionShape) -> Tensor:
+    """What `attend` computes, by the definition: a sequence from its start, its padding where it is."""
+    position_BT, valid_BS = positions(inputs)
+    t, s = position_BT.unsqueeze(-1), position_BT.unsqueeze(1)
+    score: Any = 0.0
+    for term in terms:
+        product = torch.einsum("bgjtr,bgsr->bgjts", wide(term.q_BGJTR), wide(term.k_BGSR))
+        score = score + product * near(term.form, term.extent, t, s)[:, None, None]
+    allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
+    return weigh_all(score, allowed, valid_BS, inputs, shape)
+
+
+def weigh_all(score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: Inputs, shape: AttentionShape) -> Tensor:
+    """out_BHTV of whole scores."""
+    allowed = allowed if valid_BS is None else allowed & valid_BS[:, None, :]
+    mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -score.shape[-1] :]
+    out = weigh(score, allowed[:, None, None], wide(inputs.v_BGTV), shape, mask, inputs.dropout)
+    return out.flatten(1, 2).to(inputs.v_BGTV.dtype)
 
 
 def _one_pass(
@@ -128,24 +129,6 @@ def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: in
     missing = frame.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
     return (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
-
-
-def counted(valid_BT: Tensor) -> Tensor:
-    """position_BT: how many real tokens of the row come before."""
-    return valid_BT.long().cumsum(1) - 1
-
-
-def positions(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """position_BT and which slots are real (None: all), for definitions."""
-    if inputs.valid_BT is None:
-        return torch.arange(inputs.q_BHTK.shape[2], device=inputs.q_BHTK.device)[None], None
-    return counted(inputs.valid_BT), inputs.valid_BT
-
-
-def definition_mask(t: Tensor, s: Tensor, valid_BS: Tensor | None, shape: AttentionShape) -> Tensor:
-    """allowed_BTS of positions t (B, T, 1) and s (B, 1, S)."""
-    allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
-    return allowed if valid_BS is None else allowed & valid_BS[:, None, :]
 
 
 def _allowed(t: Tensor, s: Tensor, frame: Frame, shape: AttentionShape) -> Tensor:
@@ -211,61 +194,3 @@ def _eager(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape
     weights = weights if mask is None else weights + mask
     weights = torch.softmax(weights, -1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(q_BHTK.dtype)
     return torch.matmul(F.dropout(weights, p), v_BGSV.repeat_interleave(heads, 1))
-
-
-# -- packing and remembering -----------------------------------------------------------------------------------------
-def real(valid_BT: Tensor | None) -> Tensor | None:
-    """None where nothing is padding."""
-    return None if valid_BT is None or bool(valid_BT.all()) else valid_BT
-
-
-def packed(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
-    """Each row's padding moved to its front, and the index that puts outputs back, or None where nothing moves."""
-    valid_BT = real(inputs.valid_BT)
-    if valid_BT is None:
-        return replace(inputs, valid_BT=None), None
-    order_BT = valid_BT.to(torch.int8).argsort(dim=1, stable=True)
-    mask = inputs.mask_BHTS
-    if mask is not None:
-        mask = mask.expand(order_BT.shape[0], *mask.shape[1:])
-        mask = take(mask, order_BT, 2)[..., -order_BT.shape[1] :]
-        mask = take(mask, order_BT, 3)
-    q, k, v = (take(x, order_BT, 2) for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
-    valid = take(valid_BT, order_BT, 1)
-    return replace(
-        inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=take(inputs.x_BTD, order_BT, 1), valid_BT=valid, mask_BHTS=mask
-    ), order_BT.argsort(dim=1)
-
-
-def take(x: Tensor, index_BN: Tensor, dim: int) -> Tensor:
-    """x of each row at that row's indices along `dim`."""
-    shape = [index_BN.shape[0]] + [1] * (x.dim() - 1)
-    shape[dim] = index_BN.shape[1]
-    return x.gather(dim, index_BN.view(shape).expand(*x.shape[:dim], index_BN.shape[1], *x.shape[dim + 1 :]))
-
-
-def appended(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tensor:
-    """The slots of both, packed again; count_B: real tokens among the new (None: all)."""
-    if old_BGSX.shape[2] == 0:
-        return new_BGTX.clone()  # what is given may be a view of far more: of all levels, of a fused q, k, v
-    both = torch.cat([old_BGSX.to(new_BGTX.dtype), new_BGTX], 2)
-    if count_B is None:
-        return both
-    slot_S = torch.arange(both.shape[2], device=both.device)
-    shift_B1 = (new_BGTX.shape[2] - count_B)[:, None]
-    moved_BS = torch.where(slot_S >= old_BGSX.shape[2] + shift_B1, slot_S, (slot_S - shift_B1).clamp_min(0))
-    return take(both, moved_BS, 2)
-
-
-def kept(x_BGSX: Tensor, slots: int) -> Tensor:
-    """The last slots, in storage of their own: a view would keep what was evicted alive."""
-    return x_BGSX if slots >= x_BGSX.shape[2] else x_BGSX[:, :, x_BGSX.shape[2] - slots :].clone()
-
-
-def framed(inputs: Inputs, state: State | None, slots: int) -> tuple[Frame, Tensor | None]:
-    """The frame of packed inputs behind `slots` remembered ones, and how many of each row's tokens are real."""
-    length, device = inputs.q_BHTK.shape[2], inputs.q_BHTK.device
-    count_B = None if inputs.valid_BT is None else inputs.valid_BT.sum(1)
-    seen_B = torch.zeros(1, dtype=torch.long, device=device) if state is None else state.seen_B
-    end_B = seen_B + (length if count_B is None else count_B)
-    return Frame(end_B, length, slots + length, holes=count_B is not None or slots > 0), count_B
