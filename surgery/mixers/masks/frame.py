@@ -1,0 +1,117 @@
+"""What the masks share: arithmetic in float32 or more, chunks of the time axis, and maps that read the hidden states.
+
+A `Frame` lays the tokens of every row on a grid of chunks: `Frame.plain` from the row's first token on, `Frame.aligned`
+so that chunks lie alike in all rows, each inside one block of absolute positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.mixers.masks.base import Rows
+
+
+def widened(rows: Rows) -> Rows:
+    """With everything in float32, or float64 where the values are."""
+    wide = torch.promote_types(rows.v_BGTV.dtype, torch.float32)
+    return replace(
+        rows,
+        q_BGJTF=rows.q_BGJTF.to(wide),
+        k_BGTF=rows.k_BGTF.to(wide),
+        v_BGTV=rows.v_BGTV.to(wide),
+        beta_BGT=None if rows.beta_BGT is None else rows.beta_BGT.to(wide),
+        signals={name: signal.to(wide) for name, signal in rows.signals.items()},
+    )
+
+
+def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
+    """linear(x) in float32 or more, whatever the hidden states and the checkpoint are stored in."""
+    wide = torch.promote_types(torch.promote_types(x_BTD.dtype, linear.weight.dtype), torch.float32)
+    bias = None if linear.bias is None else linear.bias.to(wide)
+    return F.linear(x_BTD.to(wide), linear.weight.to(wide), bias)
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with softplus(x) = y > 0."""
+    return y + torch.log(-torch.expm1(-y))
+
+
+def log_products(gate_xC: Tensor) -> Tensor:
+    """log_xCC[t, s] = gate_s+1 + .. + gate_t where s <= t, -inf elsewhere.
+
+    Summed column by column, as in the SSD paper's `segsum`: differences of one long cumulative sum would lose the
+    small gates behind a large one.
+    """
+    size = gate_xC.shape[-1]
+    square = torch.ones(size, size, dtype=torch.bool, device=gate_xC.device)  # [s, t]
+    sums_xSC = torch.where(square.triu(1), gate_xC.unsqueeze(-2), 0).cumsum(-1)
+    return sums_xSC.masked_fill(square.tril(-1), -torch.inf).mT
+
+
+def to_end(gate_xC: Tensor) -> Tensor:
+    """gate_s+1 + .. + gate_C-1: the last row of `log_products`."""
+    return F.pad(gate_xC[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+
+
+@dataclass
+class Frame:
+    """N chunks of C slots for the T tokens of each row. Slots without a token are zeros.
+
+    source_BM: the token in a slot, T where there is none; slot_BT: where token t lies; both None where the row's
+    tokens fill the slots in order. base_B: the block that the first slot belongs to.
+    """
+
+    length: int
+    count: int
+    chunk: int
+    base_B: Tensor
+    source_BM: Tensor | None = None
+    slot_BT: Tensor | None = None
+
+    @classmethod
+    def plain(cls, start_B: Tensor, length: int, chunk: int) -> Frame:
+        chunk = max(1, min(chunk, length))
+        return cls(length, -(-length // chunk), chunk, start_B)
+
+    @classmethod
+    def aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> Frame:
+        """Each block of `block` positions takes up a whole number of chunks; one more block than tokens reach, so
+        that the place of the next token is there too."""
+        stride = -(-block // chunk) * chunk
+        first_B, base_B = start_B % block, start_B // block
+        furthest = int(first_B.max()) if first_B.numel() else 0
+        blocks = (furthest + length) // block + 1
+        frame = cls(length, blocks * stride // chunk, chunk, base_B)
+        if furthest == 0 and stride == block:
+            return frame
+        slot_M = torch.arange(blocks * stride, device=start_B.device)
+        offset_M = slot_M % stride
+        token_BM = slot_M // stride * block + offset_M - first_B.unsqueeze(1)
+        outside_BM = (offset_M >= block) | (token_BM < 0) | (token_BM >= length)
+        place_BT = first_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
+        slot_BT = place_BT // block * stride + place_BT % block
+        return replace(frame, source_BM=token_BM.masked_fill(outside_BM, length), slot_BT=slot_BT)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """(.., T, ..) -> (.., N, C, ..), axis `dim` >= 0 being T and axis 0 the rows."""
+        slots = self.count * self.chunk
+        zeros = slots - self.length if self.source_BM is None else 1
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, zeros))
+        if self.source_BM is not None:
+            x = _along(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
+        return x.unflatten(dim, (self.count, self.chunk))
+
+    def joined(self, x: Tensor, dim: int) -> Tensor:
+        """Back again: (.., N, C, ..) -> (.., T, ..), `dim` being N."""
+        x = x.flatten(dim, dim + 1)
+        return x.narrow(dim, 0, self.length) if self.slot_BT is None else _along(x, self.slot_BT, dim)
+
+
+def _along(x: Tensor, index_BT: Tensor, dim: int) -> Tensor:
+    """Of each row (axis 0) the entries of that index along `dim`."""
+    row_B1 = torch.arange(len(index_BT), device=x.device).unsqueeze(1)
+    return x.movedim(dim, 1)[row_B1, index_BT].movedim(1, dim)

@@ -1,0 +1,48 @@
+"""M_ts = alpha_s+1 .. alpha_t, gates read off the hidden states: 1-semiseparable (Mamba-2 / SSD, Dao and Gu 2024,
+eq. 6); with the delta rule Gated DeltaNet (Yang et al. 2025, eq. 10).
+
+    log alpha_t = -exp(A) softplus(W x_t + b)      for each key/value head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.frame import affine, inverse_softplus
+from surgery.mixers.masks.semiseparable import Semiseparable
+
+
+@dataclass(frozen=True)
+class Gates:
+    name: ClassVar[str] = "gates"
+
+
+@MASKS.register(Gates)
+class GatesMask(Semiseparable):
+    """Signal `gate` (B, T, G) is log alpha. At the start W = 0 and A = 0, so that gates are constant: their rates
+    -log alpha are spread over 0.001 .. 0.1 (half lives of 693 .. 7 tokens) as Mamba-2 spreads its time steps."""
+
+    written: ClassVar[tuple[str, ...]] = ("gate",)
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.rate = nn.Linear(shape.dim, shape.groups)
+        self.log_scale_G = nn.Parameter(torch.zeros(shape.groups))
+        with torch.no_grad():
+            self.rate.weight.zero_()
+            spread_G = torch.logspace(-3, -1, shape.groups) if shape.groups > 1 else torch.full((1,), 0.01)
+            self.rate.bias.copy_(inverse_softplus(spread_G))
+
+    def signals(self, x_BTD: Tensor) -> dict[str, Tensor]:
+        rate_BTG = F.softplus(affine(self.rate, x_BTD))
+        return {"gate": -self.log_scale_G.to(rate_BTG.dtype).exp() * rate_BTG}
+
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+        return signals["gate"].transpose(1, 2).unsqueeze(1)
