@@ -9,16 +9,24 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from surgery.checkpoint import METHOD, names_shims
 from surgery.errors import SurgeryError
+from surgery.mixers import mixer_config
 from surgery.standins import empty_standin
+from surgery.version import __version__
 
 FORMAT = 1
 
 
 class SurgeryConfig(QuantizationConfigMixin):
-    """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias}."""
+    """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias};
+    mixers: path of an attention -> {"mixer": .., its options}."""
 
     def __init__(
-        self, modules: dict[str, Any] | None = None, format: int = FORMAT, surgery_version: str = "", **_: Any
+        self,
+        modules: dict[str, Any] | None = None,
+        mixers: dict[str, Any] | None = None,
+        format: int = FORMAT,
+        surgery_version: str = __version__,
+        **_: Any,
     ):
         if format != FORMAT:
             raise SurgeryError(
@@ -26,7 +34,12 @@ class SurgeryConfig(QuantizationConfigMixin):
                 "pip install -U transformer-surgery"
             )
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.format, self.surgery_version, self.modules = format, surgery_version, modules or {}
+        self.format, self.surgery_version = format, surgery_version
+        self.modules, self.mixers = modules or {}, mixers or {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the table of mixers where there are none, as it was written before there were any."""
+        return {k: v for k, v in super().to_dict().items() if k != "mixers" or v}
 
 
 class SurgeryQuantizer(HfQuantizer):
@@ -39,16 +52,19 @@ class SurgeryQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    def _table(self) -> dict[str, Any]:
+    def _tables(self) -> tuple[dict[str, Any], dict[str, Any]]:
         config: Any = self.quantization_config
-        return config.modules
+        return config.modules, config.mixers
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        """Stand-ins for the linears of the table, on meta, in the dtype the model is loaded in."""
+        """Stand-ins for the linears of the table and mixers, on meta, in the dtype the model is loaded in."""
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not while they load")
         modules = dict(model.named_modules())
-        table, missing = self._table(), []
+        # This module is imported while transformers' models are; attention needs them whole.
+        from surgery.attention import swap
+
+        (table, mixers), missing = self._tables(), []
         for path, spec in table.items():
             place = _place(model, path, modules)
             if place is None:
@@ -56,15 +72,24 @@ class SurgeryQuantizer(HfQuantizer):
                 continue
             model.set_submodule(place, empty_standin(spec))
             _untie(model, place)
-        if missing and len(missing) == len(table):
+        for path, spec in mixers.items():
+            place = _place(model, path, modules)
+            if place is None:
+                missing.append(path)
+            else:
+                swap(model, place, mixer_config(spec))
+        if missing and len(missing) == len(table) + len(mixers):
             raise SurgeryError(
                 f"{type(model).__name__} has none of the {len(missing)} linears of the checkpoint's table ({missing[0]}, ..)"
             )
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Leave an ordinary model that remembers its table."""
+        from surgery.attention import refill
+
         model.config.quantization_config = self.quantization_config
         model.is_quantized = False
+        refill(model)
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
         # Shims lie beside the loaded files only; a copy saved from here would point at nothing.

@@ -8,11 +8,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import SurgeryError
 from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import config_from_dict
+
+
+class FoldedLinear(nn.Linear):
+    """A dense linear whose weight is kept as (1, out, in).
+
+    A checkpoint whose attention has a mixer stores the output projection so: a library that loads it without
+    knowing us finds a mismatched shape and stops, where it would have run softmax attention on these weights.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
+        super().__init__(in_features, out_features, bias, **factory)
+        self.weight = nn.Parameter(self.weight.detach()[None])
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> FoldedLinear:
+        """Holding these very numbers."""
+        linear = cls(weight_OI.shape[1], weight_OI.shape[0], bias_O is not None, device="meta")
+        linear.weight = nn.Parameter(weight_OI.detach()[None], requires_grad=weight_OI.requires_grad)
+        if bias_O is not None:
+            linear.bias = nn.Parameter(bias_O.detach(), requires_grad=bias_O.requires_grad)
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[0], self.bias)
+
+    def dense(self) -> Tensor:
+        return self.weight[0]
 
 
 class SplitLinear(nn.Module):
@@ -55,7 +83,8 @@ def empty_standin(
     spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None
 ) -> nn.Module:
     """A module for an entry of the checkpoint's table: {"structure": .., "in_features": .., "out_features": ..,
-    "bias": ..}, or {"structure": "split", "parts": {role: entry}, "heads": ..}."""
+    "bias": ..}, where "dense" and "folded" are structures too, or {"structure": "split", "parts": {role: entry},
+    "heads": ..}."""
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
         parts = {name: empty_standin(entry, device, dtype) for name, entry in spec["parts"].items()}
@@ -67,5 +96,7 @@ def empty_standin(
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     if spec["structure"] == "dense":
         return nn.Linear(in_, out, bias=bias, **factory)
+    if spec["structure"] == "folded":
+        return FoldedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
     return STRUCTURES[config](in_, out, config, bias=bias, **factory)

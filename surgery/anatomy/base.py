@@ -41,6 +41,10 @@ class Anatomy:
     residual_attention, residual_mlp: for each sublayer the module whose input is the residual stream to
         which the sublayer's last linear is added unchanged; () where a norm stands between.
     softcap: config name of the cap on the head's logits; logit_scale: a factor on them, likewise.
+    core: path below the first attention sublayer of the module that computes the scores, "" for the sublayer itself.
+    head_dim: that module's name for K. rotary: which dims of a head turn together, (f, f + half) or (2 f, 2 f + 1),
+        "none" where no RoPE is used; how many turn is read from the config.
+    score_softcap: config name of the cap on attention scores. unmixable: why its attention cannot be given a mixer.
     """
 
     model_types: tuple[str, ...]
@@ -60,6 +64,11 @@ class Anatomy:
     head: str = "lm_head"
     qk_norm: bool = False
     softcap: str = ""
+    core: str = ""
+    head_dim: str = "head_dim"
+    rotary: Literal["halves", "pairs", "none"] = "halves"
+    score_softcap: str = ""
+    unmixable: str = ""
 
     def linears(self) -> list[tuple[str, tuple[str, ...], Fused | None, str]]:
         """(path in the layer, roles, how they are fused or None, path of the residual's reader or "")."""

@@ -15,4 +15,7 @@ ANATOMY = Anatomy(
     residual_attention=("attention.self.query", "crossattention.self.query"),
     residual_mlp=("intermediate.dense",),
     head="cls.predictions.decoder",
+    core="self",
+    head_dim="attention_head_size",
+    rotary="none",
 )

@@ -9,4 +9,5 @@ ANATOMY = replace(
     residual_attention=(),
     residual_mlp=(),
     softcap="final_logit_softcapping",
+    score_softcap="attn_logit_softcapping",
 )

@@ -11,4 +11,5 @@ ANATOMY = Anatomy(
     fused=(Fused("c_attn", ("attention.query", "attention.key", "attention.value")),),
     residual_attention=("ln_1",),
     residual_mlp=("ln_2",),
+    rotary="none",
 )

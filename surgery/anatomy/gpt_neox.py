@@ -11,4 +11,5 @@ ANATOMY = Anatomy(
     down="dense_4h_to_h",
     fused=(Fused("query_key_value", ("attention.query", "attention.key", "attention.value"), "per_head"),),
     head="embed_out|lm_head",
+    head_dim="head_size",
 )

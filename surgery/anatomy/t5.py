@@ -15,4 +15,6 @@ ANATOMY = Anatomy(
     down="wo",
     residual_attention=("layer.0.layer_norm", "layer.1.layer_norm"),
     residual_mlp=("layer.1.layer_norm", "layer.2.layer_norm"),
+    rotary="none",
+    unmixable="T5 adds a learned position bias to its scores, which mixers have no place for",
 )

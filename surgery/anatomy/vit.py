@@ -14,4 +14,5 @@ ANATOMY = Anatomy(
     residual_attention=("layernorm_before",),
     residual_mlp=("layernorm_after", "layernorm_after"),
     head="classifier",
+    rotary="none",
 )

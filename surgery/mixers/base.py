@@ -128,6 +128,7 @@ class Mixer(nn.Module):
 
     config_type: ClassVar[type]
     rotated: bool = True  # wants q and k after RoPE
+    reads_mask: bool = False  # keeps to mask_BHTS where no state is given: packed documents, masks of one's own
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -139,6 +140,10 @@ class Mixer(nn.Module):
 
     def empty_state(self, batch: int, device: torch.device | str) -> State:
         raise NotImplementedError
+
+    def forward(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        """`mix`, as a call that hooks on modules see (offloading, sharding)."""
+        return self.mix(inputs, state)
 
     def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """(out_BHTV, the state after these tokens, or None if none was given). Rows of padding are any numbers."""
