@@ -13,7 +13,7 @@ B batch, T tokens, D model width, H query heads, G key/value heads, J = H / G, K
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -104,10 +104,12 @@ class MixerConfig:
 
 
 def plain(value: Any) -> Any:
-    """JSON's types."""
-    if isinstance(value, tuple):
+    """JSON's types; a config inside a config keeps its name."""
+    if isinstance(value, (tuple, list)):
         return [plain(v) for v in value]
-    return {"name": value.name, **asdict(value)} if hasattr(value, "name") else value
+    if hasattr(value, "name"):
+        return {"name": value.name, **{f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+    return value
 
 
 def from_options(config_type: Any, options: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ class FeatureMap(nn.Module):
 
     config_type: ClassVar[type]
     positive: ClassVar[bool] = True  # whether phi(q) . phi(k) >= 0, so that it can be normalised
+    least: ClassVar[float] = 0.0  # a map that is positive only in expectation: the least denominator to divide by
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -27,6 +28,11 @@ class FeatureMap(nn.Module):
     def features(cls, config: Any, shape: AttentionShape) -> int:
         """F, the number of features."""
         return shape.key
+
+    @classmethod
+    def macs(cls, config: Any, shape: AttentionShape) -> int:
+        """Multiply-accumulates for a token: all its queries and keys."""
+        return 0
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         """q_BHTF"""

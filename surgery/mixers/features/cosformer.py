@@ -1,0 +1,54 @@
+"""cosFormer: A_ts = relu(q_t) . relu(k_s) cos(pi/2 (t - s) / length).
+
+Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", eqs. 9-12: the cosine of a difference is two products,
+so phi(x_t) = [relu(x) cos(theta_t), relu(x) sin(theta_t)], theta_t = pi/2 t / length.
+From position `length` on theta stays at pi/2, where the paper's weights would turn negative.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.features.base import FEATURES, FeatureMap
+
+
+@dataclass(frozen=True)
+class CosFormer:
+    """length: M of the paper, the longest context to tell distances in; tokens beyond it look equally far."""
+
+    name: ClassVar[str] = "cosformer"
+    length: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise SurgeryError(f"cosformer: length {self.length} must be 1 or more tokens, for example length: 4096")
+
+
+@FEATURES.register(CosFormer)
+class CosFormerMap(FeatureMap):
+    """F = 2 K."""
+
+    @classmethod
+    def features(cls, config: Any, shape: AttentionShape) -> int:
+        return 2 * shape.key
+
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return self._weighted(q_BHTK, position_BT)
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return self._weighted(k_BGTK, position_BT)
+
+    def _weighted(self, x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        share_BT = position_BT.clamp(0, self.config.length).to(x_BHTK.dtype) / self.config.length
+        theta_B1T1 = (0.5 * math.pi * share_BT)[:, None, :, None]
+        # Rounding makes cos(pi/2) a little negative; a score must not be.
+        x_BHTK = F.relu(x_BHTK)
+        return torch.cat([x_BHTK * theta_B1T1.cos().clamp_min(0), x_BHTK * theta_B1T1.sin()], dim=-1)

@@ -1,0 +1,51 @@
+"""The softmax feature map: phi(x) = [softmax(W x), softmax(-W x)], W learned.
+
+Zhang et al. 2024, "The Hedgehog & the Porcupine", section 4.2 (both signs; the softmax over the features keeps the
+spikes of attention), as in LoLCATs (Zhang et al. 2025, section 3.1). W starts as the identity: heads of a group share
+one at the start and part later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.features.base import FEATURES, FeatureMap
+
+
+@dataclass(frozen=True)
+class Hedgehog:
+    name: ClassVar[str] = "hedgehog"
+
+
+@FEATURES.register(Hedgehog)
+class HedgehogMap(FeatureMap):
+    """F = 2 K. query_HKK, key_GKK: W of each head, rows are features."""
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.query_HKK = nn.Parameter(torch.eye(shape.key).repeat(shape.heads, 1, 1))
+        self.key_GKK = nn.Parameter(torch.eye(shape.key).repeat(shape.groups, 1, 1))
+
+    @classmethod
+    def features(cls, config: Any, shape: AttentionShape) -> int:
+        return 2 * shape.key
+
+    @classmethod
+    def macs(cls, config: Any, shape: AttentionShape) -> int:
+        return (shape.heads + shape.groups) * shape.key**2
+
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return both_signs(q_BHTK, self.query_HKK)
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return both_signs(k_BGTK, self.key_GKK)
+
+
+def both_signs(x_BHTK: Tensor, w_HKK: Tensor) -> Tensor:
+    y_BHTK = torch.einsum("bhtk,hfk->bhtf", x_BHTK, w_HKK.to(x_BHTK.dtype))
+    return torch.cat([y_BHTK.softmax(-1), (-y_BHTK).softmax(-1)], dim=-1)

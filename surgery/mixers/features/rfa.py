@@ -1,0 +1,65 @@
+"""Random Fourier features of unit queries and keys: phi(q) . phi(k) estimates exp(q' . k').
+
+    phi(x) = e^(|x'|^2 / 2) [cos(w_1 x'), .., cos(w_F x'), sin(w_1 x'), .., sin(w_F x')] / sqrt(F)     w ~ N(0, I)
+
+Peng et al. 2021, "Random Feature Attention", eqs. 4-5 and section 3.1: x' = sigma * x / |x|, since the variance
+grows with the norms, and a learned sigma per dim gives the sharpness back. Estimates can be negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.features.base import FEATURES, FeatureMap
+from surgery.mixers.features.draws import gaussian, per_group
+
+
+@dataclass(frozen=True)
+class RFA:
+    """features: draws w (each gives a cosine and a sine). sigma: where the learned one starts."""
+
+    name: ClassVar[str] = "rfa"
+    features: int = 64
+    sigma: float = 1.0
+    seed: int = 0
+
+
+@FEATURES.register(RFA)
+class RFAMap(FeatureMap):
+    """F = 2 x features; w and sigma are of a key/value group, as q and k must share them."""
+
+    w_GFK: Tensor
+    positive: ClassVar[bool] = False
+    least: ClassVar[float] = 0.1  # a token's own score is e^(-1) or more at sigma = 1
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.register_buffer("w_GFK", gaussian(config.seed, shape.groups, config.features, shape.key))
+        self.sigma_GK = nn.Parameter(torch.full((shape.groups, shape.key), float(config.sigma)))
+
+    @classmethod
+    def features(cls, config: Any, shape: AttentionShape) -> int:
+        return 2 * config.features
+
+    @classmethod
+    def macs(cls, config: Any, shape: AttentionShape) -> int:
+        return (shape.heads + shape.groups) * config.features * shape.key
+
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return self._waves(q_BHTK)
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return self._waves(k_BGTK)
+
+    def _waves(self, x_BHTK: Tensor) -> Tensor:
+        x_BHTK = x_BHTK * (x_BHTK.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+        sigma_HK = self.sigma_GK.to(x_BHTK.dtype).repeat_interleave(x_BHTK.shape[1] // self.shape.groups, dim=0)
+        x_BHTK = x_BHTK * sigma_HK.unsqueeze(1)
+        angle_BHTF = per_group(x_BHTK, self.w_GFK)
+        scale_BHT1 = (x_BHTK.square().sum(-1, keepdim=True) / 2).exp() * self.config.features**-0.5
+        return scale_BHT1 * torch.cat([angle_BHTF.cos(), angle_BHTF.sin()], dim=-1)

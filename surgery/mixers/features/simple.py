@@ -1,0 +1,59 @@
+"""Feature maps without parameters: the identity, 1 + elu, relu.
+
+identity: linear attention on q and k themselves, A = q . k (RetNet, Mamba-2, the delta rule); may be negative.
+1 + elu: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 7.   relu: Kasai et al. 2021 without its matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.mixers.features.base import FEATURES, FeatureMap
+
+
+@dataclass(frozen=True)
+class Identity:
+    name: ClassVar[str] = "identity"
+
+
+@dataclass(frozen=True)
+class Elu:
+    name: ClassVar[str] = "elu"
+
+
+@dataclass(frozen=True)
+class Relu:
+    name: ClassVar[str] = "relu"
+
+
+@FEATURES.register(Identity)
+class IdentityMap(FeatureMap):
+    positive: ClassVar[bool] = False
+
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return q_BHTK
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return k_BGTK
+
+
+@FEATURES.register(Elu)
+class EluMap(FeatureMap):
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return 1 + F.elu(q_BHTK)
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return 1 + F.elu(k_BGTK)
+
+
+@FEATURES.register(Relu)
+class ReluMap(FeatureMap):
+    def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        return F.relu(q_BHTK)
+
+    def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        return F.relu(k_BGTK)
