@@ -1,0 +1,57 @@
+"""M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), on absolute positions, causal.
+
+Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with chirps w_n = e^(pi i n^2 / period) it is Re(w_t conj(w)[t - s] w_s),
+a Toeplitz mask between two phases, for any length and start (history.py). No parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.history import History
+
+
+@dataclass(frozen=True)
+class Fourier:
+    name: ClassVar[str] = "fourier"
+    period: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise SurgeryError(f"fourier: period={self.period} is no number of positions; use 1 or more, say 4096")
+
+
+@MASKS.register(Fourier)
+class FourierMask(History):
+    """Angles are reduced as integers, so that far positions are as exact as near ones. `omega_2` is in the checkpoint
+    for the record; the arithmetic has its dtype, float32 at least."""
+
+    omega_2: Tensor
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        angle = 2 * math.pi / config.period
+        self.register_buffer("omega_2", torch.tensor([math.cos(angle), math.sin(angle)]))
+
+    def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
+        turn_BTS = at_BT.unsqueeze(2) * from_BS.unsqueeze(1) % self.config.period
+        mask_BTS = torch.cos(self._angle(turn_BTS, self.config.period))
+        return torch.where(from_BS.unsqueeze(1) <= at_BT.unsqueeze(2), mask_BTS, 0)[:, None, None]
+
+    def distances(self, length: int) -> Tensor:
+        return self.phase(torch.arange(length, device=self.omega_2.device)).conj()[None, None]
+
+    def phase(self, position_BS: Tensor) -> Tensor:
+        """The chirp w."""
+        angle_BS = self._angle(position_BS**2 % (2 * self.config.period), 2 * self.config.period)
+        return torch.polar(torch.ones_like(angle_BS), angle_BS)
+
+    def _angle(self, turn: Tensor, whole: int) -> Tensor:
+        return turn.to(torch.promote_types(self.omega_2.dtype, torch.float32)) * (2 * math.pi / whole)
