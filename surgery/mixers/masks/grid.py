@@ -1,0 +1,108 @@
+"""Dense block mixing in chunks (MHLA, Zhang et al. 2026; masks/blocks.py).
+
+    mixed     kernel scores: the sums of the blocks before are mixed once for each block, (T / block)^2 F V; what the
+              block has of its own stands beside them
+    passed    delta rule: every token turns every sum, so they stay apart and pass the chunks in order
+
+A block is a whole number of chunks.      I blocks of the call, m chunks in a block, N = I m, A blocks from position 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.mixers.masks.base import Rows
+from surgery.mixers.masks.frame import Frame
+from surgery.mixers.scores import Chunk, chunk_scores
+
+
+def grown(sums_BAGFV: Tensor, blocks: int) -> Tensor:
+    """With zeros for at least that many blocks."""
+    return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, max(blocks - sums_BAGFV.shape[1], 0)))
+
+
+def only(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
+    """(B, A, G, F, V): each row's sum in its block, zeros in the others."""
+    here_BA = here_B.unsqueeze(1) == torch.arange(blocks, device=here_B.device)
+    return torch.where(here_BA[..., None, None, None], sum_BGFV.unsqueeze(1), 0)
+
+
+def rows_of(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
+    """W's rows of these blocks, (B, G, J, I, A); blocks past the last have no tokens."""
+    count = matrix_GJMM.shape[-1]
+    rows_GJBIM = matrix_GJMM[:, :, block_BI.clamp_max(count - 1)]
+    return F.pad(rows_GJBIM.movedim(2, 0), (0, max(blocks - count, 0)))[..., :blocks]
+
+
+@dataclass
+class Grid:
+    """One call's chunks, (B, G, N, ..) each, and the rows of W for its blocks."""
+
+    frame: Frame
+    per_block: int
+    scores: Chunk
+    v_BGNCV: Tensor
+    block_BI: Tensor
+    weight_BGJIA: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, matrix_GJMM: Tensor, chunk: int, block: int) -> Grid:
+        frame = Frame.aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
+        per_block = -(-block // frame.chunk)
+        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
+        scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
+        block_BI = frame.base_B.unsqueeze(1) + torch.arange(frame.count // per_block, device=frame.base_B.device)
+        weight_BGJIA = rows_of(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
+        return cls(frame, per_block, scores, frame.cut(rows.v_BGTV, 2), block_BI, weight_BGJIA)
+
+    def before(self, sums_BAGFV: Tensor) -> Tensor:
+        """The sums of the state, with room for the call's blocks."""
+        if sums_BAGFV.dim() == 1:  # no state
+            batch, groups, _, _, values = self.v_BGNCV.shape
+            sums_BAGFV = self.v_BGNCV.new_zeros(batch, 0, groups, self.scores.write_xCF.shape[-1], values)
+        return grown(sums_BAGFV, self.weight_BGJIA.shape[-1])
+
+    def mixed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """(out_BGJTV, every block's sum)."""
+        sums_BAGFV, row_B1 = self.before(before), torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None]
+        chunk_BGImFV = (self.scores.write_xCF.mT @ self.v_BGNCV).unflatten(2, (-1, self.per_block))
+        # What a row brings of its first block comes before its chunks; other blocks of the call are new.
+        open_BGIFV = sums_BAGFV[row_B1, self.block_BI].transpose(1, 2)
+        own_BGImFV = torch.cat([open_BGIFV.unsqueeze(3), chunk_BGImFV], 3).cumsum(3)
+        sums_BAGFV = sums_BAGFV.index_put((row_B1, self.block_BI), own_BGImFV[:, :, :, -1].transpose(1, 2))
+        at_A = torch.arange(self.weight_BGJIA.shape[-1], device=row_B1.device)
+        earlier_BGJIA = self.weight_BGJIA * (at_A < self.block_BI.unsqueeze(2))[:, None, None]
+        mixed_BGJIFV = torch.einsum("bgjia,bagfv->bgjifv", earlier_BGJIA, sums_BAGFV[:, : len(at_A)])
+        read_BGImJCF = self.scores.read_xJCF.unflatten(2, (-1, self.per_block))
+        out = read_BGImJCF @ mixed_BGJIFV.transpose(2, 3).unsqueeze(3)
+        near = (read_BGImJCF @ own_BGImFV[:, :, :, :-1].unsqueeze(4)).flatten(2, 3)
+        near = near + self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3)
+        out = out.flatten(2, 3) + self._own()[..., None, None] * near
+        return self.frame.joined(out.transpose(2, 3), 3), sums_BAGFV
+
+    def passed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The same."""
+        sums_BAGFV, out, own_BGNJ = self.before(before), [], self._own()
+        inside = own_BGNJ[..., None, None] * (self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3))
+        added_BGNFV = self.scores.write_xCF.mT @ self.v_BGNCV
+        keys_BGNCF: Tensor = self.scores.keys_xCF  # type: ignore[assignment]
+        blocks = self.weight_BGJIA.shape[-1]
+        for n in range(self.frame.count):
+            weight_BGJA = self.weight_BGJIA[:, :, :, n // self.per_block]
+            mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV[:, :blocks])
+            out.append(inside[:, :, n] + self.scores.read_xJCF[:, :, n] @ mixed_BGJFV)
+            seen_BAGCV = keys_BGNCF[:, None, :, n] @ sums_BAGFV
+            sums_BAGFV = sums_BAGFV - self.scores.write_xCF[:, None, :, n].mT @ seen_BAGCV
+            here_B = self.block_BI[:, n // self.per_block]
+            sums_BAGFV = sums_BAGFV + only(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
+        return self.frame.joined(torch.stack(out, 3), 3), sums_BAGFV
+
+    def _own(self) -> Tensor:
+        """W[block, block] for every chunk, (B, G, N, J)."""
+        index = self.block_BI[:, None, None, :, None].expand(*self.weight_BGJIA.shape[:4], 1)
+        own_BGJI = self.weight_BGJIA.gather(-1, index).squeeze(-1)
+        return own_BGJI.transpose(2, 3).repeat_interleave(self.per_block, 2)
