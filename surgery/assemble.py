@@ -64,9 +64,9 @@ def _join(target: Path, pieces: list[Path]) -> None:
     write_shard(target, [Entry.copy(name, info) for name, info in tensors.items()])
 
 
-def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any]) -> dict[str, Any]:
-    """The source's config with our table; a replaced head is no longer tied."""
-    config = {**source.config, "quantization_config": quantization_table(table)}
+def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
+    """The source's config with our tables; a replaced head is no longer tied."""
+    config = {**source.config, "quantization_config": quantization_table(table, mixers)}
     twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
     return _untied(config, skeleton.config) if twins & set(table) else config
 

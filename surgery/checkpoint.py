@@ -48,11 +48,12 @@ def _register_quantizer() -> None:
     auto.register_quantizer(METHOD)(SurgeryQuantizer)
 
 
-def quantization_table(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def quantization_table(table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The config's entry: what stands at which path."""
     from surgery.version import __version__
 
-    return {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+    told = {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+    return {**told, "mixers": mixers} if mixers else told
 
 
 def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -64,6 +65,15 @@ def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
     return modules
+
+
+def mixers_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Path of an attention -> its mixer's entry, of a converted checkpoint's config.json; {} where there are none."""
+    table_of(config, name)
+    mixers = config["quantization_config"].get("mixers", {})
+    if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
+        raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
+    return mixers
 
 
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:

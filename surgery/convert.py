@@ -30,7 +30,7 @@ from surgery.checkpoint import write_shims
 from surgery.devices import choose_device, device_name, own_stream
 from surgery.errors import SurgeryError
 from surgery.fit import Judge, fit_cut
-from surgery.grafts import Grafts, file_name, graft, reload_grafts, stored_dtype
+from surgery.grafts import Grafts, file_name, fold_output, graft, reload_grafts, seat_mixer, stored_dtype
 from surgery.headcut import convert_head
 from surgery.journal import Journal
 from surgery.layerwise import Layerwise
@@ -43,6 +43,7 @@ from surgery.score import Score
 from surgery.shards import Entry, read_header, write_json, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
+from surgery.starts.base import Started, blank
 from surgery.stream import Stream
 from surgery.version import __version__
 from surgery.weights import matrix_of
@@ -171,7 +172,8 @@ class _Run:
         with self._timed("write"):
             weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal)
             table = {path: spec for line in lines for path, spec in line["table"].items()}
-            config = out_config(self.skeleton.source, self.skeleton, table)
+            mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
+            config = out_config(self.skeleton.source, self.skeleton, table, mixers)
             copy_companions(self.skeleton.source, self.partial)
             write_shims(self.partial, config, self.skeleton.model)
             write_json(self.partial / "config.json", config)
@@ -247,6 +249,9 @@ class _Run:
                     judge = Judge(stored=stored_dtype(self.skeleton, cut))
                     fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
                 graft(self.skeleton, list(cuts), fitted, self.device, grafts)
+            if seat := self.plan.seats.get(path):
+                seat_mixer(self.skeleton, seat, Started(blank(seat, self.device), {}), grafts)
+                fold_output(self.skeleton, self.plan, seat, self.device, grafts)
         return grafts, time.perf_counter() - began
 
     # -- pieces ------------------------------------------------------------------------------------
@@ -281,7 +286,8 @@ class _Run:
                 entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
         trim()
         write_shard(self._piece(unit), entries)
-        self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **said)
+        mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
+        self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **mixers, **said)
         return self.journal.lines[-1]
 
     # -- the report --------------------------------------------------------------------------------
@@ -320,6 +326,7 @@ class _Run:
             "held_out": rest["held_out"],
             "totals": totals(records, source, self.partial, weight_map),
             "modules": records,
+            "mixers": [record for line in lines for record in line.get("mixer_records", [])],
             "time": {
                 "seconds": {**self.seconds, "total": round(total, 3)},
                 "layers": {line["piece"]: line["seconds"] for line in lines if "seconds" in line},
@@ -349,7 +356,7 @@ def totals(records: list[dict[str, Any]], source: Source, folder: Path, weight_m
     return {
         "replaced_params_before": before,
         "replaced_params_after": after,
-        "kept": after / before,
+        "kept": after / before if before else 1.0,
         "macs_before": sum(r["macs_before"] for r in records),
         "macs_after": sum(r["macs_after"] for r in records),
         "params_before": sum(t.numel for t in source.tensors.values()),

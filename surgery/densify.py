@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from surgery.assemble import assemble, copy_companions
-from surgery.checkpoint import names_shims, table_of
+from surgery.checkpoint import mixers_of, names_shims, quantization_table, table_of
 from surgery.convert import partial_of
 from surgery.errors import SurgeryError
 from surgery.grafts import load_standin
+from surgery.heads import output_path
 from surgery.journal import Journal
 from surgery.progress import Progress
 from surgery.shards import DTYPES, Entry, write_json, write_shard
+from surgery.skeleton import Skeleton
 from surgery.source import Source, open_converted
 from surgery.standins import SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
@@ -35,15 +37,18 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
     source = open_converted(converted)
-    table = table_of(source.config, converted)
+    table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
+    outputs = _outputs(source, mixers)
+    folded = {path: _folded(spec) for path, spec in table.items() if path in outputs}
+    table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
     partial = partial_of(out)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with Journal(partial, {"densify": source.fingerprint()}, resume=False) as journal:
-            pieces = _pieces(source, table, partial / "pieces", progress)
+            pieces = _pieces(source, table, set(folded), partial / "pieces", progress)
             assemble(partial, pieces, journal)
         copy_companions(source, partial)
-        write_json(partial / "config.json", _plain_config(source))
+        write_json(partial / "config.json", _plain_config(source, folded, mixers))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -54,14 +59,30 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     return {"out": str(out), "modules": len(table)}
 
 
-def _plain_config(source: Source) -> dict[str, Any]:
+def _outputs(source: Source, mixers: dict[str, Any]) -> set[str]:
+    """Output projections of attention with a mixer. Mixers are not undone, so these stay folded (FoldedLinear)."""
+    if not mixers:
+        return set()
+    config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
+    model = Skeleton(Source(source.name, source.folder, config, {})).model
+    return {output_path(model, path) for path in mixers}
+
+
+def _folded(spec: dict[str, Any]) -> dict[str, Any]:
+    names = ("in_features", "out_features", "bias", "file_name", "transposed")
+    return {"structure": "folded", **{name: spec[name] for name in names if name in spec}}
+
+
+def _plain_config(source: Source, folded: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
+    if mixers:
+        return {**config, "quantization_config": quantization_table(folded, mixers)}
     if names_shims(config):
         del config["auto_map"]
     return config
 
 
-def _pieces(source: Source, table: dict[str, Any], folder: Path, progress: Progress) -> list[Path]:
+def _pieces(source: Source, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress) -> list[Path]:
     """Everything that is not a stand-in's, then the products, in pieces of about BATCH bytes."""
     folder.mkdir()
     pieces: list[Path] = []
@@ -73,7 +94,7 @@ def _pieces(source: Source, table: dict[str, Any], folder: Path, progress: Progr
         batch.clear()
 
     with progress.bar("multiplying out", len(table)) as tick:
-        for entry in _entries(source, table, tick):
+        for entry in _entries(source, table, folded, tick):
             batch.append(entry)
             if sum(e.nbytes for e in batch) > BATCH:
                 write()
@@ -82,12 +103,12 @@ def _pieces(source: Source, table: dict[str, Any], folder: Path, progress: Progr
     return pieces
 
 
-def _entries(source: Source, table: dict[str, Any], tick: Any) -> Iterator[Entry]:
+def _entries(source: Source, table: dict[str, Any], folded: set[str], tick: Any) -> Iterator[Entry]:
     names = {entry.get("file_name", path): path for path, entry in table.items()}
     cores = {f"{base}.{name}" for base, path in names.items() for name in _tensors(table[path])}
     yield from (Entry.copy(name, info) for name, info in source.tensors.items() if name not in cores)
     for base, path in names.items():
-        yield from dense_entries(source, base, table[path])
+        yield from dense_entries(source, base, table[path], path in folded)
         tick()
 
 
@@ -98,13 +119,14 @@ def _tensors(spec: dict[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def dense_entries(source: Source, base: str, spec: dict[str, Any]) -> list[Entry]:
+def dense_entries(source: Source, base: str, spec: dict[str, Any], folded: bool = False) -> list[Entry]:
     """The dense weight of one stand-in (and the bias of a split one), under its original names."""
     module = load_standin(spec, base, source.tensors, torch.device("cpu"))
     stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _tensors(spec) if not n.endswith("place"))]
     assert isinstance(module, (StructuredLinear, SplitLinear))
     weight_OI = module.dense()
-    entries = [Entry.of(f"{base}.weight", (weight_OI.mT if spec.get("transposed") else weight_OI).to(stored))]
+    weight = weight_OI[None] if folded else weight_OI.mT if spec.get("transposed") else weight_OI
+    entries = [Entry.of(f"{base}.weight", weight.to(stored))]
     bias = module.fused_bias() if isinstance(module, SplitLinear) else None
     if isinstance(bias, Tensor):
         entries.append(Entry.of(f"{base}.bias", bias.to(stored)))

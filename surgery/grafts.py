@@ -12,22 +12,28 @@ from torch import Tensor, nn
 
 from surgery.errors import SurgeryError
 from surgery.fit import Fitted
+from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.plan import Cut, Plan
+from surgery.seats import Seat
 from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
 from surgery.skeleton import Skeleton, place
-from surgery.standins import SplitLinear, empty_standin
+from surgery.standins import FoldedLinear, SplitLinear, empty_standin
+from surgery.starts import Started
 from surgery.structures import StructuredLinear
 from surgery.weights import part_name, rows_of, spec_of
 
 
 @dataclass
 class Grafts:
-    """A layer's stand-ins by path; what is written of them; the checkpoint's table; the report's records."""
+    """A layer's stand-ins and mixers by path; what is written of them; the checkpoint's tables; the report's records."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
+    mixers: dict[str, Mixer] = field(default_factory=dict)
+    mixer_table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mixer_records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def multiplied_out(module: nn.Module) -> nn.Module:
@@ -35,7 +41,7 @@ def multiplied_out(module: nn.Module) -> nn.Module:
     blocks or many terms would take far longer."""
     if isinstance(module, SplitLinear):
         return dense_linear(module.dense(), module.fused_bias())
-    if isinstance(module, StructuredLinear):
+    if isinstance(module, (StructuredLinear, FoldedLinear)):
         return dense_linear(module.dense(), module.bias)
     return module
 
@@ -116,6 +122,44 @@ def _with_bias(fitted: Fitted, bias: Tensor | None) -> nn.Module:
     return dense_linear(fitted.dense_OI, bias)
 
 
+def seat_mixer(skeleton: Skeleton, seat: Seat, started: Started, grafts: Grafts) -> None:
+    """Add a mixer to `grafts`, its numbers rounded to the dtype of the weights around it. The output projection,
+    where it stays dense, is stored folded: see FoldedLinear."""
+    info = skeleton.info(f"{seat.output}.weight")
+    stored, mixer = DTYPES[info.dtype], started.mixer.eval().requires_grad_(False)
+    for parameter in mixer.parameters():
+        parameter.data = parameter.data.to(stored).float()
+    grafts.mixers[seat.path] = mixer
+    grafts.mixer_table[seat.path] = mixer.config.to_dict()
+    for name, tensor in mixer.state_dict().items():
+        tensor = tensor.to(stored) if tensor.is_floating_point() else tensor
+        grafts.entries.append(Entry.of(f"{seat.path}.mixer.{name}", tensor))
+    grafts.mixer_records.append(
+        {"name": seat.path, "errors": started.errors, "params": sum(t.numel() for t in mixer.state_dict().values())}
+    )
+
+
+def fold_output(skeleton: Skeleton, plan: Plan, seat: Seat, device: torch.device, grafts: Grafts) -> None:
+    """After everything else of the layer: the output projection of a mixer, unless a structure has taken its place."""
+    if seat.output in grafts.table:
+        return
+    linear = next(linear for linear in plan.body.linears if linear.path == seat.output)
+    info, base = skeleton.info(f"{seat.output}.weight"), file_name(skeleton, seat.output)
+    if seat.output not in grafts.modules:
+        bias = read_tensor(skeleton.info(f"{seat.output}.bias"), torch.float32).to(device) if linear.bias else None
+        weight = read_tensor(info, torch.float32).to(device)
+        grafts.modules[seat.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
+    weight_OI: Any = grafts.modules[seat.output].weight.detach()  # type: ignore[operator]
+    grafts.entries = [entry for entry in grafts.entries if entry.name != f"{base}.weight"]
+    grafts.entries.append(Entry.of(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
+    spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
+    grafts.table[seat.output] = {
+        **spec,
+        **({"file_name": base} if base != seat.output else {}),
+        **({"transposed": True} if linear.transposed else {}),
+    }
+
+
 def reload_grafts(
     skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
 ) -> Grafts:
@@ -125,7 +169,20 @@ def reload_grafts(
         linear = cuts[0].linear
         spec = done["table"].get(path) or {**spec_of(cuts[0], None), "transposed": linear.transposed}
         grafts.modules[path] = load_standin(spec, file_name(skeleton, path), piece, device)
+    grafts.mixer_table, grafts.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
+    for path, spec in grafts.mixer_table.items():
+        seat = plan.seats[done["piece"]]
+        grafts.mixers[path] = load_mixer(spec, seat, piece, device)
     return grafts
+
+
+def load_mixer(spec: dict[str, Any], seat: Seat, piece: dict[str, TensorInfo], device: torch.device) -> Mixer:
+    config = mixer_config(spec)
+    with torch.device(device):
+        mixer = MIXERS[config](config, seat.shape).float()
+    state = {name: read_tensor(piece[f"{seat.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()}
+    mixer.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()})
+    return mixer.eval().requires_grad_(False)
 
 
 def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:

@@ -8,8 +8,8 @@ execution, so that the MLP already sees the converted attention.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,14 +22,17 @@ from surgery.batch import Batch, real_rows
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
-from surgery.grafts import Grafts, graft, grafted, multiplied_out, stored_dtype
+from surgery.grafts import Grafts, fold_output, graft, grafted, multiplied_out, seat_mixer, stored_dtype
 from surgery.headcut import convert_head
 from surgery.plan import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.score import Score, score
+from surgery.seats import Seat
 from surgery.skeleton import Skeleton
+from surgery.starts.base import blank, start_of
 from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
 from surgery.weights import matrix_of
+from surgery.windows import Windows, all_seated
 
 
 @dataclass
@@ -83,18 +86,44 @@ class Layerwise:
             grafts = self._convert(call)
             self.write(call.path, grafts, time.perf_counter() - began)
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
-        self.diverged = self.diverged or bool(grafts.modules)
+        self.diverged = self.diverged or bool(grafts.modules) or bool(grafts.mixers)
         # While the streams are one the second half is still run: its extra outputs may be wanted further on.
         phases = [
             (0, self.rows, nullcontext()),
-            (self.rows, 2 * self.rows, grafted(call.layer, call.path, grafts.modules)),
+            (self.rows, 2 * self.rows, self._converted(call, grafts)),
         ]
         return run_phases(call, phases, step)  # type: ignore[arg-type]
 
+    @contextmanager
+    def _converted(self, call: LayerCall, grafts: Grafts) -> Iterator[None]:
+        with grafted(call.layer, call.path, grafts.modules), all_seated(self.skeleton, grafts.mixers):
+            yield
+
     def _convert(self, call: LayerCall) -> Grafts:
         grafts, cuts = Grafts(), self.plan.of_layer(call.path)
-        if not cuts:
-            return grafts
+        seat = self.plan.seats.get(call.path)
+        if seat is not None:
+            self._seat(call, seat, grafts)
+        if cuts:
+            self._fit_stages(call, cuts, grafts)
+        if seat is not None:
+            fold_output(self.skeleton, self.plan, seat, call.device, grafts)
+        return grafts
+
+    def _seat(self, call: LayerCall, seat: Seat, grafts: Grafts) -> None:
+        """The mixer first: the linears of the layer are fitted to what it gives them."""
+        settings = self.recipe.attention
+        assert settings is not None
+        rotated = blank(seat, torch.device("meta")).rotated
+        behind = self.rows if self.recipe.calibrate == "sequential" and self.diverged else 0
+        fit, held = (
+            Windows(self.skeleton, call, seat, first, last, behind, rotated)
+            for first, last in ((0, self.fit_rows), (self.fit_rows, self.rows))
+        )
+        started = start_of(seat.config, settings).start(seat, settings, fit, held)
+        seat_mixer(self.skeleton, seat, started, grafts)
+
+    def _fit_stages(self, call: LayerCall, cuts: dict[str, tuple[Cut, ...]], grafts: Grafts) -> None:
         grams = load_grams(self.grams / f"{call.path}.safetensors", self.stream.device)
         for stage in stages_of(self.skeleton, self.plan, call):
             weights = {
@@ -102,7 +131,7 @@ class Layerwise:
                 for path in stage.paths
                 for cut in cuts[path]
             }
-            gather = partial(self._moments, call, stage, weights, grafts.modules)
+            gather = partial(self._moments, call, stage, weights, grafts)
             fit = gather(0, self.fit_rows)
             # Gathered when first asked for: by then the factor of a wide input's C is gone again.
             held = cache(partial(gather, self.fit_rows, self.rows, besides=fit)) if self.judged else None
@@ -112,7 +141,6 @@ class Layerwise:
                 graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
                 grafts.modules[path] = multiplied_out(grafts.modules[path])
             del fit, held, judge  # before the next stage's are gathered
-        return grafts
 
     def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
         judge.gram, judge.stored = grams.get(cut.name), stored_dtype(self.skeleton, cut)
@@ -123,7 +151,7 @@ class Layerwise:
         call: LayerCall,
         stage: Stage,
         weights: dict[str, tuple[Tensor, bool]],
-        modules: dict[str, nn.Module],
+        grafts: Grafts,
         first: int,
         last: int,
         besides: Moments | None = None,
@@ -131,17 +159,17 @@ class Layerwise:
         """Of rows first:last, to fit to or held out."""
         moments = Moments(weights)
         for start, stop in spans(first, last, self.stream.chunk_rows(call.hidden_BTD.shape[1])):
-            x0, r0 = self._inputs(call, stage, start, stop, {})
+            x0, r0 = self._inputs(call, stage, start, stop, Grafts())
             x, r = x0, r0
-            if self.recipe.calibrate == "sequential" and (self.diverged or modules):
-                x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, modules)
+            if self.recipe.calibrate == "sequential" and (self.diverged or grafts.modules or grafts.mixers):
+                x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, grafts)
             gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
             moments.add(x, x0, gap)
         self.stream.count_moments(moments.held() + (besides.held() if besides else []))
         return moments.means()
 
     def _inputs(
-        self, call: LayerCall, stage: Stage, start: int, stop: int, modules: dict[str, nn.Module]
+        self, call: LayerCall, stage: Stage, start: int, stop: int, grafts: Grafts
     ) -> tuple[Tensor, Tensor | None]:
         """(input of the stage (N, I), residual stream (N, D) or None) of rows start:stop; the layer's forward
         is left as soon as the stage is reached."""
@@ -155,7 +183,7 @@ class Layerwise:
 
             return hook
 
-        with grafted(call.layer, call.path, modules):
+        with self._converted(call, grafts):
             handles = []
             if stage.residual:
                 reader = call.layer.get_submodule(stage.residual)

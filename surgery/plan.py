@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from surgery.errors import SurgeryError, nearest
 from surgery.recipe import Recipe, Settings
+from surgery.seats import Seat, find_seats
 from surgery.skeleton import Skeleton
 from surgery.source import refuse_dtype
 from surgery.structures import STRUCTURES, StructureConfig
@@ -67,7 +68,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """cuts by linear path, in order of the walk; notes are said to the user."""
+    """cuts by linear path, in order of the walk; seats, attention to be given a mixer, by the layer's path; notes are
+    said to the user."""
 
     source: str
     model_type: str
@@ -75,6 +77,7 @@ class Plan:
     body: Body
     cuts: dict[str, tuple[Cut, ...]]
     notes: tuple[str, ...]
+    seats: dict[str, Seat] = field(default_factory=dict)
 
     def of_layer(self, layer: str) -> dict[str, tuple[Cut, ...]]:
         return {path: cuts for path, cuts in self.cuts.items() if cuts[0].linear.layer == layer}
@@ -101,17 +104,24 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
             f"no anatomy for model_type {model_type!r}: every nn.Linear of its {len(body.layers)} layers is taken, by path; "
             "roles do not apply"
         )
+    seats = find_seats(skeleton, recipe, body)
+    refitted = {seat.output for seat in seats.values()} if recipe.attention and recipe.attention.refits else set()
     cuts: dict[str, tuple[Cut, ...]] = {}
     for linear in body.linears:
-        if found := _cuts_of(linear, recipe, skeleton, body):
+        found = _cuts_of(linear, recipe, skeleton, body)
+        if not found and linear.path in refitted:  # stays dense; its numbers move to suit the mixer before it
+            found = (Cut(linear, linear.out, 1.0, ()),)
+        if found:
             _refuse_unreachable(linear, body)
             refuse_dtype(skeleton.info(f"{linear.path}.weight"))
             cuts[linear.path] = found
-    if not any(cut.configs for found in cuts.values() for cut in found):
-        raise SurgeryError("plan: the recipe replaces nothing; give a structure other than dense and keep below 1")
+    if not seats and not any(cut.configs for found in cuts.values() for cut in found):
+        raise SurgeryError(
+            "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a mixer"
+        )
     if body.head in cuts and f"{body.head}.weight" in _tied_names(skeleton):
         notes.append(f"{body.head} is tied to the input embedding; replacing it unties them (the embedding stays)")
-    return Plan(skeleton.source.name, model_type, recipe, body, cuts, tuple(notes))
+    return Plan(skeleton.source.name, model_type, recipe, body, cuts, tuple(notes), seats)
 
 
 def _tied_names(skeleton: Skeleton) -> set[str]:

@@ -6,6 +6,7 @@ keep: 0.5             # share of the numbers of the replaced weights; or {patter
 rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
   - {match: attention.key, structure: dense, layers: "2:-2"}
+attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.anatomy import ROLES
+from surgery.attention_recipe import Attention
 from surgery.errors import SurgeryError, nearest
+from surgery.ranges import layer_selected, slice_text
 from surgery.structures import STRUCTURES
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -37,23 +40,6 @@ def _known_structure(name: str | None) -> str | None:
     return name
 
 
-def _slice_text(text: Any) -> Any:
-    # YAML takes an unquoted 2:4 for two minutes and four seconds: what is not text was not meant so.
-    if text is not None and not (
-        isinstance(text, str) and re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip(), re.ASCII)
-    ):
-        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or "3", in quotes')
-    return text
-
-
-def layer_selected(text: str, index: int, count: int) -> bool:
-    """Whether layer `index` of `count` lies in a range such as "2:-2"."""
-    if ":" not in text:
-        return int(text) in (index, index - count)
-    start, stop = (int(part) if part.strip() else None for part in text.split(":"))
-    return index in range(count)[start:stop]
-
-
 class Rule(_Strict):
     """What differs for the modules that match; fields left out keep their value."""
 
@@ -66,7 +52,7 @@ class Rule(_Strict):
     fused: Literal["whole", "split"] | None = None
 
     _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers", mode="before")(_slice_text)
+    _layers = field_validator("layers", mode="before")(slice_text)
 
     @field_validator("match")
     @classmethod
@@ -98,6 +84,7 @@ class Recipe(_Strict):
     layers: str = ":"
     fused: Literal["whole", "split"] = "whole"
     rules: tuple[Rule, ...] = ()
+    attention: Attention | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
     allocate: Literal["best", "spread", "uniform"] = "best"
@@ -113,7 +100,7 @@ class Recipe(_Strict):
     seed: int = Field(0, ge=0, lt=2**63)
 
     _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers", mode="before")(_slice_text)
+    _layers = field_validator("layers", mode="before")(slice_text)
 
     @field_validator("candidates")
     @classmethod

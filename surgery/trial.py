@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def sequential_trial(
     done: Callable[[], None],
 ) -> Score:
     """The held-out score of a conversion that is thrown away."""
-    quick = one_sweep(recipe)
+    quick, plan = one_sweep(recipe), replace(plan, seats={})  # attention as it was: mixers take time to start
     layers = Layerwise(
         skeleton, plan, quick, given, stream, grams, batch, lambda _: None, lambda *_: done(), judged=False
     )

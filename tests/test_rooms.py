@@ -23,11 +23,11 @@ FLOORS = [
     "mixers",
     "anatomy",
     # opening checkpoints, ours and others'
-    "shards standins checkpoint quantizer shims lora source skeleton",
-    "recipe walk plan",
+    "shards standins checkpoint quantizer heads cache cache_file attention shims lora source skeleton",
+    "ranges attention_recipe recipe walk seats plan",
     # conversion and back
-    "allocate weights batch calibrate stream head fit curvature score grafts layerwise headcut trial budget journal assemble"
-    " convert densify",
+    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial budget"
+    " journal assemble convert densify",
     "report tables",
     "eval papers",
     "demo cli __main__",
