@@ -57,6 +57,8 @@ def nested(registry: Registry[Any], value: Any) -> Any:
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
+        if not hasattr(value, "name"):
+            raise SurgeryError(f"linear: {registry.what} {value!r} is no {registry.what}; use {registry.names()[0]!r}")
         return value
     options = dict(value)
     return from_options(registry.config_type(str(options.pop("name", ""))), options)

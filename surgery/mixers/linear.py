@@ -1,0 +1,241 @@
+"""Linear-type attention: O = (A . M) V, A a kernel of features or the delta rule, M one structured mask (design.md).
+
+    kernel:  A_ts = phi(q_t) . phi(k_s)                                   delta:  A = T_K (see scores.py), k of unit norm
+    normalise: O_t / sum_s (A . M)_ts, by a column of ones beside V carried through the same recurrence
+               (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 4)
+    window, sinks: far tokens by the linear part, near ones and the first ones by softmax (nearby.py)
+
+What the library drops or masks beyond padding is not seen here: attention dropout has no weights to act on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerCost, State
+from surgery.mixers.delay import Delay, Tensors
+from surgery.mixers.extras import HeadNorm, OutputGate, ShortConvolution
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.linear_config import BOTH_WAYS, LinearAttention, mask_shape, refuse
+from surgery.mixers.masks.base import MASKS, Rows
+from surgery.mixers.masks.frame import affine
+from surgery.mixers.nearby import Pair, nearby
+from surgery.mixers.packing import Packing, shifted
+from surgery.mixers.reading import both_ways, by_definition, silent
+
+Reader = Callable[[Rows], tuple[Tensor, Tensors | None]]
+
+TINY = 1e-30  # a denominator of nonnegative scores, all of them zero
+
+
+@dataclass
+class Tokens:
+    """One call's tokens, packed and convolved."""
+
+    q_BTHK: Tensor
+    k_BTGK: Tensor
+    v_BTGV: Tensor
+    x_BTD: Tensor
+    packing: Packing
+
+
+@MIXERS.register(LinearAttention)
+class LinearMixer(Mixer):
+    """beta_proj: the delta rule's step sizes; near_weight_H, linear_weight_H: how the two parts mix."""
+
+    config: LinearAttention
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        refuse(config, shape)
+        self.rotated = config.rope == "keep"
+        self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
+        self.feature_map = FEATURES[config.features](config.features, shape)
+        self.beta_proj = nn.Linear(shape.dim, shape.groups) if config.scores == "delta" else None
+        channels = shape.heads * shape.key + shape.groups * (shape.key + shape.value)
+        self.convolution = ShortConvolution(channels, config.convolution) if config.convolution else None
+        self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
+        gates = {"head": 1, "value": shape.value}
+        self.gate = OutputGate(shape.dim, shape.heads, gates[config.gate]) if config.gate else None
+        self.delay = Delay(config.window, config.sinks) if config.window + config.sinks else None
+        self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.delay else None
+        # Where all is normalised together a factor on the whole would cancel.
+        start_H = torch.full((shape.heads,), float(config.linear_weight))
+        self.linear_weight_H = nn.Parameter(start_H) if self.delay or not config.normalise else None
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+        refuse(config, shape)
+
+    # -- states --------------------------------------------------------------------------------------
+    def empty_state(self, batch: int, device: torch.device | str) -> State:
+        if not self.shape.causal:
+            raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
+        kept = self.mask.empty(batch, self._width(), self.shape.value + self.config.normalise, device)
+        past = self._past(batch, device)
+        return State(past.seen_B, {**past.tensors, **{f"mask.{name}": t for name, t in kept.items()}})
+
+    def _past(self, batch: int, device: torch.device | str) -> State:
+        """What is remembered beside the mask's state: inputs of the convolution, the window, the sinks."""
+        tensors: dict[str, Tensor] = {}
+        if self.convolution is not None:
+            channels, width = self.convolution.weight.shape
+            tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
+        if self.delay is not None:
+            nothing_BWD = torch.zeros(batch, self.delay.window, self.shape.dim, device=device)
+            for name, t in self._written(nothing_BWD, self.mask.signals(nothing_BWD)).items():
+                tensors[f"ring.{name}"] = torch.zeros_like(t)
+            for name, size in (("k", self.shape.key), ("v", self.shape.value)):
+                tensors[f"ring.{name}"] = torch.zeros(batch, self.delay.window, self.shape.groups, size, device=device)
+                tensors[f"sink.{name}"] = torch.zeros(batch, self.delay.sinks, self.shape.groups, size, device=device)
+        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
+
+    def _width(self) -> int:
+        return self.feature_map.features(self.config.features, self.shape)
+
+    def _written(self, x_BTD: Tensor, signals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What tokens write besides k and v: (B, T, ..) each."""
+        written = {name: signals[name] for name in self.mask.written}
+        return written if self.beta_proj is None else {**written, "beta": affine(self.beta_proj, x_BTD).sigmoid()}
+
+    # -- the verb ------------------------------------------------------------------------------------
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        window = self.config.window
+        if state is None:
+            past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
+            return self._run(inputs, past, lambda rows: self._read(rows, None), max(window, 64))[0], None
+        if not self.shape.causal:
+            raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
+        kept = {name[5:]: t for name, t in state.tensors.items() if name.startswith("mask.")}
+        return self._run(inputs, state, lambda rows: self._read(rows, kept), max(window, 64))
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
+        return self._run(inputs, past, lambda rows: (by_definition(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
+
+    def _read(self, rows: Rows, kept: Tensors | None) -> tuple[Tensor, Tensors | None]:
+        if kept is not None and rows.v_BGTV.shape[2] == 1:
+            return self.mask.step(rows, kept)
+        return self.mask.chunked(rows, kept, self.config.chunk)
+
+    def _run(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
+        tokens, after = self._tokens(inputs, past)
+        packing, near = tokens.packing, None
+        signals = self.mask.signals(tokens.x_BTD)
+        written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written(tokens.x_BTD, signals)}
+        if self.delay is not None:
+            queue = self.delay.queue(written, past.tensors)
+            sinks = {n: self.delay.filled(n, written[n], past.tensors, past.seen_B, packing) for n in "kv"}
+            near = self._near(tokens.q_BTHK, queue, sinks, past.seen_B, block)
+            after = {**after, **self.delay.rings(queue, packing), **{f"sink.{n}": t for n, t in sinks.items()}}
+            written = self.delay.due(queue)
+        rows = self._rows(tokens, written, signals, past.seen_B)
+        linear_BGJTV, kept = self._linear(rows, read, packing)
+        after.update({f"mask.{name}": t for name, t in (kept or {}).items()})
+        out_BTHV = packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
+        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), State(past.seen_B + packing.count_B, after)
+
+    def _tokens(self, inputs: Inputs, past: State) -> tuple[Tokens, Tensors]:
+        x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
+        packing = Packing.of(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        q, k, v = (packing.packed(t.transpose(1, 2), dim=1) for t in heads)
+        if self.convolution is None:
+            return Tokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {}
+        channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
+        channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], packing)
+        parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
+        q, k, v = (part.view_as(t) for part, t in zip(parts, (q, k, v)))
+        return Tokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {"convolution": past_BWC}
+
+    def _rows(self, tokens: Tokens, written: Tensors, signals: Tensors, seen_B: Tensor) -> Rows:
+        """What the linear part reads and writes, entry i of the call's query i."""
+        dtype, length = exact(tokens.q_BTHK), tokens.x_BTD.shape[1]
+        position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
+        root = self.shape.scaling**0.5
+        q_BHTF = self.feature_map.queries(tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
+        k_BHTK = written["k"].transpose(1, 2).to(dtype) * root
+        k_BGTF = self.feature_map.keys(k_BHTK, position_BT - self.config.window)
+        if self.beta_proj is not None:
+            q_BHTF, k_BGTF = unit(q_BHTF), unit(k_BGTF)
+        v_BGTV = written["v"].transpose(1, 2).to(dtype)
+        return Rows(
+            q_BGJTF=q_BHTF.unflatten(1, (self.shape.groups, -1)),
+            k_BGTF=k_BGTF,
+            v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
+            beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
+            start_B=seen_B,
+            count_B=tokens.packing.count_B,
+            signals={name: written.get(name, t) for name, t in signals.items()},
+        )
+
+    def _linear(self, rows: Rows, read: Reader, packing: Packing) -> tuple[Tensor, Tensors | None]:
+        """(out_BGJTV of the linear part, what the mask keeps)."""
+        if self.delay is not None:
+            rows, offset_B = self.delay.aligned(rows)
+            out_BGJTV, kept = read(silent(rows, self.mask.written))
+            return shifted(out_BGJTV, -offset_B, dim=3), kept
+        if packing.index_BT is not None:
+            rows = silent(rows, self.mask.written)
+        if self.shape.causal or self.config.mask.name in BOTH_WAYS:
+            return read(rows)
+        return both_ways(lambda r: read(r)[0], self.mask, rows, packing), None
+
+    def _near(self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int) -> Pair:
+        q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1)).to(exact(q_BTHK))
+        keys, values = ((queue[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
+        return nearby(q_BGJTK, keys, values, seen_B, self.shape, block)
+
+    def _finish(self, linear_BGJTV: Tensor, near: Pair | None, x_BTD: Tensor) -> Tensor:
+        """The two parts mixed, the normaliser, norm and gate: out_BTHV."""
+        out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
+        normalise = self.config.normalise
+        if self.linear_weight_H is not None:
+            out = out * weight_of(self.linear_weight_H, out, normalise)
+        if near is not None and self.near_weight_H is not None:
+            above, below = (t.flatten(1, 2).transpose(1, 2) for t in near)
+            softmax = torch.cat([above, below], dim=-1) if normalise else above / below
+            out = out + weight_of(self.near_weight_H, out, normalise) * softmax
+        if normalise:
+            out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.least, TINY))
+        if self.norm is not None:
+            out = self.norm(out)
+        return out if self.gate is None else self.gate(out, x_BTD)
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        with torch.device("meta"):
+            mixer = cls(config, shape)
+        state = mixer._past(1, "meta")
+        width, values = mixer._width(), shape.value + config.normalise
+        near = min(length, config.window + config.sinks)
+        kept = MASKS[config.mask].kept(config.mask, mask_shape(config, shape), width, values, length - near)
+        writes = shape.groups * width * values * (3 if config.scores == "delta" else 1)
+        linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
+        macs = shape.heads * (kept + near * (shape.key + shape.value)) + writes + linears
+        return MixerCost(
+            cache=shape.groups * kept + sum(t.numel() for t in state.tensors.values()),
+            macs=macs + mixer.feature_map.macs(config.features, shape),
+            params=sum(t.numel() for t in (*mixer.parameters(), *mixer.buffers())),
+        )
+
+
+def exact(tensor: Tensor) -> torch.dtype:
+    """float32, or float64 where that came in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def weight_of(weight_H: Tensor, out_BTHV: Tensor, normalise: bool) -> Tensor:
+    """Against (B, T, H, V); in a common denominator not negative."""
+    weight_H1 = weight_H.to(out_BTHV.dtype).unsqueeze(-1)
+    return weight_H1.clamp_min(0) if normalise else weight_H1
