@@ -32,6 +32,11 @@ class Hybrid(BaseModel):
             )
         return self
 
+    @property
+    def measured(self) -> bool:
+        """Whether the layers are chosen on text, while converting."""
+        return self.layers is None and self.by == "sensitivity"
+
     def fixed(self, seats: list[Any]) -> set[int]:
         """Numbers of the layers that stay softmax whatever is measured: all that do, but by sensitivity."""
         numbers = [seat.index for seat in seats]
@@ -40,7 +45,7 @@ class Hybrid(BaseModel):
                 if layer not in numbers:
                     raise SurgeryError(f"attention.hybrid: layer {layer} is none of those selected, {numbers}")
             return set(self.layers)
-        if self.by == "sensitivity":
+        if self.measured:
             return set()
         kept = self.count(len(numbers))
         return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}

@@ -13,10 +13,9 @@ import os
 import platform
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ from surgery.batch import Batch, refuse_unfit
 from surgery.budget import budgets
 from surgery.calibrate import calibration_inputs
 from surgery.checkpoint import write_shims
-from surgery.devices import choose_device, device_name, own_stream
+from surgery.datafree import layers_without_text
+from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
-from surgery.fit import Judge, fit_cut
-from surgery.grafts import Grafts, file_name, fold_output, graft, reload_grafts, seat_mixer, stored_dtype
+from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
+from surgery.hybrid import choose_hybrid
 from surgery.journal import Journal
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
@@ -43,10 +43,8 @@ from surgery.score import Score
 from surgery.shards import Entry, read_header, write_json, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
-from surgery.starts.base import Started, blank
 from surgery.stream import Stream
 from surgery.version import __version__
-from surgery.weights import matrix_of
 
 REPORT = "surgery_report.json"
 REST = "rest"
@@ -111,6 +109,10 @@ def _refuse_out(out: Path, resume: bool) -> None:
 
 def _batch(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:
     if recipe.calibration is None:
+        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
+            raise SurgeryError(
+                "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
+            )
         return None
     inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
     refuse_unfit(inputs, skeleton.model)
@@ -164,6 +166,7 @@ class _Run:
 
     def everything(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
+        hybrid = self._hybrid()
         if (rest := self.journal.find("piece", piece=REST)) is None:
             given, allocation = self._budgets()
             rest = self._convert(given, allocation)
@@ -178,10 +181,30 @@ class _Run:
             write_shims(self.partial, config, self.skeleton.model)
             write_json(self.partial / "config.json", config)
         report = self._report(lines, rest, weight_map, time.perf_counter() - began)
+        report["hybrid"] = hybrid
         write_json(self.partial / REPORT, report)
         for folder in (self.pieces, self.grams):
             shutil.rmtree(folder, ignore_errors=True)
         return report
+
+    def _hybrid(self) -> dict[str, Any] | None:
+        """Takes the seats of layers that keep their softmax out of the plan, where that is to be measured."""
+        chosen = self.recipe.attention and self.recipe.attention.hybrid
+        if not chosen or not chosen.measured or self.batch is None:
+            return None
+        if (done := self.journal.find("hybrid")) is None:
+            stream = self._stream()
+            with self._timed("hybrid"):
+                _, told = choose_hybrid(
+                    self.skeleton, self.plan, self.recipe, chosen, self.batch, stream, self.progress
+                )
+            self._count(stream)
+            self.journal.add("hybrid", told=told)
+            done = self.journal.lines[-1]
+        told = done["told"]
+        seats = {layer: seat for layer, seat in self.plan.seats.items() if layer not in told["softmax"]}
+        self.plan = replace(self.plan, seats=seats)
+        return told
 
     def _budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
         if done := self.journal.find("budgets"):
@@ -228,31 +251,10 @@ class _Run:
         )
         todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
         tick(len(self.plan.body.layers) - len(todo))
-        # A GPU waits for files and for its own eigensolver: there three layers are under way at a time.
-        ahead = 3 if self.device.type == "cuda" else 1
-        with ThreadPoolExecutor(ahead) as pool:
-            waiting = deque(pool.submit(self._layer_without_text, path, given) for path in todo[:ahead])
-            for i, path in enumerate(todo):
-                grafts, seconds = waiting.popleft().result()
-                self._write(path, grafts, seconds=round(seconds, 3))
-                tick()
-                if i + ahead < len(todo):
-                    waiting.append(pool.submit(self._layer_without_text, todo[i + ahead], given))
+        for path, grafts, seconds in layers_without_text(self.skeleton, self.plan, given, todo, self.device):
+            self._write(path, grafts, seconds=round(seconds, 3))
+            tick()
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
-
-    def _layer_without_text(self, path: str, given: dict[str, float]) -> tuple[Grafts, float]:
-        began, grafts = time.perf_counter(), Grafts()
-        with own_stream(self.device):
-            for cuts in self.plan.of_layer(path).values():
-                fitted = []
-                for cut in cuts:
-                    judge = Judge(stored=stored_dtype(self.skeleton, cut))
-                    fitted.append(fit_cut(cut, given[cut.name], matrix_of(self.skeleton, cut, self.device), judge))
-                graft(self.skeleton, list(cuts), fitted, self.device, grafts)
-            if seat := self.plan.seats.get(path):
-                seat_mixer(self.skeleton, seat, Started(blank(seat, self.device), {}), grafts)
-                fold_output(self.skeleton, self.plan, seat, self.device, grafts)
-        return grafts, time.perf_counter() - began
 
     # -- pieces ------------------------------------------------------------------------------------
     def _stream(self) -> Stream:

@@ -26,7 +26,7 @@ FLOORS = [
     "shards standins checkpoint quantizer heads cache cache_file attention shims lora source skeleton",
     "ranges attention_recipe recipe walk seats plan",
     # conversion and back
-    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial budget"
+    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid datafree budget"
     " journal assemble convert densify",
     "report tables",
     "eval papers",

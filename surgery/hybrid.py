@@ -1,0 +1,99 @@
+"""Which attention layers keep their softmax: those whose mixer alone raises the held-out loss most, against as many
+evenly spaced ones, the better of the two (field notes: a layer's sensitivity needs the loss, not only its own error).
+
+All contenders go through the model on one stream: the windows to fit as they are, and the held-out ones once more for
+each contender, with mixers in that contender's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from surgery.attention_recipe import Hybrid
+from surgery.batch import Batch
+from surgery.mixers import Mixer
+from surgery.plan import Plan
+from surgery.progress import Progress
+from surgery.recipe import Recipe
+from surgery.score import Score, score
+from surgery.skeleton import Skeleton
+from surgery.starts.base import blank, start_of
+from surgery.stream import LayerCall, Phase, Stream, run_phases
+from surgery.windows import Windows, all_seated
+
+STEPS = 0.25  # of the local steps a start takes when it is kept
+
+
+class SeatTrial:
+    """contenders: name -> layers with mixers; run() gives each one's score on the batch's held-out windows. `mixers`,
+    by layer, are started on the original's inputs when first met, and kept from trial to trial."""
+
+    def __init__(self, skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream):
+        self.skeleton, self.plan, self.recipe, self.batch, self.stream = skeleton, plan, recipe, batch, stream
+        self.mixers: dict[str, Mixer] = {}
+        self.contenders: dict[str, set[str]] = {}
+        self.done: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, Score]:
+        self.contenders, self.done = contenders, done
+        batch, many = self.batch, len(contenders)
+        inputs = {k: torch.cat([v, *[v[batch.fit_rows :]] * many]) for k, v in batch.inputs.items()}
+        final_BTD = self.stream.run(inputs, self._visit)
+        scores = {}
+        for name, rows in zip(contenders, final_BTD[batch.rows :].chunk(many)):
+            both_BTD = torch.cat([final_BTD[: batch.rows], final_BTD[: batch.fit_rows], rows])
+            scores[name] = score(self.skeleton, self.plan, batch, both_BTD, None, self.stream.device)
+        return scores
+
+    def _visit(self, call: LayerCall) -> Any:
+        call.hidden_BTD = self.stream.own(call.hidden_BTD)
+        batch, seat = self.batch, self.plan.seats.get(call.path)
+        if seat is not None and call.path not in self.mixers:
+            self.mixers[call.path] = self._started(call)
+        held = batch.rows - batch.fit_rows
+        phases: list[Phase] = [(0, batch.rows, nullcontext())]
+        here = {seat.path: self.mixers[call.path]} if seat is not None else {}
+        for i, layers in enumerate(self.contenders.values()):
+            mixers = here if call.path in layers else {}
+            first = batch.rows + i * held
+            phases.append((first, first + held, all_seated(self.skeleton, mixers)))
+        out = run_phases(call, phases, self.stream.chunk_rows(call.hidden_BTD.shape[1]))
+        self.done()
+        return out
+
+    def _started(self, call: LayerCall) -> Mixer:
+        seat, settings = self.plan.seats[call.path], self.recipe.attention
+        assert settings is not None
+        rotated = blank(seat, torch.device("meta")).rotated
+        fit, held = (
+            Windows(self.skeleton, call, seat, first, last, 0, rotated)
+            for first, last in ((0, self.batch.fit_rows), (self.batch.fit_rows, self.batch.rows))
+        )
+        few = settings.model_copy(update={"steps": round(STEPS * settings.steps)})
+        return start_of(seat.config, few).start(seat, few, fit, held).mixer.eval().requires_grad_(False)
+
+
+def choose_hybrid(
+    skeleton: Skeleton, plan: Plan, recipe: Recipe, hybrid: Hybrid, batch: Batch, stream: Stream, progress: Progress
+) -> tuple[set[str], dict[str, Any]]:
+    """Layers that keep their softmax, and what the report says of the choice."""
+    trial, layers = SeatTrial(skeleton, plan, recipe, batch, stream), list(plan.seats)
+    count = hybrid.count(len(layers))
+    with progress.bar("measuring what each mixer costs", len(plan.body.layers)) as tick:
+        alone = trial.run({layer: {layer} for layer in layers}, tick)
+    by_damage = set(sorted(layers, key=lambda layer: -alone[layer].converted)[:count])
+    numbers = hybrid.model_copy(update={"by": "every"}).fixed(list(plan.seats.values()))
+    evenly = {layer for layer, seat in plan.seats.items() if seat.index in numbers}
+    kept = {"sensitivity": by_damage, "every": evenly}
+    with progress.bar("trying which layers keep softmax", len(plan.body.layers)) as tick:
+        scores = trial.run({name: set(layers) - layers_kept for name, layers_kept in kept.items()}, tick)
+    best = min(scores, key=lambda name: scores[name].converted)
+    told: dict[str, Any] = {"kept": best, "softmax": [layer for layer in layers if layer in kept[best]]}
+    told["alone"] = {layer: result.to_dict() for layer, result in alone.items()}
+    told.update({name: {"softmax": sorted(kept[name]), **result.to_dict()} for name, result in scores.items()})
+    return kept[best], told
