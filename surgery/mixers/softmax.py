@@ -117,11 +117,23 @@ def _one_pass(
         near_low, near_high = frame.reach(start, stop, term.extent, shape.causal)
         near_low, near_high = max(near_low, low, frame.slots - term.k_BGSR.shape[2]), min(near_high, high)
         part = _product(term, frame, start, stop, near_low, near_high)
-        inside_BCS = near(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
-        score[..., near_low - low : near_high - low] += part * inside_BCS[:, None, None]
+        if term.extent is not None:
+            inside_BCS = near(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
+            part = part * inside_BCS[:, None, None]
+        score = added(score, part, near_low - low)
     allowed_BCS = _allowed(t_BC1, frame.positions(low, high).unsqueeze(1), frame, shape)
     cut = None if mask is None else mask[..., start:stop, low:high]
     return weigh(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
+
+
+def added(score: Tensor, part: Tensor, at: int) -> Tensor:
+    """score + part from slot `at` on; in place where no gradient needs the old one."""
+    if score.shape == part.shape:
+        return score + part
+    if part.requires_grad or score.requires_grad:
+        return score + F.pad(part, (at, score.shape[-1] - at - part.shape[-1]))
+    score[..., at : at + part.shape[-1]] += part
+    return score
 
 
 def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: int) -> Tensor:

@@ -1,0 +1,100 @@
+"""Bilinear BTT: a score matrix over features in b x c blocks, M[b,c] = left[b,c] right[b,c]^T. See bilinear.py."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
+from surgery.mixers.bilinear import Bilinear, best_factors, check_choices
+from surgery.mixers.softmax import grouped
+from surgery.structures.base import MuP
+from surgery.structures.btt import sqrt_blocks
+
+
+@dataclass(frozen=True)
+class BilinearBTT(MixerConfig):
+    """blocks: the grid (b, c) over D x D; "sqrt": about the square root of D, a divisor. rank: s of each block."""
+
+    name: ClassVar[str] = "bilinear_btt"
+    blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
+    rank: int = 1
+    base: Literal["kept", "own"] = "kept"
+    norm: Literal["none", "layer"] = "none"
+    contraction: Literal["auto", "split", "query"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.rank < 1:
+            raise ValueError(f"rank {self.rank} must be 1 or more")
+        if self.norm == "layer" and self.contraction == "split":
+            raise ValueError("norm 'layer' is of x^T M, which contraction 'split' never makes; use 'query'")
+
+
+@MIXERS.register(BilinearBTT)
+class BilinearBTTAttention(Bilinear):
+    """left (H, b, c, a, s), right (G, b, c, d, s): D = b a = c d."""
+
+    left: Tensor
+    right: Tensor
+    norms_features = False
+
+    @classmethod
+    def grid(cls, config: Any, shape: AttentionShape) -> tuple[int, int]:
+        return (sqrt_blocks(shape.dim),) * 2 if config.blocks == "sqrt" else tuple(config.blocks)
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+        b, c = cls.grid(config, shape)
+        if b < 1 or c < 1 or shape.dim % b or shape.dim % c:
+            raise SurgeryError(
+                f"bilinear_btt: blocks ({b}, {c}) cannot tile {shape.dim} x {shape.dim} features: both must divide "
+                f"{shape.dim}; for example blocks: [{sqrt_blocks(shape.dim)}, {sqrt_blocks(shape.dim)}]"
+            )
+
+    @classmethod
+    def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+        b, c = cls.grid(config, shape)
+        return {
+            "left": (shape.heads, b, c, shape.dim // b, config.rank),
+            "right": (shape.groups, b, c, shape.dim // c, config.rank),
+        }
+
+    @classmethod
+    def dims(cls, config: Any, shape: AttentionShape) -> int:
+        b, c = cls.grid(config, shape)
+        return b * c * config.rank
+
+    def features(self, x_BTD: Tensor, side: str) -> Tensor:
+        b, c = self.grid(self.config, self.shape)
+        if side == "right":
+            right = self.right.to(x_BTD.dtype)
+            return torch.einsum("btyd,gxyds->bgtxys", x_BTD.unflatten(-1, (c, -1)), right).flatten(-3)
+        left = self.left.to(x_BTD.dtype)
+        return torch.einsum("btxa,hxyas->bhtxys", x_BTD.unflatten(-1, (b, -1)), left).flatten(-3)
+
+    def product(self, features_BHTF: Tensor) -> Tensor:
+        b, c = self.grid(self.config, self.shape)
+        parts = grouped(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
+        right = self.right.to(parts.dtype)
+        return torch.einsum("bgjtxys,gxyds->bgjtyd", parts, right).flatten(-2).flatten(1, 2)
+
+    def mup(self) -> dict[str, MuP]:
+        b, c = self.grid(self.config, self.shape)
+        shapes, s = self.factor_shapes(self.config, self.shape), self.config.rank
+        return {"left": MuP(shapes["left"][3], c * s), "right": MuP(shapes["right"][3], b * s)}
+
+    @torch.no_grad()
+    def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
+        heads, dims = self.shape.heads // self.shape.groups, self.dims(self.config, self.shape)
+        _, b, c, a, rank = self.left.shape
+        d = self.shape.dim // c
+        for g, x, y in itertools.product(range(self.shape.groups), range(b), range(c)):
+            rows, columns, of = slice(x * a, x * a + a), slice(y * d, y * d + d), slice(g * heads, g * heads + heads)
+            left, right = best_factors(target_HDD[of, rows, columns], a_DD[rows, rows], c_DD[columns, columns], rank)
+            self.left[of, x, y], self.right[g, x, y] = (left * dims).to(self.left.dtype), right.to(self.right.dtype)

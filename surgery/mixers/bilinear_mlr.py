@@ -1,0 +1,114 @@
+"""Bilinear MLR: a score matrix over features, M = sum_l (+)_p left[l,p] right[l,p]^T. See bilinear.py."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
+from surgery.mixers.bilinear import Bilinear, best_factors, check_choices
+from surgery.mixers.softmax import grouped
+from surgery.structures.base import MuP
+
+
+@dataclass(frozen=True)
+class BilinearMLR(MixerConfig):
+    """ranks of levels 1 .. L; contraction auto: the order that keeps fewer numbers."""
+
+    name: ClassVar[str] = "bilinear_mlr"
+    ranks: tuple[int, ...] = ()
+    base: Literal["kept", "own"] = "kept"
+    norm: Literal["none", "layer"] = "none"
+    contraction: Literal["auto", "split", "query"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if len(self.ranks) < (2 if self.base == "kept" else 1) or min(self.ranks) < 1:
+            raise ValueError(
+                f"ranks {list(self.ranks)} must give every level a rank, base 'kept' two levels or more (the first is "
+                "the head's own); for example ranks: [64, 8, 4]"
+            )
+        if self.norm == "layer" and self.contraction == "query":
+            raise ValueError("norm 'layer' is of the features that contraction 'query' never makes; use 'split'")
+
+
+@MIXERS.register(BilinearMLR)
+class BilinearMLRAttention(Bilinear):
+    """left{l} (H, p, m, r), right{l} (G, p, m, r) of level l: p = 2^(l-1) blocks of m = D / p features."""
+
+    norms_features = True
+
+    @classmethod
+    def levels(cls, config: Any) -> list[tuple[int, int, int]]:
+        """(l, p, r) of every level with factors of its own."""
+        all_levels = [(level, 2 ** (level - 1), rank) for level, rank in enumerate(config.ranks, 1)]
+        return all_levels[1:] if config.base == "kept" else all_levels
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+        if config.base == "kept" and config.ranks[0] != shape.key:
+            raise SurgeryError(
+                f"bilinear_mlr: base 'kept' has the head's own {shape.key} dims as level 1, not {config.ranks[0]}; "
+                f"for example ranks: [{shape.key}, {max(1, shape.key // 8)}]"
+            )
+        blocks = 2 ** (len(config.ranks) - 1)
+        if shape.dim % blocks:
+            raise SurgeryError(
+                f"bilinear_mlr: {len(config.ranks)} levels cut {shape.dim} features into {blocks} blocks, which must "
+                "divide them; use fewer levels"
+            )
+
+    @classmethod
+    def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        for level, p, rank in cls.levels(config):
+            sizes[f"left{level}"] = (shape.heads, p, shape.dim // p, rank)
+            sizes[f"right{level}"] = (shape.groups, p, shape.dim // p, rank)
+        return sizes
+
+    @classmethod
+    def dims(cls, config: Any, shape: AttentionShape) -> int:
+        return sum(p * rank for _, p, rank in cls.levels(config))
+
+    def features(self, x_BTD: Tensor, side: str) -> Tensor:
+        parts = []
+        for level, p, _ in self.levels(self.config):
+            factor = getattr(self, f"{side}{level}").to(x_BTD.dtype)
+            part = torch.einsum("btpm,hpmr->bhtpr", x_BTD.unflatten(-1, (p, -1)), factor).flatten(-2)
+            parts.append(part)
+        return torch.cat(parts, -1)
+
+    def product(self, features_BHTF: Tensor) -> Tensor:
+        levels = self.levels(self.config)
+        total: Any = 0.0
+        for part, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
+            right_GPMR = getattr(self, f"right{level}").to(part.dtype)
+            grouped_part = grouped(part, self.shape.groups).unflatten(-1, (p, rank))
+            total = total + torch.einsum("bgjtpr,gpmr->bgjtpm", grouped_part, right_GPMR).flatten(-2)
+        return total.flatten(1, 2)
+
+    def mup(self) -> dict[str, MuP]:
+        shapes = self.factor_shapes(self.config, self.shape)
+        return {name: MuP(size[2], size[3]) for name, size in shapes.items()}
+
+    @torch.no_grad()
+    def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
+        """Level by level, four rounds, each on what the other levels leave."""
+        levels, dims = self.levels(self.config), self.dims(self.config, self.shape)
+        residual, parts = target_HDD.clone(), [torch.zeros_like(target_HDD) for _ in levels]
+        for _ in range(4 if len(levels) > 1 else 1):
+            for i, (level, p, rank) in enumerate(levels):
+                residual += parts[i]
+                left, right = (getattr(self, f"{side}{level}") for side in ("left", "right"))
+                for g, k in itertools.product(range(self.shape.groups), range(p)):
+                    at = slice(k * left.shape[2], (k + 1) * left.shape[2])
+                    heads = slice(g * len(left) // len(right), (g + 1) * len(left) // len(right))
+                    new_left, new_right = best_factors(residual[heads, at, at], a_DD[at, at], c_DD[at, at], rank)
+                    left[heads, k], right[g, k] = (new_left * dims).to(left.dtype), new_right.to(right.dtype)
+                    parts[i][heads, at, at] = new_left @ new_right.mT
+                residual -= parts[i]
