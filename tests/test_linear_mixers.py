@@ -55,7 +55,10 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
         phi = FEATURES[FEATURES.config_type(features)]
         may = (phi.positive or phi.least > 0) and mask not in SIGNED and options.get("scores") != "delta"
         options["normalise"] = may
-    return LinearAttention(mask=small(mask), features=small(features), **{"chunk": 8, **options})
+    map_options = small(features)
+    if features in ("favor", "lara") and not options["normalise"]:
+        map_options["queries"] = "exact"
+    return LinearAttention(mask=small(mask), features=map_options, **{"chunk": 8, **options})
 
 
 def pairs() -> list[LinearAttention]:
@@ -240,8 +243,7 @@ def states_are_values(mixer: LinearMixer, inputs: Inputs, whole: Tensor) -> None
 
 @pytest.mark.parametrize("config", [config_of(m, "elu") for m in MASK_NAMES] + [config_of(), FULL[-2]], ids=named)
 def test_both_ways(config):
-    """Bidirectional: dense = chunked, ragged rows = each alone; masks that are causal see either direction, and a
-    token itself once."""
+    """Bidirectional: dense = chunked, ragged rows = each alone, no state."""
     mixer, length = made(config, ENCODER), 14
     valid_BT = torch.arange(length) < torch.tensor([[14], [9]])
     valid_BT[1] = valid_BT[1].flip(0)
@@ -251,15 +253,25 @@ def test_both_ways(config):
         close(out, mixer.dense(inputs))
         alone = row(inputs, 1)
         close(out[1:, :, valid_BT[1]], mixer.mix(alone)[0])
-        plain = not (config.convolution or config.normalise or config.mask.name in BOTH_WAYS)
-        if plain and mixer.mask.written == ():
-            turned = Inputs(*(t.flip(-2) for t in list(vars(alone).values())[:4]))
-            causal = made(config)
-            back = causal.mix(turned)[0].flip(2)
-            itself = causal.mix(Inputs(*(t[..., :1, :] for t in list(vars(turned).values())[:4])))[0]
-            close((mixer.mix(alone)[0] - causal.mix(alone)[0])[:, :, -1:], back[:, :, -1:] - itself)
     with pytest.raises(SurgeryError, match="bidirectional attention has no state"):
         mixer.empty_state(1, "cpu")
+
+
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+@pytest.mark.parametrize("mask", [n for n in MASK_NAMES if n not in BOTH_WAYS])
+def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
+    """What a token adds to its own output is what a causal pass loses without its value."""
+    config, length = config_of(mask, scores=scores), 9
+    causal, inputs = made(config), drawn(length, 1)
+    turned = Inputs(*(t.flip(1 if t.dim() == 3 else 2) for t in list(vars(inputs).values())[:4]))
+    with torch.no_grad():
+        back = causal.mix(turned)[0]
+        truth = causal.mix(inputs)[0] + back.flip(2)
+        for t in range(length):
+            without = turned.v_BGTV.clone()
+            without[:, :, t] = 0
+            truth[:, :, length - 1 - t] -= (back - causal.mix(replace(turned, v_BGTV=without))[0])[:, :, t]
+        close(made(config, ENCODER).mix(inputs)[0], truth)
 
 
 @pytest.mark.parametrize("features", ["elu", "hedgehog", "favor", "lara"])
@@ -396,6 +408,15 @@ def test_lengths_around_a_chunk():
                 close(mixer.mix(inputs)[0], mixer.dense(inputs), 1e-10)
 
 
+def test_autocast_leaves_the_sums_alone():
+    inputs = Inputs(*(t.float() for t in list(vars(drawn(70)).values())[:4]))
+    mixer = made(config_of("gates", "elu", window=4), dtype=torch.float32)
+    truth = mixer.mix(inputs)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mixer.mix(inputs)[0], truth)
+        close(mixer.dense(inputs), truth, 1e-5)
+
+
 # -- configs -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", [*pairs(), *FULL], ids=named)
 def test_configs_round_trip(config):
@@ -424,6 +445,7 @@ def test_how_recipes_write_it():
         ({"chunk": 0}, "chunk 0 must be 1 or more"),
         ({"window": -1}, "window -1 must be 0 or more"),
         ({"mask": 3}, "mask 3 is no mask"),
+        ({"features": "favor"}, "favor with queries: scaled divides each query"),
         ({"normalise": True}, "identity scores may be negative"),
         ({"normalise": True, "features": "elu", "scores": "delta"}, "the delta rule's scores may be negative"),
         ({"normalise": True, "features": "elu", "mask": "fourier"}, "a fourier mask may be negative"),

@@ -3,11 +3,19 @@ convolution and the gate start as the identity, so that adding them to a convert
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.mixers.packing import Packing
+
+
+def as_written(device: torch.device) -> AbstractContextManager[None]:
+    """No autocast: sums over thousands of tokens stay in float32 when a trainer casts every product to bfloat16."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 class ShortConvolution(nn.Module):

@@ -5,7 +5,9 @@
                (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 4)
     window, sinks: far tokens by the linear part, near ones and the first ones by softmax (nearby.py)
 
-What the library drops or masks beyond padding is not seen here: attention dropout has no weights to act on.
+Of what the library masks only padding is seen here (valid_BT): no packed documents, and a module's own sliding window
+ends: the linear part sees all tokens. Attention dropout has no weights to act on. Bidirectional attention reads masks
+that are causal by nature forwards and backwards (reading.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from surgery.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerCost, State
 from surgery.mixers.delay import Delay, Tensors
-from surgery.mixers.extras import HeadNorm, OutputGate, ShortConvolution
+from surgery.mixers.extras import HeadNorm, OutputGate, ShortConvolution, as_written
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear_config import BOTH_WAYS, LinearAttention, mask_shape, refuse
 from surgery.mixers.masks.base import MASKS, Rows
@@ -126,6 +128,10 @@ class LinearMixer(Mixer):
         return self.mask.chunked(rows, kept, self.config.chunk)
 
     def _run(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
+        with as_written(inputs.x_BTD.device):
+            return self._mixed(inputs, past, read, block)
+
+    def _mixed(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
         tokens, after = self._tokens(inputs, past)
         packing, near = tokens.packing, None
         signals = self.mask.signals(tokens.x_BTD)

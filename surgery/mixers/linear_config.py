@@ -81,6 +81,11 @@ def refuse(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: {config.features.name} scores may be negative and cannot be normalised; "
             "use normalise: false, or features such as elu, hedgehog or favor"
         )
+    if not config.normalise and getattr(config.features, "queries", "exact") == "scaled":
+        raise SurgeryError(
+            f"linear: {config.features.name} with queries: scaled divides each query by a number of its own, which only "
+            "a normaliser takes out; use normalise: true, or queries: exact"
+        )
     if config.normalise and config.mask.name in SIGNED:
         raise SurgeryError(
             f"linear: a {config.mask.name} mask may be negative and cannot be normalised; "

@@ -31,7 +31,7 @@ def take(tensor: Tensor, index_BT: Tensor, dim: int) -> Tensor:
 
 def zeroed(tensor: Tensor, keep_BT: Tensor, dim: int) -> Tensor:
     """Zeros where not to be kept, whatever stands there (NaN too)."""
-    return torch.where(along(keep_BT, tensor, dim), tensor, 0)
+    return tensor.masked_fill(~along(keep_BT, tensor, dim), 0)
 
 
 def shifted(tensor: Tensor, offset_B: Tensor, dim: int) -> Tensor:
