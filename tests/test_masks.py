@@ -3,21 +3,22 @@ for rows of any length that start anywhere, gradients of everything. float64 is 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from mask_rows import SHAPE, definition, in_pieces, masked, miss, piece, some_rows, to
 
-from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Mask, Rows
-from surgery.mixers.scores import dense_scores
+from surgery.errors import SurgeryError
+from surgery.mixers.base import from_options
+from surgery.mixers.masks.base import MASKS
 
-SHAPE = AttentionShape(dim=6, heads=4, groups=2, key=5, value=3, scaling=1.0)
 OPTIONS = {"blocks": {"block": 12, "count": 100}, "toeplitz_blocks": {"block": 12}, "toeplitz": {"length": 50}}
 # Levels shared early, gates of every kind.
-MORE = {"hierarchical": [{"levels": 4, "gates": "decay"}, {"gates": "ones"}], "blocks": [{"block": 5, "count": 220}]}
+MORE = {
+    "hierarchical": [{"levels": 4, "gates": "decay"}, {"gates": "ones"}],
+    "blocks": [{"block": 5, "count": 220, "normalise": "sum"}],
+}
 CONFIGS = [
     MASKS.config_type(name)(**options)
     for name in MASKS.names()
@@ -25,76 +26,6 @@ CONFIGS = [
 ]
 EITHER = pytest.mark.parametrize("scores", ["kernel", "delta"])
 EVERY = pytest.mark.parametrize("config", CONFIGS, ids=str)
-
-
-def masked(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> Mask:
-    """With parameters that are no longer where they started."""
-    torch.manual_seed(3)
-    mask = MASKS[config](config, shape).to(dtype)
-    with torch.no_grad():
-        for parameter in mask.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return mask
-
-
-def some_rows(mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3) -> Rows:
-    """Packed rows: what is written behind their `count` tokens is zero."""
-    torch.manual_seed(length)
-    shape, batch, dtype = mask.shape, len(start), torch.float64
-    groups = shape.groups
-    q = torch.randn(batch, groups, shape.heads // groups, length, features, dtype=dtype)
-    k, v = (torch.randn(batch, groups, length, n, dtype=dtype) for n in (features, values))
-    beta = torch.rand(batch, groups, length, dtype=dtype) if scores == "delta" else None
-    k = F.normalize(k, dim=-1) if beta is not None else k
-    real_BT = torch.arange(length) < torch.tensor(count).unsqueeze(1)
-    signals = mask.signals(torch.randn(batch, length, shape.dim, dtype=dtype))
-    for name in mask.written:
-        signals[name] = signals[name] * real_BT.view(batch, length, *[1] * (signals[name].dim() - 2))
-    k, v = (x * real_BT[:, None, :, None] for x in (k, v))
-    beta = None if beta is None else beta * real_BT[:, None]
-    return Rows(q, k, v, beta, torch.tensor(start), torch.tensor(count), signals)
-
-
-def to(rows: Rows, dtype: torch.dtype) -> Rows:
-    parts = {
-        name: None if x is None else x.to(dtype) for name, x in vars(rows).items() if name.endswith(("F", "V", "BGT"))
-    }
-    return replace(rows, **parts, signals={name: x.to(dtype) for name, x in rows.signals.items()})
-
-
-def piece(rows: Rows, a: int, b: int) -> Rows:
-    """Tokens a .. b of every row."""
-    return Rows(
-        rows.q_BGJTF[:, :, :, a:b],
-        rows.k_BGTF[:, :, a:b],
-        rows.v_BGTV[:, :, a:b],
-        None if rows.beta_BGT is None else rows.beta_BGT[:, :, a:b],
-        rows.start_B + rows.count_B.clamp_max(a),
-        (rows.count_B - a).clamp(0, b - a),
-        {name: x[:, a:b] for name, x in rows.signals.items()},
-    )
-
-
-def definition(mask: Mask, rows: Rows) -> torch.Tensor:
-    """(A . M) V."""
-    scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
-    return (scores * mask.dense(rows.start_B, rows.v_BGTV.shape[2], rows.signals)) @ rows.v_BGTV.unsqueeze(2)
-
-
-def in_pieces(mask: Mask, rows: Rows, cuts: list[int], chunk: int, state=None) -> tuple[torch.Tensor, dict]:
-    """chunk 0: by single steps."""
-    batch, features, values = len(rows.start_B), rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1]
-    state, outs = state or mask.empty(batch, features, values, "cpu"), []
-    for a, b in itertools.pairwise(cuts):
-        out, state = mask.chunked(piece(rows, a, b), state, chunk) if chunk else mask.step(piece(rows, a, b), state)
-        outs.append(out)
-    return torch.cat(outs, 3), state
-
-
-def miss(out: torch.Tensor, expected: torch.Tensor, rows: Rows) -> float:
-    """Relative distance over real tokens."""
-    real = (torch.arange(out.shape[3]) < rows.count_B.unsqueeze(1))[:, None, None, :, None]
-    return float(((out - expected) * real).norm() / (expected * real).norm().clamp_min(1e-30))
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +82,17 @@ def test_pieces_are_the_whole(config, scores):
         assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in state.items()}
         for name, x in after.items():
             torch.testing.assert_close(x, state[name], rtol=1e-11, atol=1e-11)
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["gates", "toeplitz_blocks"])
+def test_spans_are_the_whole(name, scores, monkeypatch):
+    """Long sequences are worked on some chunks at a time."""
+    monkeypatch.setattr("surgery.mixers.masks.frame.SPAN_NUMBERS", {"cpu": 6000, "cuda": 1})
+    config = MASKS.config_type(name)()
+    mask = masked(config)
+    rows = some_rows(mask, scores, 333, [5, 0], [333, 100])
+    assert miss(mask.chunked(rows, None, 16)[0], definition(mask, rows), rows) < 1e-13
 
 
 @EVERY
@@ -215,3 +157,76 @@ def test_what_is_kept_is_counted(config):
     _, state = in_pieces(mask, rows, [0, 70], 16)
     numbers = sum(x.numel() for x in state.values())
     assert numbers == 2 * SHAPE.groups * type(mask).kept(config, SHAPE, 5, 3, 70)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.name in ("blocks", "toeplitz_blocks")], ids=str)
+def test_block_masks_both_ways(config):
+    """Every block sees every block; a call without a state is the definition."""
+    mask = masked(config, replace(SHAPE, causal=False))
+    for length in (1, 11, 12, 65):
+        rows = some_rows(mask, "kernel", length, [0, 0], [length, length // 2])
+        assert miss(mask.chunked(rows, None, 64)[0], definition(mask, rows), rows) < 1e-13
+    assert not torch.equal(mask.dense(rows.start_B, 65, {}), mask.dense(rows.start_B, 65, {}).tril())
+    with pytest.raises(SurgeryError, match="scores: kernel"):
+        type(mask).refuse(config, mask.shape, True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("normalise", ["softmax", "sum"])
+def test_block_mixing_rows_sum_to_one_and_start_near(normalise, causal):
+    config = MASKS.config_type("blocks")(block=4, count=9, normalise=normalise, weights="frozen")
+    mask = MASKS[config](config, replace(SHAPE, causal=causal)).double()
+    w_GJMM = mask.matrix()
+    assert not list(mask.parameters()) and "weight_GJMM" in mask.state_dict()
+    torch.testing.assert_close(w_GJMM.sum(-1), torch.ones_like(w_GJMM.sum(-1)))
+    assert (w_GJMM.diagonal(dim1=-2, dim2=-1) == w_GJMM.amax(-1)).all() and (w_GJMM >= 0).all()
+    wanted = torch.rand_like(w_GJMM).tril() if causal else torch.rand_like(w_GJMM)
+    mask.start(wanted)
+    torch.testing.assert_close(mask.matrix(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-6, atol=1e-9)
+
+
+def test_tokens_beyond_the_last_block_are_refused():
+    config = MASKS.config_type("blocks")(block=4, count=3)
+    mask = masked(config)
+    rows = some_rows(mask, "kernel", 12, [0], [12])
+    _, state = in_pieces(mask, rows, [0, 12], 4)
+    with pytest.raises(SurgeryError, match=r"token 13 .* 3 blocks of 4 tokens .* count=4 .* toeplitz_blocks"):
+        mask.step(some_rows(mask, "kernel", 1, [12], [1]), state)
+
+
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("toeplitz_blocks", {"components": 17}, "1 to 16"),
+        ("hierarchical", {"gates": "blocks"}, "gates, decay"),
+        ("hierarchical", {"gates": "decy"}, "did you mean 'decay'"),
+        ("hierarchical", {"levels": 1}, "2 or more"),
+        ("blocks", {"weights": "fixed"}, "frozen"),
+        ("blocks", {"count": 0}, "count=32"),
+        ("toeplitz", {"length": 0}, "1 or more"),
+        ("fourier", {"period": 0}, "1 or more"),
+    ],
+)
+def test_options_without_meaning_are_refused(name, options, said):
+    with pytest.raises(SurgeryError, match=said):
+        from_options(MASKS.config_type(name), options)
+
+
+def test_far_gates_are_not_lost_behind_a_strong_one():
+    """Differences of one cumulative sum would be off by 1e-3 here."""
+    mask = masked(MASKS.config_type("gates")())
+    rows = some_rows(mask, "kernel", 64, [0], [64])
+    rows.signals["gate"][:, 2] = -9000.0
+    expected, single = definition(mask, rows), to(rows, torch.float32)
+    assert miss(mask.float().chunked(single, None, 64)[0], expected, rows) < 1e-6
+
+
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+def test_log_linear_states_grow_like_the_logarithm(scores):
+    """One bucket for each bit of the longest row, at any position."""
+    mask = masked(MASKS.config_type("hierarchical")())
+    for length in (1, 2, 255, 256, 300):
+        _, state = in_pieces(mask, some_rows(mask, scores, length, [0], [length]), [0, length], 64)
+        assert state["buckets"].shape[1] == length.bit_length()
+        full = state["buckets"].flatten(2).norm(dim=-1)[0] > 0
+        assert full.tolist() == [bool(length >> bit & 1) for bit in range(length.bit_length())]

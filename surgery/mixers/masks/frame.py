@@ -6,6 +6,7 @@ so that chunks lie alike in all rows, each inside one block of absolute position
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.mixers.masks.base import Rows
+
+# Numbers that a temporary of one span may hold; more is slower on a CPU, whose caches they leave.
+SPAN_NUMBERS = {"cpu": 2**19, "cuda": 2**28}
 
 
 def widened(rows: Rows) -> Rows:
@@ -26,6 +30,24 @@ def widened(rows: Rows) -> Rows:
         beta_BGT=None if rows.beta_BGT is None else rows.beta_BGT.to(wide),
         signals={name: signal.to(wide) for name, signal in rows.signals.items()},
     )
+
+
+def spans(rows: Rows, chunk: int) -> Iterator[Rows]:
+    """The rows, some whole chunks at a time, so that temporaries of T x chunk numbers stay small."""
+    batch, groups, per_group, length, _ = rows.q_BGJTF.shape
+    most = SPAN_NUMBERS.get(rows.v_BGTV.device.type, SPAN_NUMBERS["cuda"])
+    span = max(1, most // max(1, batch * groups * per_group * chunk**2)) * chunk
+    for a in range(0, length, span):
+        here = slice(a, a + span)
+        yield Rows(
+            rows.q_BGJTF[:, :, :, here],
+            rows.k_BGTF[:, :, here],
+            rows.v_BGTV[:, :, here],
+            None if rows.beta_BGT is None else rows.beta_BGT[:, :, here],
+            rows.start_B + rows.count_B.clamp_max(a),
+            (rows.count_B - a).clamp(0, min(span, length - a)),
+            {name: signal[:, here] for name, signal in rows.signals.items()},
+        )
 
 
 def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:

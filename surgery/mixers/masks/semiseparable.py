@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, Rows
-from surgery.mixers.masks.frame import Frame, log_products, to_end, widened
+from surgery.mixers.masks.frame import Frame, log_products, spans, to_end, widened
 from surgery.mixers.scores import Chunk, chunk_scores
 
 State = dict[str, Tensor]
@@ -48,18 +48,24 @@ class Semiseparable(Mask):
         return self._mixed(gates_BRGT.unsqueeze(3)).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
 
     def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        rows = widened(rows)
+        outs, after = [], state
+        for span in spans(widened(rows), chunk):
+            out, after = self._span(span, after, chunk)
+            outs.append(out)
+        return torch.cat(outs, 3), None if state is None else after
+
+    def _span(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State]:
         length = rows.v_BGTV.shape[2]
         frame = Frame.plain(rows.start_B, length, chunk)
         q_BGNJCF = frame.cut(rows.q_BGJTF, 3).transpose(2, 3)
         k_BGNCF, v_BGNCV = frame.cut(rows.k_BGTF, 2), frame.cut(rows.v_BGTV, 2)
         beta_BGNC = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
-        gates_BRGNC = frame.cut(self.log_gates(rows.start_B, rows.count_B, length, rows.signals), 3)
+        gates_BRGT = self.log_gates(rows.start_B, rows.count_B, length, rows.signals)
+        gates_BRGNC = frame.cut(gates_BRGT.to(v_BGNCV.dtype), 3)
         scores = chunk_scores(q_BGNJCF, k_BGNCF, beta_BGNC)
-        out_BGNJCV = (scores.inner_xJCC * self._mixed(gates_BRGNC.to(v_BGNCV.dtype))) @ v_BGNCV.unsqueeze(3)
-        passed, after = self._passed(scores, v_BGNCV, gates_BRGNC.to(v_BGNCV.dtype), state)
-        out = frame.joined((out_BGNJCV + passed).transpose(2, 3), 3)
-        return out, None if state is None else {"sum": after}
+        inside_BGNJCV = (scores.inner_xJCC * self._mixed(gates_BRGNC)) @ v_BGNCV.unsqueeze(3)
+        passed_BGNJCV, after = self._passed(scores, v_BGNCV, gates_BRGNC, state)
+        return frame.joined((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), {"sum": after}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
         rows = widened(rows)
