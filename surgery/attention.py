@@ -89,7 +89,14 @@ class MixerAttention:
 
 
 class MixingModel(MixerModel):
-    """See MixerModel; can be pickled."""
+    """Mixed into the class of the model; see MixerModel."""
+
+    def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where from_pretrained would begin to make up what a damaged checkpoint lacks."""
+        ours = tuple(f"{path}.mixer." for path, _ in mixed_modules(self))  # type: ignore[arg-type]
+        if lost := sorted(key for key in missing_keys if key.startswith(ours)):
+            raise SurgeryError(f"the checkpoint lacks {len(lost)} tensors of its mixers: {', '.join(lost[:4])}")
+        return super()._move_missing_keys_from_meta_to_device(missing_keys, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuilt(self, super().__reduce_ex__(protocol))
@@ -203,7 +210,7 @@ def swap(model: Any, path: str, config: MixerConfig) -> None:
         module.__class__ = mixed_class(module.__class__, MixerAttention)
     mixer.train(module.training)
     module.mixer = mixer
-    if hasattr(model, "_prepare_cache_for_generation") and not isinstance(model, MixerModel):
+    if not isinstance(model, MixingModel):
         model.__class__ = mixed_class(model.__class__, MixingModel)
 
 

@@ -121,8 +121,8 @@ class MixerLayer(CacheLayerMixin):
             self.reset()
         elif count > self._recorded():
             raise SurgeryError(
-                f"a mixer's state cannot go back {count} tokens: it recorded {self._recorded()}. Call "
-                f"cache.activate_past_recording() before the tokens that may be taken back (at most {RECORDED} at once)"
+                f"a mixer's state cannot go back {count} tokens: it recorded {self._recorded()}. Call surgery.cache."
+                f"record_past(cache, model) before the tokens that may be taken back (at most {RECORDED} at once)"
             )
         elif count:
             self._replay(self._recorded() - count)
@@ -236,6 +236,14 @@ def mixed_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
 
 
+def record_past(cache: Cache, model: nn.Module) -> None:
+    """From now on the cache can be cropped, whatever its layers."""
+    for _, module in mixed_modules(model):
+        slot(cache, module.layer_idx).record_past = True
+    if hasattr(cache, "activate_past_recording"):  # transformers 5.10 has none
+        cache.activate_past_recording()
+
+
 class MixerModel:
     """Mixed into the class of a model that generates."""
 
@@ -248,10 +256,11 @@ class MixerModel:
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             for _, module in mixed_modules(self):  # type: ignore[arg-type]
-                layer = slot(cache, module.layer_idx)
-                layer.record_past |= assisted or bool(getattr(generation_config, "is_assistant", False))
+                slot(cache, module.layer_idx)
+            assisted = getattr(generation_mode, "value", "") == "assisted_generation"
+            if assisted or getattr(generation_config, "is_assistant", False):
+                record_past(cache, self)  # type: ignore[arg-type]
         return done
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:

@@ -11,7 +11,7 @@ from small import GENERATING, tiny_inputs
 from small_mixers import Decayed, DecayedMixer, Exact, lively, registered, with_mixers
 from transformers import DynamicCache, StaticCache
 
-from surgery.cache import RECORDED, MixerLayer, mixed_modules
+from surgery.cache import RECORDED, mixed_modules, record_past
 from surgery.cache_file import load_cache, save_cache
 from surgery.errors import SurgeryError
 
@@ -146,7 +146,7 @@ def test_rows_repeated_and_selected(llama):
         cache.batch_select_indices(torch.tensor([3, 0]))
         found = llama(prompts(2, 3, seed=8), past_key_values=cache).logits
         expected = llama(torch.cat([ids[[1, 0]], prompts(2, 3, seed=8)], dim=1)).logits[:, -3:]
-    assert far(found, expected) < 1e-5 and cache.batch_size == 2
+    assert far(found, expected) < 1e-5 and cache.layers[0].batch_size == 2
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -215,17 +215,25 @@ def test_a_static_cache_of_one_s_own(llama):
 @pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [0]), ("gemma2", [0]), ("mistral", [1])])
 def test_candidates_are_taken_back(family, layers):
     """Prompt lookup and an assistant that is often wrong: tokens and logits of greedy search."""
+    if family == "mistral" and not hasattr(DynamicCache, "activate_past_recording"):
+        pytest.skip("this transformers cannot crop its own sliding layers")
     model = mixed_model(family, Decayed(), layers)
-    ids = prompts(1, 6).repeat(1, 4)
-    expected, logits = decoded(model, ids, 24)
-    found, other = decoded(model, ids, 24, prompt_lookup_num_tokens=5)
-    assert torch.equal(found, expected) and far(other, logits) < 1e-5
+    ids, end = prompts(1, 6).repeat(1, 4), {"eos_token_id": 1}
+    expected, logits = decoded(model, ids, 24, **end)
+    found, other = decoded(model, ids, 24, prompt_lookup_num_tokens=5, **end)
+    same_start(found, expected, other, logits)
     assistant = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
-    found, other = decoded(model, ids, 24, assistant_model=assistant)
-    assert torch.equal(found, expected) and far(other, logits) < 1e-5
+    found, other = decoded(model, ids, 24, assistant_model=assistant, **end)
+    same_start(found, expected, other, logits)
+
+
+def same_start(found, expected, other, logits) -> None:
+    """Some versions of the library write past the length asked for."""
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+    assert far(other[:, : logits.shape[1]], logits) < 1e-5
 
 
 @torch.no_grad()
@@ -233,7 +241,7 @@ def test_candidates_are_taken_back(family, layers):
 def test_crop_is_exact(llama, long, back):
     ids, cache = prompts(2, long + 6), DynamicCache(config=llama.config)
     llama(ids[:, :2], past_key_values=cache)
-    cache.activate_past_recording()
+    record_past(cache, llama)
     llama(ids[:, 2:long], past_key_values=cache)
     cache.crop(-back)
     assert cache.get_seq_length() == long - back
@@ -245,9 +253,7 @@ def test_crop_is_exact(llama, long, back):
 def test_crop_over_several_calls(llama):
     """An assistant writes tokens one by one, many more than are recorded at once, then takes some back."""
     ids, cache = prompts(1, 4 * RECORDED), DynamicCache(config=llama.config)
-    for layer, _ in zip(range(2), mixed_modules(llama)):
-        cache.layers[layer] = MixerLayer()
-    cache.activate_past_recording()
+    record_past(cache, llama)
     for t in range(3 * RECORDED):
         llama(ids[:, t : t + 1], past_key_values=cache)
     assert sum(i.q_BHTK.shape[2] for i in cache.layers[0]._since) <= 2 * RECORDED + 1
@@ -304,7 +310,7 @@ def test_a_state_of_another_model_is_refused(llama, tmp_path):
 def test_a_cache_is_copied_and_pickled_without_the_model(llama):
     """A shared prompt: copies of its cache go their own ways."""
     cache, ids = DynamicCache(config=llama.config), prompts(1, 12)
-    cache.activate_past_recording()
+    record_past(cache, llama)
     llama(ids[:, :8], past_key_values=cache)
     twin = copy.deepcopy(cache)
     assert len(pickle.dumps(cache.layers[0])) < 20_000
