@@ -36,6 +36,8 @@ def budgets(
     even = even_budgets(plan)
     if batch is None:
         return even, {"kept": "uniform", "why": "no calibration text"}
+    if not plan.replaced():
+        return even, {"kept": "uniform", "why": "no linear is replaced"}
     free = [cut for cut in plan.replaced() if not cut.explicit]
     if recipe.curvature == "none" and (recipe.allocate == "uniform" or not free):
         return even, {"kept": "uniform", "why": "recipe"}

@@ -305,6 +305,8 @@ class _Run:
         import transformers
 
         source, records = self.skeleton.source, [record for line in lines for record in line["records"]]
+        whole = [cuts[0] for cuts in self.plan.cuts.values() if cuts[0].part is None]
+        refits = {cut.name for cut in whole if not cut.configs}  # dense before and after
         return {
             "surgery": __version__,
             "versions": {
@@ -326,7 +328,7 @@ class _Run:
             else None,
             "allocation": rest["allocation"],
             "held_out": rest["held_out"],
-            "totals": totals(records, source, self.partial, weight_map),
+            "totals": totals([r for r in records if r["name"] not in refits], source, self.partial, weight_map),
             "modules": records,
             "mixers": [record for line in lines for record in line.get("mixer_records", [])],
             "time": {

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint import table_of
+from surgery.checkpoint import mixers_of, table_of
 from surgery.convert import REPORT
 from surgery.errors import SurgeryError
+from surgery.heads import attention_shape
+from surgery.mixer_report import mixer_rows
+from surgery.mixers import mixer_config
 from surgery.plan import Cut, Plan
-from surgery.source import open_converted
+from surgery.skeleton import Skeleton
+from surgery.source import Source, open_converted, read_config
 from surgery.structures import STRUCTURES
-from surgery.walk import Body
+from surgery.walk import Body, walk
 
 
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -65,6 +69,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         ],
         "totals": plan.totals(),
         "candidates": sorted({config.name for c in plan.replaced() for config in c.configs}),
+        "mixers": mixer_rows((seat.path, seat.config, seat.shape) for seat in plan.seats.values()),
         "notes": list(plan.notes),
     }
 
@@ -90,24 +95,29 @@ def inspect(name: str) -> dict[str, Any]:
     claimed = report["totals"]["params_after"]
     report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source.folder)
+    if mixers := mixers_of(source.config, name):
+        model = _plain_model(source.folder)
+        found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
+        report["mixer_rows"] = mixer_rows(found)
     return report
 
 
 def macs_per_token(report: dict[str, Any], folder: Path) -> dict[str, int] | None:
     """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
     not counted), before and after; FLOPs are twice that."""
-    from surgery.skeleton import Skeleton
-    from surgery.source import Source, read_config
-    from surgery.walk import walk
-
-    config = {k: v for k, v in read_config(folder, str(folder)).items() if k not in ("quantization_config", "auto_map")}
     try:
-        body: Body = walk(Skeleton(Source(str(folder), folder, config, {})).model)
+        body: Body = walk(_plain_model(folder))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ for linear in body.linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     return {"before": before, "after": before + change}
+
+
+def _plain_model(folder: Path) -> Any:
+    """The model before it was converted, on meta."""
+    config = {k: v for k, v in read_config(folder, str(folder)).items() if k not in ("quantization_config", "auto_map")}
+    return Skeleton(Source(str(folder), folder, config, {})).model
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -51,11 +51,43 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     lines = [
         f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"
     ]
+    mixers = mixer_tables(plan["mixers"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
         lines.append("auto: the one of " + ", ".join(plan["candidates"]) + " that fits best on held-out text")
-    if plan["recipe"]["allocate"] != "uniform":
+    if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
         lines.append("ranks shown are an even spread; with --calibration they are spread by what each buys")
-    return [table, *lines, *(f"note: {note}" for note in plan["notes"])]
+    linears = [table, *lines] if total["modules"] else []
+    return [*linears, *mixers, *(f"note: {note}" for note in plan["notes"])]
+
+
+def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
+    """What the cache keeps of one sequence at several contexts, in numbers, over all layers of a mixer."""
+    if not rows:
+        return []
+    contexts = list(rows[0]["cache"])
+    table = _table("attention", "mixer", "layers", "params", *(f"cache at {count(int(c))}" for c in contexts))
+    for row in rows:
+        kept = (f"{count(before)} -> {count(after)}" for before, after in row["cache"].values())
+        table.add_row(row["mixer"], str(len(row["paths"])), count(row["params"]), *kept)
+    return [table, *(f"note: {note}" for row in rows for note in row["notes"])]
+
+
+def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
+    if not hybrid:
+        return []
+    tried = ", ".join(f"{name} {hybrid[name]['converted']:.4f}" for name in ("sensitivity", "every"))
+    kept = ", ".join(hybrid["softmax"])
+    return [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+
+
+def start_lines(mixers: list[dict[str, Any]]) -> list[str]:
+    """Median over the layers of the heads' relative error after each stage of the start."""
+    stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
+    medians = []
+    for stage in stages:
+        errors = sorted(record["errors"][stage] for record in mixers if stage in record["errors"])
+        medians.append(f"{stage} {errors[len(errors) // 2]:.3f}")
+    return [f"heads' outputs, relative error on held-out text, median layer: {', '.join(medians)}"] if medians else []
 
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
@@ -63,7 +95,8 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     table = _table(
         report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
     )
-    for row in inspect_rows(report):
+    rows = inspect_rows(report)
+    for row in rows:
         structures = ", ".join(
             f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items()
         )
@@ -71,15 +104,23 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
             row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
             count(row["macs_after"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.3f}",
         )  # fmt: skip
-    return [table, f"errors: relative, {kind}; median and worst of the role", *_total_lines(report)]
+    linears = [table, f"errors: relative, {kind}; median and worst of the role"] if rows else []
+    mixers = [
+        *mixer_tables(report.get("mixer_rows", [])),
+        *start_lines(report.get("mixers", [])),
+        *hybrid_lines(report.get("hybrid")),
+    ]
+    return [*linears, *mixers, *_total_lines(report)]
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"replaced weights: {t['replaced_params_before']:,} -> {t['replaced_params_after']:,} numbers ({t['kept']:.1%} kept)",
         f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {t['bytes_before'] / 1e6:,.1f} -> {t['bytes_after'] / 1e6:,.1f} MB",
     ]
+    if t["replaced_params_before"]:
+        before, after = t["replaced_params_before"], t["replaced_params_after"]
+        lines.insert(0, f"replaced weights: {before:,} -> {after:,} numbers ({t['kept']:.1%} kept)")
     if macs := report.get("macs_per_token"):
         lines.append(
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})"

@@ -28,7 +28,7 @@ FLOORS = [
     # conversion and back
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid datafree budget"
     " journal assemble convert densify",
-    "report tables",
+    "mixer_report report tables",
     "eval papers",
     "demo cli __main__",
 ]

@@ -1,0 +1,164 @@
+"""`convert` with mixers: every shipped recipe, every family; what is written loads, runs, generates and is as reported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small import FAMILIES, outputs_of, recipe_of, tiny_config, tiny_inputs
+
+from surgery.convert import convert
+from surgery.densify import densify
+from surgery.errors import SurgeryError
+from surgery.recipe import load_recipe, shipped_recipes
+from surgery.report import inspect
+
+CALIBRATION = {"tokens": 64, "length": 32}
+ATTENTION = [name for name in shipped_recipes() if load_recipe(name).attention is not None]
+MIXABLE = [family for family in FAMILIES if not family.startswith("t5")]
+SMALL = {  # what shipped recipes say in hundreds of tokens, for texts of 48
+    "tbm": ["attention.mask.block=8"],
+    "mhla": ["attention.mask.block=8"],
+    "lolcats": ["attention.window=6", "attention.sinks=2"],
+    "sliding-window": ["attention.window=12", "attention.sinks=2"],
+}
+
+
+def source(folder, family):
+    torch.manual_seed(0)
+    cls, config = tiny_config(family)
+    model = cls(config).eval()
+    model.save_pretrained(folder / "source")
+    save_file(tiny_inputs(family, 4, 48), folder / "inputs.safetensors")
+    return model
+
+
+def converted(folder, family, recipe):
+    """(original model, converted model, report)"""
+    original = source(folder, family)
+    report = convert(str(folder / "source"), recipe, folder / "out")
+    return original, type(original).from_pretrained(folder / "out").eval(), report
+
+
+def calibrated(folder, name, *more):
+    keys = [f"{k}={v}" for k, v in CALIBRATION.items()]
+    few = ["attention.steps=2", f"calibration={json.dumps(str(folder / 'inputs.safetensors'))}"]
+    return load_recipe(name, [*keys, *few, *SMALL.get(name, []), *more])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_shipped_recipe(name, tmp_path):
+    original, model, report = converted(tmp_path, "llama", calibrated(tmp_path, name))
+    assert report["mixers"] and report["held_out"]["converted"] < report["held_out"]["original"] * 1.5
+    for record in report["mixers"]:
+        stages = list(record["errors"].values())
+        assert min(stages) <= stages[0]
+    prompt = tiny_inputs("llama", 2, 12, seed=4)["input_ids"]
+    out = model.generate(prompt, max_new_tokens=12, do_sample=False, min_new_tokens=12)
+    logits = outputs_of(model, {"input_ids": out})[:, 11:-1]
+    chosen = logits.gather(-1, out[:, 12:, None])[..., 0]
+    assert (chosen >= logits.amax(-1) - 1e-4).all()
+    model.save_pretrained(tmp_path / "again")
+    again = type(original).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs_of(again, {"input_ids": out}), outputs_of(model, {"input_ids": out}))
+    told = inspect(str(tmp_path / "out"))
+    assert sum(len(row["paths"]) for row in told["mixer_rows"]) == len(report["mixers"])
+
+
+@pytest.mark.parametrize("name", ["ssd", "mlr-cache-60"])
+@pytest.mark.parametrize("family", MIXABLE)
+def test_every_family(family, name, tmp_path):
+    original, model, report = converted(tmp_path, family, calibrated(tmp_path, name))
+    inputs = tiny_inputs(family, 2, 20, seed=3)
+    before, after = outputs_of(original, inputs), outputs_of(model, inputs)
+    assert after.isfinite().all() and not torch.equal(before, after)
+    for record in report["mixers"]:
+        stages = list(record["errors"].values())
+        assert min(stages) <= stages[0] and min(stages) < 1.1
+
+
+def test_linears_and_attention_in_one_recipe(tmp_path):
+    """Each linear of a layer is fitted to what the mixer before it gives; undoing leaves the mixer in place."""
+    source(tmp_path, "llama")
+    recipe = recipe_of(
+        structure="low_rank",
+        keep=0.9,
+        attention={"mixer": "linear", "mask": "decay", "steps": 2},
+        calibration=tmp_path / "inputs.safetensors",
+        **CALIBRATION,
+    )
+    original, model, report = converted(tmp_path, "llama", recipe)
+    assert report["totals"]["kept"] < 0.91 and len(report["mixers"]) == 2
+    inputs = tiny_inputs("llama", 2, 20, seed=3)
+    densify(str(tmp_path / "out"), tmp_path / "dense")
+    dense = type(original).from_pretrained(tmp_path / "dense").eval()
+    assert torch.allclose(outputs_of(dense, inputs), outputs_of(model, inputs), atol=1e-4)
+    assert dense.model.layers[0].mlp.up_proj.weight.dim() == 2
+    assert type(dense.model.layers[0].self_attn.mixer).__name__ == "LinearMixer"
+
+
+def test_hybrids_keep_softmax_where_said(tmp_path):
+    source(tmp_path, "llama")
+    by_hand = recipe_of(structure="dense", attention={"mixer": "linear", "hybrid": {"layers": [1]}, "steps": 0})
+    _, model, report = converted(tmp_path, "llama", by_hand)
+    assert [record["name"] for record in report["mixers"]] == ["model.layers.0.self_attn"]
+    assert not hasattr(model.model.layers[1].self_attn, "mixer")
+
+
+def test_sensitivity_is_measured_and_reported(tmp_path):
+    hybrid = "attention.hybrid={keep: 0.5, by: sensitivity}"
+    _, _, report = converted(tmp_path, "llama", calibrated(tmp_path, "ssd", hybrid))
+    told = report["hybrid"]
+    assert set(told["alone"]) == {"model.layers.0", "model.layers.1"} and len(told["softmax"]) == 1
+    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("sensitivity", "every"))
+    mixed = {f"{record['name']}" for record in report["mixers"]}
+    assert mixed == {f"model.layers.{i}.self_attn" for i in range(2)} - {f"{told['softmax'][0]}.self_attn"}
+
+
+def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
+    source(tmp_path, "llama")
+    recipe = calibrated(tmp_path, "log-linear-mamba2")
+    convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
+    import surgery.layerwise as layerwise
+
+    seats, real = [], layerwise.Layerwise._seat
+
+    def once(self, call, *rest):
+        seats.append(call.path)
+        if len(seats) == 2:
+            raise KeyboardInterrupt
+        return real(self, call, *rest)
+
+    monkeypatch.setattr(layerwise.Layerwise, "_seat", once)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(tmp_path / "source"), recipe, tmp_path / "out")
+    convert(str(tmp_path / "source"), recipe, tmp_path / "out", resume=True)
+    assert len(seats) == 3  # the first layer was not done again
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "attention, said",
+    [
+        ({"mixer": "liner"}, "linear"),
+        ({"mixer": "linear", "maks": "decay"}, "mask"),
+        ({"mixer": "linear", "mask": "decay", "cache": 0.5}, "cache"),
+        ({"mixer": "linear", "hybrid": {"keep": 0.5, "layers": [0]}}, "keep"),
+        ({"mixer": "linear", "layers": "9"}, "selects none"),
+        ({"mixer": "linear", "hybrid": {"keep": 0.5}}, "--calibration"),
+        ({"mixer": "mlr", "ranks": [64]}, "8"),
+    ],
+)
+def test_refusals(attention, said, tmp_path):
+    source(tmp_path, "llama")
+    with pytest.raises(SurgeryError, match=said):
+        convert(str(tmp_path / "source"), recipe_of(structure="dense", attention=attention), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_t5_is_refused_with_the_reason(tmp_path):
+    source(tmp_path, "t5")
+    with pytest.raises(SurgeryError, match="position bias"):
+        convert(str(tmp_path / "source"), load_recipe("ssd"), tmp_path / "out")
