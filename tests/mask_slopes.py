@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import linear_regression
 
 import torch
@@ -39,7 +40,7 @@ def rows(mask: Mask, length: int, scores: str, start: int = 0) -> Rows:
 
 def chunked(mask: Mask, scores: str) -> None:
     lengths = [2**n for n in range(11, 17)]
-    seconds = [best(lambda r=rows(mask, n, scores): mask.chunked(r, None, 64), 1.0) for n in lengths]  # type: ignore[misc]
+    seconds = [best(partial(mask.chunked, rows(mask, n, scores), None, 64), 1.0) for n in lengths]
     slope = linear_regression([math.log(n) for n in lengths], [math.log(s) for s in seconds]).slope
     shown = " ".join(f"{1e3 * s:.1f}" for s in seconds)
     print(f"{mask.config.name:16} {scores:7} ms at 2K .. 64K: {shown}   slope {slope:.3f}", flush=True)
@@ -47,14 +48,11 @@ def chunked(mask: Mask, scores: str) -> None:
 
 def steps(mask: Mask, scores: str) -> None:
     for bits in range(10, 21, 2):
-        at = 2**bits - 2  # nearly every bucket is full
         state = {"buckets": torch.randn(1, bits, 1, 16, 16)}
-        one = rows(mask, 1, scores, at)
-        micro = 1e6 * best(lambda one=one, state=state: mask.step(one, state), 0.5)  # type: ignore[misc]
-        print(
-            f"{mask.config.name:16} {scores:7} step at 2^{bits}: {micro:.0f} us, {state['buckets'].nbytes:,} bytes",
-            flush=True,
-        )
+        last = rows(mask, 1, scores, 2**bits - 2)  # every bucket but one is full
+        micro = 1e6 * best(partial(mask.step, last, state), 0.5)
+        bytes_ = state["buckets"].nbytes
+        print(f"{mask.config.name:16} {scores:7} step at 2^{bits}: {micro:.0f} us, {bytes_:,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from mask_rows import SHAPE, definition, in_pieces, masked, miss, piece, some_ro
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import from_options
-from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.base import MASKS, Rows
 
 OPTIONS = {"blocks": {"block": 12, "count": 100}, "toeplitz_blocks": {"block": 12}, "toeplitz": {"length": 50}}
 # Levels shared early, gates of every kind.
@@ -84,11 +84,29 @@ def test_pieces_are_the_whole(config, scores):
             torch.testing.assert_close(x, state[name], rtol=1e-11, atol=1e-11)
 
 
+@EVERY
 @EITHER
-@pytest.mark.parametrize("name", ["gates", "toeplitz_blocks"])
+def test_rows_of_a_state_go_on_alone(config, scores):
+    """Shorter rows, repeated and reordered (beams), by pieces and by steps; the old state is as it was."""
+    mask = masked(config)
+    rows = some_rows(mask, scores, 45, [0, 0, 0], [45, 38, 34])
+    expected = definition(mask, rows)
+    _, state = in_pieces(mask, rows, [0, 33], 16)
+    copies, index = {name: x.clone() for name, x in state.items()}, torch.tensor([2, 1, 2])
+    chosen = Rows(**{name: x[index] if isinstance(x, torch.Tensor) else x for name, x in vars(rows).items()})
+    chosen.signals = {name: signal[index] for name, signal in rows.signals.items()}
+    for cuts, chunk in (([33, 40, 45], 4), (list(range(33, 46)), 0)):
+        out, _ = in_pieces(mask, chosen, cuts, chunk, {name: x[index] for name, x in state.items()})
+        assert miss(out, expected[index, :, :, 33:], piece(chosen, 33, 45)) < 1e-13
+    assert all(torch.equal(x, copies[name]) for name, x in state.items())
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["gates", "toeplitz_blocks", "toeplitz", "fourier"])
 def test_spans_are_the_whole(name, scores, monkeypatch):
-    """Long sequences are worked on some chunks at a time."""
+    """Long sequences are worked on some chunks at a time, convolutions some features at a time."""
     monkeypatch.setattr("surgery.mixers.masks.frame.SPAN_NUMBERS", {"cpu": 6000, "cuda": 1})
+    monkeypatch.setattr("surgery.mixers.masks.history.FFT_NUMBERS", {"cpu": 50000, "cuda": 1})
     config = MASKS.config_type(name)()
     mask = masked(config)
     rows = some_rows(mask, scores, 333, [5, 0], [333, 100])
@@ -143,11 +161,28 @@ def test_gradients_are_finite_differences(config, scores):
 @EVERY
 @EITHER
 def test_half_precision_comes_in_and_float32_is_kept(config, scores):
+    """Of inputs and of a checkpoint's parameters; what float32 makes of the same numbers is the judge."""
+    mask = masked(config).bfloat16()
+    rows = some_rows(masked(config), scores, 33, [0, 0], [33, 20])
+    half = to(rows, torch.bfloat16)
+    x = torch.randn(2, 33, SHAPE.dim, dtype=torch.bfloat16)
+    assert all(signal.dtype == torch.float32 for signal in mask.signals(x).values())
+    out, state = in_pieces(mask, half, [0, 17, 33], 16)
+    last, after = mask.step(piece(half, 32, 33), state)
+    assert all(t.dtype == torch.float32 for t in (out, last, *state.values(), *after.values()))
+    exact, _ = in_pieces(mask.double(), to(half, torch.float64), [0, 33], 16)
+    assert miss(out, exact, rows) < 1e-5
+
+
+@EVERY
+def test_masks_are_made_without_memory_and_loaded(config):
+    """On the meta device, then from a state dict: the same mask."""
     mask = masked(config, dtype=torch.float32)
-    rows = to(some_rows(mask.double(), scores, 33, [0, 0], [33, 20]), torch.bfloat16)
-    mask.float()
-    out, state = in_pieces(mask, rows, [0, 17, 33], 16)
-    assert out.dtype == torch.float32 and all(x.dtype == torch.float32 for x in state.values())
+    with torch.device("meta"):
+        empty = MASKS[config](config, SHAPE)
+    empty.load_state_dict(mask.state_dict(), assign=True)
+    rows = to(some_rows(masked(config), "kernel", 20, [0], [20]), torch.float32)
+    assert torch.equal(empty.chunked(rows, None, 8)[0], mask.chunked(rows, None, 8)[0])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

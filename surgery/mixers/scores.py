@@ -30,12 +30,6 @@ class Chunk:
     write_xCF: Tensor
     keys_xCF: Tensor | None = None
 
-    def carried(self, state_xFV: Tensor) -> Tensor:
-        """carry S, by its factors; x may have further axes where ours broadcast."""
-        if self.keys_xCF is None:
-            return state_xFV
-        return state_xFV - self.write_xCF.mT @ (self.keys_xCF @ state_xFV)
-
     def carry(self) -> Tensor | None:
         """carry_xFF, None for the identity."""
         if self.keys_xCF is None:

@@ -25,7 +25,8 @@ from surgery.mixers.scores import chunk_scores
 
 State = dict[str, Tensor]
 
-FFT_NUMBERS = 2**24  # in one block of features
+# Complex numbers of one block of features.
+FFT_NUMBERS = {"cpu": 2**21, "cuda": 2**26}
 
 
 class History(Mask):
@@ -91,7 +92,8 @@ class History(Mask):
         at_BS = rows.start_B.unsqueeze(1) - (size - length) + torch.arange(size, device=rows.start_B.device)
         numbers = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
         out = torch.zeros((), dtype=v_BGSV.dtype, device=v_BGSV.device)
-        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, FFT_NUMBERS // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
+        most = FFT_NUMBERS.get(out.device.type, FFT_NUMBERS["cuda"])
+        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, most // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
             args = (q_BGJTf, k_BGSf, v_BGSV, h_GJS, self.phase(at_BS), points)
             out = out + checkpoint(filtered, *args, use_reentrant=False)
         return out

@@ -3,7 +3,7 @@
 Inside chunks the mask is written out; above, segments of 2^l chunks read their left siblings with the lambda of level
 c + l + 1 (fenwick.py). Buckets below c that a row brings along lie in its first chunk: its queries read them one by
 one, and its sum takes them in. The state after the last token is what a query there would read, level by level; those
-below c are sums over its own chunk.                      N chunks; F' = F, queries that stand for the features
+below c are sums over its own chunk.                      N chunks, n segments
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.masks.base import Rows
@@ -21,7 +22,7 @@ from surgery.mixers.scores import Chunk, chunk_scores
 
 @dataclass
 class Tree:
-    """One call. bits: c; at_C: slots of a chunk; write: keys as they stand at their chunk's end, gates included."""
+    """One call. bits: c; write: keys as they stand at their chunk's end, gates included."""
 
     rows: Rows
     bits: int
@@ -46,35 +47,27 @@ class Tree:
 
     def swept(self, buckets_BLGFV: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(out_BGJTV, the buckets after the rows' tokens or None)."""
+        end_B, first_B = self.rows.start_B + self.rows.count_B, self.frame.base_B
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
-        out_BNGJCV = self._inside()
-        low_BlGFV = before[:, : self.bits]
+        out_BNGJCV, low_BlGFV = self._inside(), before[:, : self.bits]
         if low_BlGFV.shape[1]:
             out_BNGJCV[:, 0] += self._first_reads(low_BlGFV)
             low_BlGFV = self._through_first(low_BlGFV, segments)
             segments.sum_BnGFV[:, 0] += low_BlGFV.sum(1)
-        end_B = self.rows.start_B + self.rows.count_B
         levels = max(int(end_B.max()).bit_length(), before.shape[1])
-        chunks, last, first_B, high = self._chunks(), self._last(segments, end_B), self.frame.base_B, []
-        for level in range(levels - self.bits):
-            here = slice(self.bits + level, self.bits + level + 1)
-            bucket_B1GFV = (
-                before[:, here] if before.shape[1] > here.start else torch.zeros_like(segments.sum_BnGFV[:, :1])
-            )
-            left, right = segments.paired(bucket_B1GFV, (first_B >> level) & 1 == 1)
+        before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
+        chunks, last, after = self._chunks(), self._last(segments, end_B), [self._low(low_BlGFV, end_B)]
+        for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
+            left, right = segments.paired(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
             seen_BNGRV, fade_BNGC = chunks.reads(left, level, first_B)
-            weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(here.stop)
+            weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(self.bits + level + 1)
             out_BNGJCV = out_BNGJCV + weight_BNGJC.unsqueeze(-1) * seen_BNGRV.unflatten(3, weight_BNGJC.shape[3:])
-            if buckets_BLGFV is not None:
-                seen_B1GFV, fade_B1G1 = last.reads(left, level, first_B)
-                high.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
+            seen_B1GFV, fade_B1G1 = last.reads(left, level, first_B)
+            after.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
             segments = left.then(right)
         out = self.frame.joined(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
-        if buckets_BLGFV is None:
-            return out, None
-        after_BLGFV = torch.cat([self._low(low_BlGFV, end_B), *high], dim=1)
-        return out, after_BLGFV[:, :levels]
+        return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
 
     @property
     def fade(self) -> Tensor:
@@ -103,12 +96,11 @@ class Tree:
         """The place behind the last token: what passes its chunk's tokens, for each feature."""
         at_B1 = (end_B >> self.bits).unsqueeze(1)
         here_B1 = at_B1 - self.frame.base_B.unsqueeze(1)
-        features = self.write_BNGCF.shape[-1]
-        eye = torch.eye(features, dtype=self.write_BNGCF.dtype, device=at_B1.device)
-        through = pick(self.write_BNGCF, here_B1)[..., :1, :] * 0 + eye
-        if segments.carry_BnGFF is not None:
-            through = pick(segments.carry_BnGFF, here_B1)
-        return Reader(at_B1, pick(segments.gate_BnG, here_B1).unsqueeze(-1), through)
+        through = segments.carry_BnGFF
+        if through is None:
+            eye = torch.eye(self.write_BNGCF.shape[-1], dtype=self.write_BNGCF.dtype, device=at_B1.device)
+            through = eye.expand(*segments.gate_BnG.shape, -1, -1)
+        return Reader(at_B1, pick(segments.gate_BnG, here_B1).unsqueeze(-1), pick(through, here_B1))
 
     def _first_reads(self, low_BlGFV: Tensor) -> Tensor:
         """What the first chunk's queries see of the row's buckets below c, (B, G, J, C, V)."""
