@@ -9,11 +9,12 @@ import pytest
 import torch
 from small import GENERATING, tiny_inputs
 from small_mixers import Decayed, DecayedMixer, Exact, lively, registered, with_mixers
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.cache import RECORDED, mixed_modules, record_past
 from surgery.cache_file import load_cache, save_cache
 from surgery.errors import SurgeryError
+from surgery.mixers import MIXERS, mixer_config
 
 FAMILIES = [f for f in GENERATING if not f.startswith("t5") and f != "llama-tied"]
 HYBRIDS = [("mistral", 0), ("mistral", 1), ("gemma2", 0), ("gemma2", 1), ("gemma3", 1), ("qwen3", 0), ("gpt2", 1)]
@@ -340,3 +341,50 @@ def test_continuous_batching_is_refused(llama):
         llama.generate(prompts(2), cache_implementation="paged", **GREEDY)
     with pytest.raises(SurgeryError, match="called with 'cache'"):
         llama(prompts(2), cache=object(), use_cache=False)
+
+
+# -- the mixers there are --------------------------------------------------------------------------
+SPECS: list[dict] = [
+    {"mixer": "mlr", "ranks": [4, 4], "extents": [8]},
+    {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [16, 5], "form": "nested"},
+    {"mixer": "window", "window": 4, "sinks": 2},
+    {"mixer": "global_window", "ranks": [4, 4], "window": 6},
+    {"mixer": "bilinear_btt"},
+    {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
+    {"mixer": "linear"},
+    {"mixer": "linear", "mask": "hierarchical", "scores": "delta"},
+    {"mixer": "linear", "mask": "toeplitz_blocks", "features": "elu", "normalise": True},
+    {"mixer": "linear", "mask": {"name": "blocks", "block": 16, "count": 8}, "features": "relu", "normalise": True},
+    {"mixer": "linear", "mask": "decay", "features": "hedgehog", "normalise": True, "window": 8, "sinks": 2, "convolution": 4, "gate": "head", "rope": "drop"},
+    {"mixer": "linear", "mask": "fourier"},
+]  # fmt: skip
+
+
+def test_every_mixer_is_generated_with():
+    assert {spec["mixer"] for spec in SPECS} | {"test-exact", "test-decayed"} == set(MIXERS.names())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_mixers_generate_and_round_trip(spec, family, tmp_path):
+    """Greedy, a padded row, beams, lookup and a state from disk, with the layer beside it as it was on gemma3."""
+    model, ids = mixed_model(family, mixer_config(spec), None if family == "llama" else [1]), prompts(2, 12)
+    tokens, logits = decoded(model, ids, 20)
+    assert far(logits, whole(model, tokens, 20)) < 1e-5
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    assert far(decoded(model, ids, 6, attention_mask=mask)[1][1], decoded(model, ids[1:, 5:], 6)[1][0]) < 1e-5
+    beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 6}
+    assert torch.equal(model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams))
+    again = ids[:1, :6].repeat(1, 3)
+    expected, logits = decoded(model, again, 10, eos_token_id=1)
+    found, other = decoded(model, again, 10, prompt_lookup_num_tokens=5, eos_token_id=1)
+    same_start(found, expected, other, logits)
+    cache = DynamicCache(config=model.config)
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        save_cache(cache, tmp_path / "state")
+        live = model(ids[:, 8:], past_key_values=cache).logits
+        assert torch.equal(loaded(ids[:, 8:], past_key_values=load_cache(tmp_path / "state", loaded)).logits, live)
