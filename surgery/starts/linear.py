@@ -1,7 +1,8 @@
 """Linear-type attention started from softmax attention, on calibration windows, no training of the model.
 
-1. Gates forget as the teacher does: a half life of the head's mean attention distance d (rate ln 2 / d); the delta
-   rule's step from the entropy of its attention (Taylor-Calibrate's rules, without their Taylor step).
+1. Masks forget as the teacher does: gates with a half life of the head's mean attention distance d (rate ln 2 / d),
+   block mixing by the attention a token of one block gives one of another, Toeplitz block mixing by the exponentials
+   that come nearest to that; the delta rule's step from the entropy of the attention.
 2. Whatever the output is linear in (lambda of every Fenwick level, amplitudes of Toeplitz block mixing, the weight of
    the linear part) by nonnegative least squares of the teacher's output on what each gives alone.
 3. Some local steps of Adam on the mixer's own parameters, on the error behind the output projection.
@@ -20,19 +21,23 @@ from torch import Tensor, nn
 
 from surgery.attention_recipe import Attention
 from surgery.mixers import AttentionShape
+from surgery.mixers.features.hedgehog import HedgehogMap
 from surgery.mixers.linear import LinearMixer
 from surgery.mixers.linear_config import LinearAttention
+from surgery.mixers.masks.blocks import BlocksMask
 from surgery.mixers.masks.decay import DecayMask
 from surgery.mixers.masks.frame import inverse_softplus
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.hierarchical import HierarchicalMask
 from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocksMask
+from surgery.mixers.toeplitzness import fit_toeplitz, nonnegative
 from surgery.seats import Seat
 from surgery.starts.base import STARTS, Start, Started, blank, real, relative_error
 from surgery.windows import Window, Windows
 
 RATE = 1e-2  # of Adam; falls to nothing along half a cosine
 PROFILE_WINDOWS = 4
+SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
 OFF, ON = -30.0, math.log(math.e - 1)  # softplus gives 1e-13 and 1
 
 
@@ -43,7 +48,12 @@ class LinearStart(Start):
         assert isinstance(mixer, LinearMixer)
         errors = {"copied": relative_error(mixer, held)}
         best = mixer
-        for stage, better in (("gates", gated), ("least_squares", solved), ("local", trained)):
+        for stage, better in (
+            ("features", sharpened),
+            ("profile", profiled),
+            ("least_squares", solved),
+            ("local", trained),
+        ):
             candidate = better(copy.deepcopy(best), fit, settings.steps)
             if candidate is None:
                 continue
@@ -53,19 +63,36 @@ class LinearStart(Start):
         return Started(best, errors)
 
 
+# -- 0. how sharp the features are -------------------------------------------------------------------
+@torch.no_grad()
+def sharpened(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+    """Hedgehog's W as a multiple of the identity: at 1 its softmax over the features is all but flat."""
+    if not isinstance(mixer.feature_map, HedgehogMap):
+        return None
+    tried = []
+    few = [fit[i] for i in range(min(len(fit), PROFILE_WINDOWS))]
+    for sharpness in SHARPNESS:
+        way = copy.deepcopy(mixer)
+        for w in (way.feature_map.query_HKK, way.feature_map.key_GKK):  # type: ignore[union-attr]
+            w.mul_(sharpness)  # type: ignore[operator]
+        tried.append((relative_error(way, few), way))
+    return min(tried, key=lambda pair: pair[0])[1]
+
+
 # -- 1. what the teacher attends to ------------------------------------------------------------------
 @dataclass
 class Profile:
     """Of each query head: mean distance of what it attends to, tokens; entropy of its attention over that of a
-    uniform one, 0 to 1."""
+    uniform one, 0 to 1; attention that a token of one block gives to each token it sees of another (H, M, M)."""
 
     distance_H: Tensor
     entropy_H: Tensor
+    blocks_HMM: Tensor
 
 
 @torch.no_grad()
-def profile(windows: Windows) -> Profile:
-    distances, entropies = [], []
+def profile(windows: Windows, block: int | None) -> Profile:
+    distances, entropies, blocks = [], [], []
     for i in range(min(len(windows), PROFILE_WINDOWS)):
         window = windows[i]
         map_BHTT = attention_map(window, windows.seat.shape)
@@ -75,7 +102,20 @@ def profile(windows: Windows) -> Profile:
         distances.append(real((map_BHTT * apart_TT).sum(-1, keepdim=True), window).mean((1, 2)))
         entropy_BHT = torch.special.entr(map_BHTT).sum(-1) / (t_T + 2).log()
         entropies.append(real(entropy_BHT[..., None], window).mean((1, 2)))
-    return Profile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0))
+        if block is not None:
+            blocks.append(by_blocks(map_BHTT, block, windows.seat.shape.causal).mean(0))
+    nothing = torch.zeros(0)
+    mean_HMM = torch.stack(blocks).mean(0) if blocks else nothing
+    return Profile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
+
+
+def by_blocks(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
+    """(B, H, M, M): mean over the pairs of tokens of two blocks of which one sees the other."""
+    length = map_BHTT.shape[-1]
+    seen_TT = torch.ones(length, length, dtype=map_BHTT.dtype, device=map_BHTT.device)
+    member_TM = nn.functional.one_hot(torch.arange(length, device=map_BHTT.device) // block).to(map_BHTT.dtype)
+    count_MM = member_TM.mT @ (seen_TT.tril() if causal else seen_TT) @ member_TM
+    return member_TM.mT @ map_BHTT @ member_TM / count_MM.clamp_min(1)
 
 
 def attention_map(window: Window, shape: AttentionShape) -> Tensor:
@@ -93,24 +133,46 @@ def attention_map(window: Window, shape: AttentionShape) -> Tensor:
 
 
 @torch.no_grad()
-def gated(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
-    """Half lives and step sizes from the profile; the mixer itself, changed."""
-    gates = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
-    if not isinstance(gates, (GatesMask, DecayMask)) and mixer.beta_proj is None:
+def profiled(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+    """The mixer itself, its mask and steps set by what the teacher attends to; None where neither has a say."""
+    mask = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
+    known = (GatesMask, DecayMask, BlocksMask, ToeplitzBlocksMask)
+    if not isinstance(mask, known) and mixer.beta_proj is None:
         return None
-    seen = profile(fit)
+    seen = profile(fit, mask.config.block if isinstance(mask, (BlocksMask, ToeplitzBlocksMask)) else None)
     groups = mixer.shape.groups
     rate_G = math.log(2) / seen.distance_H.view(groups, -1).mean(1).clamp_min(0.5)
-    if isinstance(gates, GatesMask):
-        gates.rate.bias.copy_(inverse_softplus(rate_G))
-    elif isinstance(gates, DecayMask):
-        gates.log_decay_G.copy_(rate_G.log())
+    if isinstance(mask, GatesMask):
+        mask.rate.bias.copy_(inverse_softplus(rate_G))
+    elif isinstance(mask, DecayMask):
+        mask.log_decay_G.copy_(rate_G.log())
+    elif isinstance(mask, BlocksMask):
+        mask.start(continued(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
+    elif isinstance(mask, ToeplitzBlocksMask):
+        # One set of rates a key/value head; then each query head its own amplitudes.
+        shared = fit_toeplitz(
+            seen.blocks_HMM.unflatten(0, (groups, -1)).mean(1), mask.config.components, mask.shape.causal
+        )
+        size_H1 = seen.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp_min(1e-9)
+        amplitude_GR = shared.amplitude / shared.amplitude.sum(-1, keepdim=True).clamp_min(1e-30)
+        amplitude_GJR = amplitude_GR[:, None] * (size_H1 / size_H1.mean()).unflatten(0, (groups, -1))
+        mask.start(amplitude_GJR.movedim(-1, 0), shared.rate.mT)
     if mixer.beta_proj is not None:
         # Attention on one token overwrites; attention on all adds little of each.
         step_G = (1 - seen.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)
         nn.init.zeros_(mixer.beta_proj.weight)
         mixer.beta_proj.bias.copy_(step_G.logit())
     return mixer
+
+
+def continued(blocks_HMM: Tensor, count: int) -> Tensor:
+    """To `count` blocks: those the text did not reach mix by distance as its last one does."""
+    size = min(blocks_HMM.shape[-1], count)
+    last_HM = blocks_HMM[:, size - 1, :size].flip(-1)  # by distance
+    at_M = torch.arange(count, device=blocks_HMM.device)
+    out_HMM = last_HM[:, (at_M[:, None] - at_M).abs().clamp_max(size - 1)]
+    out_HMM[:, :size, :size] = blocks_HMM[:, :size, :size]
+    return out_HMM
 
 
 # -- 2. least squares --------------------------------------------------------------------------------
@@ -174,17 +236,6 @@ def put(mixer: LinearMixer, weight_HN: Tensor) -> None:
         mask.amplitude_RGJ.copy_(raw_HN.mT.view_as(mask.amplitude_RGJ))
     else:
         mixer.linear_weight_H.copy_(weight_HN[:, 0])  # type: ignore[union-attr]
-
-
-def nonnegative(gram_HNN: Tensor, wanted_HN: Tensor, rounds: int = 200) -> Tensor:
-    """argmin x^T G x / 2 - w^T x over x >= 0, a coordinate at a time; a little ridge for terms that are alike."""
-    gram_HNN = gram_HNN + 1e-6 * torch.diag_embed(gram_HNN.diagonal(dim1=-2, dim2=-1) + 1e-12)
-    x_HN = torch.zeros_like(wanted_HN)
-    for _ in range(rounds):
-        for n in range(x_HN.shape[1]):
-            rest_H = wanted_HN[:, n] - (gram_HNN[:, n] * x_HN).sum(-1) + gram_HNN[:, n, n] * x_HN[:, n]
-            x_HN[:, n] = (rest_H / gram_HNN[:, n, n]).clamp_min(0)
-    return x_HN
 
 
 # -- 3. local steps ----------------------------------------------------------------------------------
