@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 
-def bit_length(x: Tensor) -> Tensor:
-    """Of integers >= 0, as int.bit_length."""
-    bits = int(x.max()).bit_length() if x.numel() else 0
-    return sum(((x >> bit) > 0).long() for bit in range(bits)) + torch.zeros_like(x)
+def bit_length(x: Tensor, bits: int) -> Tensor:
+    """min(int.bit_length, bits) of integers >= 0."""
+    return torch.bucketize(x, 2 ** torch.arange(bits, device=x.device), right=True)
 
 
 def pick(x_BN: Tensor, index_BX: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class HierarchicalMask(Mask):
 
     def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1)).clamp_max(self.config.levels - 1)
+        # Bits beyond the last level change nothing.
+        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
         chosen_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
@@ -122,7 +123,7 @@ def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, rows: Rows) -> Tensor:
     have no token stay as they are."""
     size = max(buckets_BLGFV.shape[1], int((rows.start_B + rows.count_B).max()).bit_length())
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
-    into_B1 = (bit_length(rows.start_B ^ (rows.start_B + rows.count_B)) - 1).unsqueeze(1)  # -1: no token
+    into_B1 = (bit_length(rows.start_B ^ (rows.start_B + rows.count_B), size) - 1).unsqueeze(1)  # -1: no token
     at_L = torch.arange(size, device=into_B1.device)
     falls_BL = (at_L < into_B1)[..., None, None, None]
     total_BGFV = token_BGFV + torch.where(falls_BL, buckets_BLGFV, 0).sum(1)

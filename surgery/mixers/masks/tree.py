@@ -84,7 +84,7 @@ class Tree:
 
     def _inside(self) -> Tensor:
         at_C = torch.arange(1 << self.bits, device=self.v_BNGCV.device)
-        lambda_BNGJCC = self._lambdas(bit_length(at_C.unsqueeze(1) ^ at_C), self.level_BNGJCL)
+        lambda_BNGJCC = self._lambdas(bit_length(at_C.unsqueeze(1) ^ at_C, self.bits), self.level_BNGJCL)
         gates_BNG1CC = log_products(self.gates_BNGC).exp().unsqueeze(3)
         return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
 
@@ -113,7 +113,7 @@ class Tree:
     def _meeting(self, start_B: Tensor, low: int) -> Tensor:
         """The level at which a slot of the chunk sees bucket l of the state at `start`: (B, C, l)."""
         at_C = torch.arange(1 << self.bits, device=start_B.device)
-        differs_BC1 = bit_length(at_C ^ (start_B % (1 << self.bits)).unsqueeze(1)).unsqueeze(2)
+        differs_BC1 = bit_length(at_C ^ (start_B % (1 << self.bits)).unsqueeze(1), self.bits).unsqueeze(2)
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=start_B.device))
 
     def _through_first(self, low_BlGFV: Tensor, segments: Segments) -> Tensor:
@@ -127,7 +127,7 @@ class Tree:
         here_B1 = ((end_B >> self.bits) - self.frame.base_B).unsqueeze(1)
         slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)
         at_C = torch.arange(1 << self.bits, device=end_B.device)
-        into_BcC = bit_length(at_C ^ slot_B1).unsqueeze(1) - 1 == which_c.unsqueeze(1)
+        into_BcC = bit_length(at_C ^ slot_B1, self.bits).unsqueeze(1) - 1 == which_c.unsqueeze(1)
         write_BcGCF = into_BcC[:, :, None, :, None] * pick(self.write_BNGCF, here_B1)
         new_BcGFV = write_BcGCF.mT @ pick(self.v_BNGCV, here_B1)
         old = old_BlGFV.shape[1]
