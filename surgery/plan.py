@@ -107,7 +107,9 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
     seats = find_seats(skeleton, recipe, body)
     refitted = {seat.output for seat in seats.values()} if recipe.attention and recipe.attention.refits else set()
     if seats and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.measured:
-        notes.append(f"{hybrid.count(len(seats))} of these {len(seats)} layers keep their softmax, chosen on the calibration text")
+        notes.append(
+            f"{hybrid.count(len(seats))} of these {len(seats)} layers keep their softmax, chosen on the calibration text"
+        )
     cuts: dict[str, tuple[Cut, ...]] = {}
     for linear in body.linears:
         found = _cuts_of(linear, recipe, skeleton, body)

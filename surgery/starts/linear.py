@@ -73,7 +73,7 @@ def sharpened(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | Non
     few = [fit[i] for i in range(min(len(fit), PROFILE_WINDOWS))]
     for sharpness in SHARPNESS:
         way = copy.deepcopy(mixer)
-        for w in (way.feature_map.query_HKK, way.feature_map.key_GKK):  # type: ignore[union-attr]
+        for w in (way.feature_map.query_HKK, way.feature_map.key_GKK):
             w.mul_(sharpness)  # type: ignore[operator]
         tried.append((relative_error(way, few), way))
     return min(tried, key=lambda pair: pair[0])[1]
