@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import linear_regression
 
@@ -21,14 +21,15 @@ from surgery.mixers.masks.base import MASKS, Mask, Rows
 SHAPE = AttentionShape(dim=8, heads=1, groups=1, key=16, value=16, scaling=1.0)
 
 
-def best(call: Callable[[], object], seconds: float) -> float:
-    """The least processor time of one call."""
-    found, until = [], time.perf_counter() + seconds
-    while len(found) < 3 or time.perf_counter() < until:
-        began = time.process_time()
-        call()
-        found.append(time.process_time() - began)
-    return min(found)
+def best(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """The least processor time of each, taken in turns so that what else the machine does falls on all."""
+    found, until = [math.inf] * len(calls), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for i, call in enumerate(calls):
+            began = time.process_time()
+            call()
+            found[i] = min(found[i], time.process_time() - began)
+    return found
 
 
 def rows(mask: Mask, length: int, scores: str, start: int = 0) -> Rows:
@@ -40,19 +41,19 @@ def rows(mask: Mask, length: int, scores: str, start: int = 0) -> Rows:
 
 def chunked(mask: Mask, scores: str) -> None:
     lengths = [2**n for n in range(11, 17)]
-    seconds = [best(partial(mask.chunked, rows(mask, n, scores), None, 64), 1.0) for n in lengths]
+    seconds = best([partial(mask.chunked, rows(mask, n, scores), None, 64) for n in lengths], 10.0)
     slope = linear_regression([math.log(n) for n in lengths], [math.log(s) for s in seconds]).slope
     shown = " ".join(f"{1e3 * s:.1f}" for s in seconds)
     print(f"{mask.config.name:16} {scores:7} ms at 2K .. 64K: {shown}   slope {slope:.3f}", flush=True)
 
 
 def steps(mask: Mask, scores: str) -> None:
-    for bits in range(10, 21, 2):
-        state = {"buckets": torch.randn(1, bits, 1, 16, 16)}
-        last = rows(mask, 1, scores, 2**bits - 2)  # every bucket but one is full
-        micro = 1e6 * best(partial(mask.step, last, state), 0.5)
-        bytes_ = state["buckets"].nbytes
-        print(f"{mask.config.name:16} {scores:7} step at 2^{bits}: {micro:.0f} us, {bytes_:,} bytes", flush=True)
+    """At positions whose buckets are all full but the first."""
+    bits = range(10, 21, 2)
+    states = [{"buckets": torch.randn(1, n, 1, 16, 16)} for n in bits]
+    calls = [partial(mask.step, rows(mask, 1, scores, 2**n - 2), state) for n, state in zip(bits, states)]
+    for n, state, seconds in zip(bits, states, best(calls, 3.0)):
+        print(f"  step at 2^{n}: {1e6 * seconds:.0f} us, {state['buckets'].nbytes:,} bytes", flush=True)
 
 
 if __name__ == "__main__":
