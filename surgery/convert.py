@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
-from surgery.hybrid import choose_hybrid
 from surgery.journal import Journal
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
@@ -40,6 +38,7 @@ from surgery.precision import float32_products
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.score import Score
+from surgery.seating import settled
 from surgery.shards import Entry, read_header, write_json, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
@@ -166,7 +165,7 @@ class _Run:
 
     def everything(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
-        hybrid = self._hybrid()
+        hybrid = self._seats()
         if (rest := self.journal.find("piece", piece=REST)) is None:
             given, allocation = self._budgets()
             rest = self._convert(given, allocation)
@@ -187,24 +186,17 @@ class _Run:
             shutil.rmtree(folder, ignore_errors=True)
         return report
 
-    def _hybrid(self) -> dict[str, Any] | None:
-        """Takes the seats of layers that keep their softmax out of the plan, where that is to be measured."""
-        chosen = self.recipe.attention and self.recipe.attention.hybrid
-        if not chosen or not chosen.measured or self.batch is None:
+    def _seats(self) -> dict[str, Any] | None:
+        """Settles which attention gets which mixer; what the report says of a hybrid."""
+        if not self.plan.seats or self.batch is None:
             return None
-        if (done := self.journal.find("hybrid")) is None:
-            stream = self._stream()
-            with self._timed("hybrid"):
-                _, told = choose_hybrid(
-                    self.skeleton, self.plan, self.recipe, chosen, self.batch, stream, self.progress
-                )
-            self._count(stream)
-            self.journal.add("hybrid", told=told)
-            done = self.journal.lines[-1]
-        told = done["told"]
-        seats = {layer: seat for layer, seat in self.plan.seats.items() if layer not in told["softmax"]}
-        self.plan = replace(self.plan, seats=seats)
-        return told
+        stream = self._stream()
+        with self._timed("attention"):
+            self.plan, hybrid = settled(
+                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.journal, self.progress
+            )
+        self._count(stream)
+        return hybrid
 
     def _budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
         if done := self.journal.find("budgets"):

@@ -70,6 +70,10 @@ class Survey:
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
         return _Layer.apply(self, call, spec, hidden, *leaves)
 
+    def gathering(self, call: LayerCall) -> Any:
+        """A context around the way back through a layer, and `record()` behind it."""
+        return _Gather(self, call)
+
     def _cotangent(self, final_BTD: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         if not (body := self.plan.body).head or not has_language_head(self.skeleton):
@@ -173,7 +177,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
         survey, call = ctx.survey, ctx.call
-        gathered = _Gather(survey, call)
+        gathered = survey.gathering(call)
         grads: list[Tensor | None] = [None] * len(ctx.leaves)
         out_BTD = torch.empty_like(grad_BTD)  # the hidden states may lie in a file
         survey.skeleton.fill(call.path, call.device)

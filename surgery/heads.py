@@ -23,19 +23,19 @@ def routed(module: nn.Module) -> bool:
 def anatomy_for(model: Any) -> Anatomy:
     """The anatomy of a model that can be given mixers; SurgeryError says why another cannot."""
     kind = model.config.model_type
+    anatomy = anatomy_of(kind)
+    if anatomy is not None and anatomy.unmixable:
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {anatomy.unmixable}")
     if not any(routed(module) for module in model.modules()):
         raise SurgeryError(
             f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions, so "
             "mixers cannot be put in its place; families that can: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
         )
-    anatomy = anatomy_of(kind)
     if anatomy is None:
         raise SurgeryError(
             f"no anatomy of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
             f"{nearest(kind, known_families())}; an anatomy is one small file, see surgery/anatomy/llama.py"
         )
-    if anatomy.unmixable:
-        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {anatomy.unmixable}")
     return anatomy
 
 

@@ -80,8 +80,8 @@ class SeatTrial:
 
 def choose_hybrid(
     skeleton: Skeleton, plan: Plan, recipe: Recipe, hybrid: Hybrid, batch: Batch, stream: Stream, progress: Progress
-) -> tuple[set[str], dict[str, Any]]:
-    """Layers that keep their softmax, and what the report says of the choice."""
+) -> dict[str, Any]:
+    """What the report says of the choice; "softmax": the layers that keep theirs."""
     trial, layers = SeatTrial(skeleton, plan, recipe, batch, stream), list(plan.seats)
     count = hybrid.count(len(layers))
     with progress.bar("measuring what each mixer costs", len(plan.body.layers)) as tick:
@@ -96,4 +96,4 @@ def choose_hybrid(
     told: dict[str, Any] = {"kept": best, "softmax": [layer for layer in layers if layer in kept[best]]}
     told["alone"] = {layer: result.to_dict() for layer, result in alone.items()}
     told.update({name: {"softmax": sorted(kept[name]), **result.to_dict()} for name, result in scores.items()})
-    return kept[best], told
+    return told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from surgery.errors import SurgeryError
 from surgery.heads import attention_paths, attention_shape, output_path
@@ -16,7 +17,8 @@ from surgery.walk import Body
 @dataclass(frozen=True)
 class Seat:
     """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
-    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted."""
+    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: buffers
+    of the mixer that were chosen with the config."""
 
     path: str
     layer: str
@@ -25,6 +27,7 @@ class Seat:
     output: str
     shape: AttentionShape
     config: MixerConfig
+    fixed: dict[str, Any] = field(default_factory=dict)
 
 
 def find_seats(skeleton: Skeleton, recipe: Recipe, body: Body) -> dict[str, Seat]:

@@ -26,8 +26,8 @@ FLOORS = [
     "shards standins checkpoint quantizer heads cache cache_file attention shims lora source skeleton",
     "ranges attention_recipe recipe walk seats plan",
     # conversion and back
-    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid datafree budget"
-    " journal assemble convert densify",
+    "allocate weights batch calibrate stream windows mlr_start starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
+    " journal seating assemble convert densify",
     "mixer_report report tables",
     "eval papers",
     "demo cli __main__",

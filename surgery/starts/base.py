@@ -42,7 +42,10 @@ STARTS: Registry[Start] = Registry("start", "surgery.starts")
 
 def blank(seat: Seat, device: torch.device) -> Mixer:
     with torch.device(device):
-        return MIXERS[seat.config](seat.config, seat.shape).float()
+        mixer = MIXERS[seat.config](seat.config, seat.shape).float()
+        for name, value in seat.fixed.items():
+            mixer.get_buffer(name).copy_(torch.tensor(value))
+    return mixer
 
 
 def real(x_BHTV: Tensor, window: Window) -> Tensor:

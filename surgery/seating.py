@@ -1,0 +1,42 @@
+"""What a conversion settles about attention before it begins: layers that keep their softmax, and what a budget of
+cache buys. Both go into the journal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from surgery.arrange import arrange, arranged_seats
+from surgery.batch import Batch
+from surgery.hybrid import choose_hybrid
+from surgery.journal import Journal
+from surgery.plan import Plan
+from surgery.progress import Progress
+from surgery.recipe import Recipe
+from surgery.skeleton import Skeleton
+from surgery.stream import Stream
+
+
+def settled(
+    skeleton: Skeleton,
+    plan: Plan,
+    recipe: Recipe,
+    batch: Batch,
+    stream: Stream,
+    folder: Path,
+    journal: Journal,
+    progress: Progress,
+) -> tuple[Plan, dict[str, Any] | None]:
+    """(the plan with the seats that will be filled, what the report says of a hybrid)"""
+    settings, told = recipe.attention, None
+    if settings is not None and settings.hybrid is not None and settings.hybrid.measured:
+        if journal.find("hybrid") is None:
+            journal.add("hybrid", told=choose_hybrid(skeleton, plan, recipe, settings.hybrid, batch, stream, progress))
+        told = journal.find("hybrid")["told"]  # type: ignore[index]
+        plan = replace(plan, seats={k: seat for k, seat in plan.seats.items() if k not in told["softmax"]})
+    if settings is not None and settings.cache is not None:
+        if journal.find("arranged") is None:
+            journal.add("arranged", chosen=arrange(skeleton, plan, recipe, batch, stream, folder, progress))
+        plan = replace(plan, seats=arranged_seats(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
+    return plan, told
