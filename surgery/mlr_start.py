@@ -110,21 +110,22 @@ class Damage:
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
-def prices(extents: Sequence[int], context: int) -> Tensor:
-    """Share of a full-length cache that a dim of each extent keeps, in a sequence of `context` tokens."""
-    return torch.tensor([min(max(extent - 1, 0), context) / context for extent in extents[:-1]] + [1.0])
+def prices(extents: Sequence[int], context: int, window: int | None = None) -> Tensor:
+    """price_E: keys that a dim of each extent keeps per token of a sequence of `context`, nowhere to everywhere."""
+    most = context if window is None else min(context, window - 1)
+    return torch.tensor([min(max(extent - 1, 0), most) / context for extent in extents[:-1]] + [most / context])
 
 
-def settle(gram_NXX: Tensor, size_U: Tensor, price_E: Tensor, weight: float, sweeps: int = 8) -> Tensor:
+def settle(gram_NXX: Tensor, size_U: Tensor, price_NE: Tensor, weight: float, sweeps: int = 8) -> Tensor:
     """Of N separate forms: each unit's place on the ladder, (N, U), at a low rise + weight * cache: every unit in turn
     takes its best place given the others, from all kept and from none kept; the better of the two. size_U: dims of a
-    unit; price_E: of every place, nowhere to everywhere."""
-    count, total, bins = len(gram_NXX), len(size_U), len(price_E) - 1
+    unit; price_NE: of a dim at every place."""
+    count, total, bins = len(gram_NXX), len(size_U), price_NE.shape[1] - 1
     onto_UNXE = gram_NXX.unflatten(2, (total, bins)).permute(2, 0, 1, 3).contiguous()
     block_UNEE = torch.stack([onto_UNXE[unit, :, unit * bins : (unit + 1) * bins] for unit in range(total)])
     out_PE = _left_out_at(torch.arange(bins + 1, device=gram_NXX.device), bins).to(gram_NXX)
-    cache_UP = weight * size_U.to(gram_NXX)[:, None] * price_E.to(gram_NXX)
-    own_UNP = 0.5 * torch.einsum("pe,unef,pf->unp", out_PE, block_UNEE, out_PE) + cache_UP[:, None]
+    cache_UNP = weight * size_U.to(gram_NXX)[:, None, None] * price_NE.to(gram_NXX)
+    own_UNP = 0.5 * torch.einsum("pe,unef,pf->unp", out_PE, block_UNEE, out_PE) + cache_UNP
     found: list[tuple[Tensor, Tensor]] = []
     for start in (bins, 0):
         place_NU = torch.full((count, total), start, device=gram_NXX.device)
@@ -139,7 +140,7 @@ def settle(gram_NXX: Tensor, size_U: Tensor, price_E: Tensor, weight: float, swe
                 pull_NX += (onto_UNXE[unit] @ change_NE.unsqueeze(-1)).squeeze(-1)
             if torch.equal(before, place_NU):
                 break
-        cache_N = cache_UP[torch.arange(total, device=place_NU.device), place_NU].sum(1)
+        cache_N = cache_UNP.gather(2, place_NU.mT.unsqueeze(-1)).sum((0, 2))
         found.append((rise(gram_NXX, place_NU, bins) + cache_N, place_NU))
     (kept_N, kept_NU), (none_N, none_NU) = found
     return torch.where((none_N < kept_N)[:, None], none_NU, kept_NU)
@@ -166,37 +167,37 @@ class Arrangement:
 
 
 def allocate(damages: Sequence[Damage], budget: float, context: int) -> list[Arrangement]:
-    """For layers of one shape: the arrangements that keep at most `budget` of their keys in a sequence of `context`
-    tokens, at the least expected rise. Groups of a layer share ranks and choose their own dims."""
+    """For layers of one shape (windows may differ): the arrangements that keep at most `budget` of their keys in a
+    sequence of `context` tokens, at the least expected rise. Groups of a layer share ranks, each has its own dims."""
     if not 0 < budget <= 1:
         raise SurgeryError(f"cache {budget} must be a share of the full key cache above 0 and up to 1, for example 0.5")
     shape, extents = damages[0].shape, damages[0].extents
-    together = units(shape)
+    together, bins = units(shape), len(extents) - 1
     size_U = torch.tensor([float(len(dims)) for dims in together])
-    price_E, grams = prices(extents, context), torch.stack([damage.gram_GXX.float() for damage in damages])
-    kept = lambda place: float((price_E[place.cpu()] * size_U).sum(-1).mean() / shape.key)  # noqa: E731
-    alone = _priced(lambda w: settle(grams.flatten(0, 1), size_U, price_E, w), kept, budget)
-    ranked_LGU = _ranked(alone.unflatten(0, (-1, shape.groups)), grams, size_U)
-    shared = _shared(grams, ranked_LGU, len(extents) - 1)
-    size_ranked = size_U[ranked_LGU[0, 0].cpu()]
-    place_LU = _priced(lambda w: settle(shared, size_ranked, price_E, w), kept, budget)
-    rises = rise(shared, place_LU, len(extents) - 1).tolist()
-    layers = zip(place_LU, ranked_LGU, rises)
+    price_LE = torch.stack([prices(extents, context, damage.shape.window) for damage in damages])
+    gram_LGXX = torch.stack([damage.gram_GXX.float() for damage in damages])
+    price_NE = price_LE.repeat_interleave(shape.groups, 0)
+    alone_NU = _priced(lambda w: settle(gram_LGXX.flatten(0, 1), size_U, price_NE, w), size_U, price_NE, budget)
+    ranked_LGU = _ranked(alone_NU.unflatten(0, (-1, shape.groups)), gram_LGXX, size_U)
+    form_LXX, size_U = _shared(gram_LGXX, ranked_LGU, bins), size_U[ranked_LGU[0, 0].cpu()]
+    place_LU = _priced(lambda w: settle(form_LXX, size_U, price_LE, w), size_U, price_LE, budget)
+    layers = zip(place_LU, ranked_LGU, rise(form_LXX, place_LU, bins).tolist())
     return [arranged(place, ranked, together, extents, loss) for place, ranked, loss in layers]
 
 
-def _priced(settled: Callable[[float], Tensor], kept: Callable[[Tensor], float], budget: float) -> Tensor:
-    """The places at the lowest price of cache that keeps within the budget, by bisection of its logarithm."""
+def _priced(settled: Callable[[float], Tensor], size_U: Tensor, price_NE: Tensor, budget: float) -> Tensor:
+    """The places at the lowest weight of cache that keeps within the budget, by bisection of its logarithm."""
     low, high = -50.0, 30.0
-    best = settled(2.0**high)
+    best_NU = settled(2.0**high)
+    most = budget * float((price_NE[:, -1:] * size_U).sum()) * (1 + 1e-6)
     for _ in range(20):
         middle = (low + high) / 2
-        place = settled(2.0**middle)
-        if kept(place) <= budget:
-            best, high = place, middle
+        place_NU = settled(2.0**middle)
+        if float((price_NE.gather(1, place_NU.cpu()) * size_U).sum()) <= most:
+            best_NU, high = place_NU, middle
         else:
             low = middle
-    return best
+    return best_NU
 
 
 def _ranked(place_LGU: Tensor, gram_LGXX: Tensor, size_U: Tensor) -> Tensor:

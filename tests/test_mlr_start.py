@@ -94,15 +94,15 @@ def test_units_keep_rotary_pairs():
 def test_settling_is_the_optimum_of_small_forms():
     """Against every choice there is, where units do not interact; never above all or nothing where they do."""
     torch.manual_seed(0)
-    size, price = torch.tensor([2.0, 1.0, 2.0]), prices((0, 3, EVERYWHERE), 10)
+    size, price = torch.tensor([2.0, 1.0, 2.0]), prices((0, 3, EVERYWHERE), 10)[None]
     choices = torch.tensor(list(itertools.product(range(3), repeat=3)))
     for weight in (1e-2, 0.3, 3.0):
         rows = torch.randn(3, 2, 40, dtype=torch.float64)
         apart = torch.block_diag(*(r @ r.mT for r in rows))[None]
         whole = torch.randn(4, 6, 3, dtype=torch.float64)
         for gram, exact in ((apart, True), (whole @ whole.mT, False)):
-            place = settle(gram, size, price, weight)
-            value = lambda p, g: rise(g, p, 2) + weight * (price[p] * size).sum(-1)  # noqa: E731, B023
+            place = settle(gram, size, price.expand(len(gram), -1), weight)
+            value = lambda p, g: rise(g, p, 2) + weight * (price[0][p] * size).sum(-1)  # noqa: E731, B023
             for form, found in zip(gram, place):
                 values = value(choices, form.expand(27, -1, -1))
                 mine = value(found[None], form[None])
@@ -146,6 +146,16 @@ def test_budgets_are_kept_on_live_caches(shape):
     assert (
         all(torch.tensor(0) in order[-2:] for order in allocate(damages, 0.8, length)[0].order_GK) or shape.rotary == 0
     )
+
+
+def test_windows_of_layers_may_differ():
+    """A layer with a window of its own has a smaller cache to begin with."""
+    shapes = SHAPE, replace(SHAPE, window=6)
+    damages = [gathered(1, shape)[0] for shape in shapes]
+    layers = allocate(damages, 0.5, 24)
+    live = sum(key_share(layer, shape, 24) for layer, shape in zip(layers, shapes))
+    assert live <= 0.5 * (1 + 5 / 24) + 1e-6
+    assert [layer.config for layer in allocate(damages, 1.0, 24)] == [MLR((8,))] * 2
 
 
 def test_the_expected_rise_is_of_the_arrangement():

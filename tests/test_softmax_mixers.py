@@ -256,7 +256,8 @@ def llama(implementation, groups=2, **options):
 def one_level(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):
     shape = AttentionShape(32, query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], scaling)
     x_BTD = query.new_empty(query.shape[0], query.shape[2], 32)
-    out = MIXERS[MLR](MLR((key.shape[-1],)), shape).mix(Inputs(query, key, value, x_BTD, None, mask))[0]
+    valid = None if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)  # what is real, beside the library's mask
+    out = MIXERS[MLR](MLR((key.shape[-1],)), shape).mix(Inputs(query, key, value, x_BTD, valid, mask))[0]
     return out.transpose(1, 2), None
 
 
