@@ -7,8 +7,9 @@ T / 2^(l-1), the form nested). Extents are counts of tokens, so that levels do n
 score depends on its two positions alone, and prefill, pieces and steps agree exactly.
     nested    t // extent = s // extent     the key cache of a level: the open block, n mod extent keys after n tokens
     sliding   t - s < extent                the last extent - 1 keys
-After n tokens G (sum_l r_l live_l(n) + V n) numbers are kept; averaged over the growth to T, or at the end of a full
-block, nested keeps G T sum_l r_l / 2^(l-1) key numbers under the paper's extents.
+After n tokens a state holds G (sum_l r_l live_l(n) + V n) numbers. Under the paper's extents the keys are the share
+sum_l r_l / 2^(l-1) / K of the full ones: sliding at T, nested averaged over the growth to T (a block that is complete
+has no reader left, so its keys go at once; a step at the end of a block still reads all of it).
 """
 
 from __future__ import annotations
