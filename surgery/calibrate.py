@@ -240,21 +240,30 @@ class Moments:
         return [t for t in held if t is not None]
 
 
+ROWS = 1024  # of a matrix, judged at a time
+
+
 class Check:
     """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
 
     def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
         assert not moments.summing
         self.c_II, self.k_OI = moments.c_II, moments.cross(name)
-        self.weights = Metric(None, g_OO)
+        self.g_OO = g_OO
         self.wanted = moments.energy(name)
 
     def measure(self, b_OI: Tensor) -> tuple[float, float]:
         """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
-        sqrt(E|y* - B x|^2 / E|y*|^2)."""
-        change_OI = torch.addmm(self.k_OI, b_OI, self.c_II, beta=-2)
-        plain = inner(change_OI, b_OI)
+        sqrt(E|y* - B x|^2 / E|y*|^2). A few rows of B C - 2 K at a time: all of them are as large as B."""
+        plain = loss = 0.0
+        for first in range(0, len(b_OI), ROWS):
+            rows = slice(first, first + ROWS)
+            change_RI = torch.addmm(self.k_OI[rows], b_OI[rows], self.c_II, beta=-2)
+            each_R = torch.linalg.vecdot(change_RI, b_OI[rows])
+            plain += float(each_R.sum(dtype=torch.float64))
+            if self.g_OO is not None and self.g_OO.dim() == 1:
+                loss += float((self.g_OO[rows] * each_R).sum(dtype=torch.float64))
+            elif self.g_OO is not None:
+                loss += float((self.g_OO[rows] * (change_RI @ b_OI.mT)).sum(dtype=torch.float64))
         error = (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5
-        if self.weights.g_OO is None:
-            return plain, error
-        return inner(self.weights.apply(change_OI), b_OI), error
+        return (plain if self.g_OO is None else loss), error

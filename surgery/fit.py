@@ -153,7 +153,8 @@ def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> 
     if fit is None or metric.c_II is None or not fit.diverged:
         return []
     moment_II = metric.c_II
-    wanted_OI = fit.cross(cut.name).add(weight_OI, alpha=fit.known["ridge"])
+    # In place: nobody asks for this matrix's K again, and it is as large as W.
+    wanted_OI = fit.cross(cut.name).add_(weight_OI, alpha=fit.known["ridge"])
     # Kept only where another matrix will ask for it: of a wide input it is as large as C.
     only = len(fit.targets) == 1
     factor_II = spd_factor(moment_II) if only else metric.once("factor", lambda: spd_factor(moment_II))

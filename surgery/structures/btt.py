@@ -105,7 +105,7 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
-        """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (1, c, d, d), or None."""
+        """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (c, d, d), or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *shape)
         weigh: Callable[[Tensor], Tensor] = _same
         unweigh, c_root = weigh, None
@@ -117,7 +117,7 @@ class BTTLinear(StructuredLinear):
             weigh, unweigh = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
             moment_II = metric.c_II
-            c_root = metric.once(("block roots", c), lambda: input_root(diagonal_blocks(moment_II, c, d))[None])
+            c_root = metric.once(("block roots", c), lambda: input_root(diagonal_blocks(moment_II, c, d)))
         return weigh, unweigh, c_root
 
     @classmethod
@@ -130,7 +130,7 @@ class BTTLinear(StructuredLinear):
         else:
             weigh, unweigh, c_root = cls._roots(config, weight_OI.shape, metric or Metric())
             weighed_bcad = weigh(blocks_bcad)
-            u_bcas = leading_directions(weighed_bcad if c_root is None else weighed_bcad @ c_root, config.rank)
+            u_bcas = leading_directions(times_roots(weighed_bcad, c_root), config.rank)
             left_bcas, right_bcsd = balanced(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
         return cls.from_cores(config, weight_OI.shape, cores)
@@ -146,7 +146,7 @@ class BTTLinear(StructuredLinear):
         """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
         weigh, _, c_root = cls._roots(config, weight_OI.shape, metric)
         m_bcad = weigh(cls._blocks(weight_OI, config))
-        return tail_energies(m_bcad if c_root is None else m_bcad @ c_root).sum((0, 1)).tolist()
+        return tail_energies(times_roots(m_bcad, c_root)).sum((0, 1)).tolist()
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
@@ -199,6 +199,14 @@ class BTTLinear(StructuredLinear):
 
 def _same(matrix: Tensor) -> Tensor:
     return matrix
+
+
+def times_roots(m_bcad: Tensor, root_cdd: Tensor | None) -> Tensor:
+    """M[b,c] R[c], as one product for each c: broadcast over b, every root would be copied b times."""
+    if root_cdd is None:
+        return m_bcad
+    b, c, a, d = m_bcad.shape
+    return (m_bcad.transpose(0, 1).reshape(c, b * a, d) @ root_cdd).view(c, b, a, d).transpose(0, 1)
 
 
 def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:

@@ -90,8 +90,14 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
     raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
 
 
+LARGE = 1024
+
+
 def spd_inverse(matrix: Tensor) -> Tensor:
-    """(A batch of) C^-1, for solving with many right-hand sides one after the other by products."""
+    """(A batch of) C^-1, for solving with many right-hand sides one after the other by products. Large ones are
+    inverted one at a time: four copies of each are under way."""
+    if matrix.dim() > 2 and matrix.shape[-1] >= LARGE:
+        return torch.stack([spd_inverse(one) for one in matrix])
     factor = spd_factor(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
