@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.plan import Cut, Part
+from surgery.plan import Cut, Part, fused_sizes
 from surgery.shards import read_tensor
 from surgery.skeleton import Skeleton
 from surgery.structures import StructureConfig
+from surgery.walk import walk
 
 
 def part_rows(part: Part) -> Tensor:
@@ -52,3 +53,19 @@ def spec_of(cut: Cut, config: StructureConfig | None) -> dict[str, Any]:
     """The table's entry for one fitted cut (or part)."""
     structure = config.to_dict() if config is not None else {"structure": "dense"}
     return {**structure, "in_features": cut.in_, "out_features": cut.out, "bias": cut.linear.bias}
+
+
+def role_matrix(skeleton: Skeleton, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
+    """(W (out, in), bias (out,) or None) of a role of one layer's attention, of the module where it is filled; a fused
+    linear's rows of it."""
+    body = walk(skeleton.model)
+    linear = next(found for found in body.linears if found.layer == layer and role in found.roles)
+    part = None
+    if len(linear.roles) > 1:
+        sizes, heads = fused_sizes(linear, skeleton.config)
+        part = Part(role, linear.roles.index(role), sizes, heads)
+    cut = Cut(linear, linear.out, 1.0, (), part)
+    module: Any = skeleton.module(linear.path)
+    device = module.weight.device if not module.weight.is_meta else torch.device("cpu")
+    bias = rows_of(cut, module.bias.detach()) if linear.bias else None
+    return matrix_of(skeleton, cut, device), bias

@@ -18,7 +18,7 @@ from surgery.structures.base import MuP
 
 @dataclass(frozen=True)
 class BilinearMLR(MixerConfig):
-    """ranks of levels 1 .. L; contraction auto: the order that keeps fewer numbers."""
+    """ranks of levels 1 .. L, with base 'kept' the first of them K or, whatever K is, 0; contraction auto: the order that keeps fewer numbers."""
 
     name: ClassVar[str] = "bilinear_mlr"
     ranks: tuple[int, ...] = ()
@@ -28,10 +28,11 @@ class BilinearMLR(MixerConfig):
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if len(self.ranks) < (2 if self.base == "kept" else 1) or min(self.ranks) < 1:
+        own = 1 if self.base == "kept" else 0
+        if len(self.ranks) < 1 + own or min(self.ranks[own:]) < 1 or min(self.ranks) < 0:
             raise ValueError(
                 f"ranks {list(self.ranks)} must give every level a rank, base 'kept' two levels or more (the first is "
-                "the head's own); for example ranks: [64, 8, 4]"
+                "the head's own, and may be written 0); for example ranks: [64, 8, 4]"
             )
         if self.norm == "layer" and self.contraction == "query":
             raise ValueError("norm 'layer' is of the features that contraction 'query' never makes; use 'split'")
@@ -51,7 +52,7 @@ class BilinearMLRAttention(Bilinear):
 
     @classmethod
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
-        if config.base == "kept" and config.ranks[0] != shape.key:
+        if config.base == "kept" and config.ranks[0] not in (0, shape.key):
             raise SurgeryError(
                 f"bilinear_mlr: base 'kept' has the head's own {shape.key} dims as level 1, not {config.ranks[0]}; "
                 f"for example ranks: [{shape.key}, {max(1, shape.key // 8)}]"
