@@ -214,6 +214,21 @@ def densify(
 
 
 @app.command()
+def toeplitz(
+    converted: Converted,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the new checkpoint; must not exist.")],
+    components: Annotated[int, typer.Option(min=1, max=16, help="Exponentials in each kernel.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Make block mixing (MHLA) Toeplitz (TBM): any length, linear time. `surgery inspect` says how well it fits."""
+    from surgery.toeplitz import to_toeplitz
+
+    result = to_toeplitz(str(converted), out, components)
+    mean = sum(result["r2"].values()) / len(result["r2"])
+    print(json.dumps(result, indent=2) if as_json else f"{len(result['r2'])} layers, R^2 {mean:.4f}: {out}")
+
+
+@app.command()
 def demo(
     out: Annotated[
         Optional[Path],  # noqa: UP045

@@ -16,6 +16,7 @@ from surgery.plan import Cut, Plan
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_converted, read_config
 from surgery.structures import STRUCTURES
+from surgery.toeplitz import block_fits
 from surgery.walk import Body, walk
 
 
@@ -99,6 +100,8 @@ def inspect(name: str) -> dict[str, Any]:
         model = _plain_model(source.folder)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
         report["mixer_rows"] = mixer_rows(found)
+        fits = block_fits(source)
+        report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report
 
 

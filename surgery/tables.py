@@ -80,6 +80,14 @@ def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
     return [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
 
 
+def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
+    """How far each layer's block mixing is a function of distance."""
+    return [
+        f"{path}: Toeplitzness R^2 {sum(heads) / len(heads):.4f} (worst head {min(heads):.4f})"
+        for path, heads in (r2 or {}).items()
+    ]
+
+
 def start_lines(mixers: list[dict[str, Any]]) -> list[str]:
     """Median over the layers of the heads' relative error after each stage of the start."""
     stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
@@ -109,6 +117,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *mixer_tables(report.get("mixer_rows", [])),
         *start_lines(report.get("mixers", [])),
         *hybrid_lines(report.get("hybrid")),
+        *toeplitz_lines(report.get("toeplitzness")),
     ]
     return [*linears, *mixers, *_total_lines(report)]
 

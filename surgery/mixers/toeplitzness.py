@@ -34,9 +34,10 @@ class Toeplitz:
 
 
 @torch.no_grad()
-def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True) -> Toeplitz:
+def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tensor | None = None) -> Toeplitz:
     """Of matrices (.., M, M): kernel and row scales in turn, the kernel by nonnegative least squares over a grid of
-    rates, of which each matrix keeps the `components` that weigh most."""
+    rates, then over `components` rates spread evenly (in their logarithm) over those that weigh; or over the rates
+    given (.., R)."""
     lead, size = w_MM.shape[:-2], w_MM.shape[-1]
     w_XMM = w_MM.reshape(-1, size, size).double()
     at_M = torch.arange(size, device=w_MM.device)
@@ -45,14 +46,13 @@ def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True) -> Toeplitz
     # From hardly falling over all blocks to gone at the next one; a constant is the limit of the first.
     slow = -1.5 - math.log10(size)
     grid_N = torch.cat([torch.zeros(1), torch.logspace(slow, 1, GRID - 1)]).to(w_XMM)
-    rate_XN = grid_N.expand(len(w_XMM), -1)
+    rate_XN = grid_N.expand(len(w_XMM), -1) if rate is None else rate.reshape(len(w_XMM), -1).double()
     scale_XM, a_XN = torch.ones_like(w_XMM[:, 0]), torch.zeros_like(rate_XN)
     for round_ in range(ROUNDS):
         basis_XNM = torch.exp(-rate_XN[..., None] * at_M)
-        if round_ == ROUNDS // 2 and components < GRID:
-            chosen_XN = (a_XN * basis_XNM.sum(-1)).topk(components).indices.sort().values
-            rate_XN, a_XN = rate_XN.gather(-1, chosen_XN), a_XN.gather(-1, chosen_XN)
-            basis_XNM = torch.exp(-rate_XN[..., None] * at_M)
+        if round_ == ROUNDS // 2 and components < rate_XN.shape[1]:
+            rate_XN = spread_rates(rate_XN, a_XN * basis_XNM.sum(-1), components)
+            basis_XNM, a_XN = torch.exp(-rate_XN[..., None] * at_M), torch.zeros_like(rate_XN)
         a_XN = _kernel(w_XMM, scale_XM, basis_XNM, apart_MM, seen_MM, a_XN)
         k_XMM = torch.where(seen_MM, (a_XN[:, None] @ basis_XNM)[:, 0][:, apart_MM], 0)
         scale_XM = (w_XMM * k_XMM).sum(-1) / k_XMM.square().sum(-1).clamp_min(1e-30)
@@ -61,6 +61,33 @@ def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True) -> Toeplitz
     spread_X = (entries_XE - entries_XE.mean(-1, keepdim=True)).square().sum(-1)
     r2_X, a_XN = 1 - wrong_X / spread_X.clamp_min(1e-30), a_XN * scale_XM.mean(-1, keepdim=True)
     return Toeplitz(r2_X.view(lead), a_XN.view(*lead, -1), rate_XN.reshape(*lead, -1))
+
+
+def fit_heads(w_GJMM: Tensor, components: int, causal: bool = True) -> Toeplitz:
+    """The same for query heads that share rates with their group. r2 (G, J), amplitude and rate (G, J, R)."""
+    alone = fit_toeplitz(w_GJMM, GRID, causal)
+    mass_GJN = alone.amplitude / (1e-3 + alone.rate)
+    mass_GN = (mass_GJN / mass_GJN.sum(-1, keepdim=True).clamp_min(1e-30)).amax(1)
+    rate_GR = spread_rates(alone.rate[:, 0], mass_GN, components)
+    return fit_toeplitz(w_GJMM, components, causal, rate_GR[:, None].expand(*w_GJMM.shape[:2], -1))
+
+
+def spread_rates(rate_XN: Tensor, mass_XN: Tensor, components: int) -> Tensor:
+    """(X, R): 0 where a constant weighs, the others from the slowest rate that weighs to the fastest."""
+    weighs_XN = mass_XN > 1e-3 * mass_XN.sum(-1, keepdim=True)
+    moving_XN = weighs_XN & (rate_XN > 0)
+    some_X1 = moving_XN.any(-1, keepdim=True)
+    low_X1 = torch.where(moving_XN, rate_XN, torch.inf).amin(-1, keepdim=True)
+    high_X1 = torch.where(moving_XN, rate_XN, 0).amax(-1, keepdim=True)
+    slowest_X1 = torch.where(rate_XN > 0, rate_XN, torch.inf).amin(-1, keepdim=True)
+    low_X1, high_X1 = torch.where(some_X1, low_X1, slowest_X1), torch.where(some_X1, high_X1, slowest_X1)
+    constant_X1 = (weighs_XN & (rate_XN == 0)).any(-1, keepdim=True)
+    # With a constant among them the rest are one fewer; places 0 .. 1 along the logarithm.
+    at_R = torch.arange(components, device=rate_XN.device)
+    first_X1 = constant_X1.to(rate_XN) if components > 1 else torch.zeros_like(low_X1)
+    place_XR = ((at_R - first_X1) / (components - 1 - first_X1).clamp_min(1)).clamp_min(0)
+    rate_XR = low_X1 * (high_X1 / low_X1) ** place_XR
+    return torch.where((at_R == 0) & constant_X1, 0.0, rate_XR)
 
 
 def _kernel(

@@ -30,7 +30,7 @@ from surgery.mixers.masks.frame import inverse_softplus
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.hierarchical import HierarchicalMask
 from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocksMask
-from surgery.mixers.toeplitzness import fit_toeplitz, nonnegative
+from surgery.mixers.toeplitzness import fit_heads, nonnegative
 from surgery.seats import Seat
 from surgery.starts.base import STARTS, Start, Started, blank, real, relative_error
 from surgery.windows import Window, Windows
@@ -149,14 +149,9 @@ def profiled(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None
     elif isinstance(mask, BlocksMask):
         mask.start(continued(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
     elif isinstance(mask, ToeplitzBlocksMask):
-        # One set of rates a key/value head; then each query head its own amplitudes.
-        shared = fit_toeplitz(
-            seen.blocks_HMM.unflatten(0, (groups, -1)).mean(1), mask.config.components, mask.shape.causal
-        )
-        size_H1 = seen.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp_min(1e-9)
-        amplitude_GR = shared.amplitude / shared.amplitude.sum(-1, keepdim=True).clamp_min(1e-30)
-        amplitude_GJR = amplitude_GR[:, None] * (size_H1 / size_H1.mean()).unflatten(0, (groups, -1))
-        mask.start(amplitude_GJR.movedim(-1, 0), shared.rate.mT)
+        heads = fit_heads(seen.blocks_HMM.unflatten(0, (groups, -1)), mask.config.components, mask.shape.causal)
+        size = seen.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-9)
+        mask.start((heads.amplitude / size).movedim(-1, 0).float(), heads.rate[:, 0].mT.float())
     if mixer.beta_proj is not None:
         # Attention on one token overwrites; attention on all adds little of each.
         step_G = (1 - seen.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)

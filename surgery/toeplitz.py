@@ -1,0 +1,99 @@
+"""Block mixing that turned out to depend on distance alone, made so: MHLA -> TBM, by the nearest sum of exponentials.
+
+A checkpoint in, a checkpoint out; only the mixing matrices change. What they lose is the fit's R^2 (`surgery inspect`
+shows it); what is gained is any length, in linear time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.assemble import assemble, copy_companions
+from surgery.checkpoint import mixers_of, table_of
+from surgery.convert import REPORT, partial_of
+from surgery.errors import SurgeryError
+from surgery.heads import attention_shape
+from surgery.journal import Journal
+from surgery.mixers import MIXERS, AttentionShape, mixer_config
+from surgery.mixers.masks.blocks import Blocks
+from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks
+from surgery.mixers.toeplitzness import Toeplitz, fit_heads
+from surgery.shards import Entry, read_tensor, write_json, write_shard
+from surgery.skeleton import Skeleton
+from surgery.source import Source, open_converted
+
+COMPONENTS = 8
+SHIMS = ("surgery_shim.py",)
+
+
+def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[AttentionShape, Any, Toeplitz]]:
+    """path -> (shape, config, fit of every head's matrix) of the attention that mixes blocks freely."""
+    specs = {path: mixer_config(spec) for path, spec in mixers_of(source.config, source.name).items()}
+    found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
+    if not found:
+        return {}
+    plain = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
+    model = Skeleton(Source(source.name, source.folder, plain, {})).model
+    fits = {}
+    for path, config in found.items():
+        shape = attention_shape(model, path)
+        mixer: Any = MIXERS[config](config, shape)
+        stored = read_tensor(source.tensors[f"{path}.mixer.mask.weight_GJMM"])
+        with torch.no_grad():
+            mixer.mask.weight_GJMM.copy_(stored)
+            fits[path] = (shape, config, fit_heads(mixer.mask.matrix(), components, shape.causal))
+    return fits
+
+
+def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
+    """Write the checkpoint with every block-mixing matrix replaced; {"out", "r2": {path: mean over heads}}."""
+    out = Path(out)
+    if out.exists():
+        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+    source = open_converted(converted)
+    fits = block_fits(source, components)
+    if not fits:
+        raise SurgeryError(f"{converted} mixes no blocks (mask: blocks); only such attention can be made Toeplitz")
+    table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
+    entries = []
+    for path, (shape, config, fit) in fits.items():
+        changed = replace(config, mask=ToeplitzBlocks(config.mask.block, components))
+        mixer: Any = MIXERS[changed](changed, shape)
+        mixer.mask.start(fit.amplitude.movedim(-1, 0).float(), fit.rate[:, 0].mT.float())
+        dtype = read_tensor(source.tensors[f"{path}.mixer.mask.weight_GJMM"]).dtype
+        for name, tensor in mixer.mask.state_dict().items():
+            entries.append(Entry.of(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
+        mixers[path] = changed.to_dict()
+    gone = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
+    entries += [Entry.copy(name, info) for name, info in source.tensors.items() if name not in gone]
+    _write(source, out, entries, {"modules": table, "mixers": mixers})
+    return {"out": str(out), "r2": {path: float(fit.r2.mean()) for path, (_, _, fit) in fits.items()}}
+
+
+def _write(source: Source, out: Path, entries: list[Entry], tables: dict[str, Any]) -> None:
+    partial = partial_of(out)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with Journal(partial, {"toeplitz": source.fingerprint()}, resume=False) as journal:
+            (partial / "pieces").mkdir()
+            write_shard(partial / "pieces" / "00000.safetensors", entries)
+            assemble(partial, [partial / "pieces" / "00000.safetensors"], journal)
+        copy_companions(source, partial)
+        for name in (*SHIMS, REPORT):
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, partial / name)
+        quantization = {**source.config["quantization_config"], **tables}
+        write_json(partial / "config.json", {**source.config, "quantization_config": quantization})
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(partial / "pieces", ignore_errors=True)
+    for leftover in ("lock", "journal.jsonl"):
+        (partial / leftover).unlink(missing_ok=True)
+    os.replace(partial, out)
