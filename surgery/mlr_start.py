@@ -10,9 +10,9 @@ given, and the price is the one that meets the budget over all layers (`allocate
 
 g is the gradient of the loss at labels drawn from the model itself (the Fisher form: Martens 2014, "New Insights and
 Perspectives on the Natural Gradient Method"); it follows from the gradient at the attention's output. A random gradient
-in its place weighs by the output error of the layer alone. A part of the score that is the same for all keys a query
-sees costs nothing: g sums to zero over s. Rotations that commute with RoPE change no product of a pair, so the order of
-pairs is all there is to choose; without RoPE, `balanced_basis` comes first.
+in its place weighs by the output error of the layer alone. Rotations that commute with RoPE change no product of a
+pair, so the order of pairs is all there is to choose; without RoPE, `balanced_basis` comes first. What far pairs lose
+on average is taken off near ones by one number for each head and level, least squares on the same derivatives.
 B batch, T tokens, H = G J heads, K key dim, U units, E bins; X = U E.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, Inputs
-from surgery.mixers.mlr import MLR
+from surgery.mixers.mlr import MLR, MLRAttention
 from surgery.mixers.slots import counted
 from surgery.mixers.softmax import grouped, near, wide
 from surgery.structures.metric import symmetric_roots
@@ -57,6 +57,11 @@ class Damage:
             self.member_KU[dims, unit] = 1.0
         size = len(together) * (len(self.extents) - 1)
         self.sum_GXX = torch.zeros(shape.groups, size, size, dtype=torch.float64, device=device)
+        # of g summed over each bin, with the cells and with itself
+        self.cross_HEX = torch.zeros(shape.heads, len(self.extents) - 1, size, dtype=torch.float64, device=device)
+        self.bins_HEE = torch.zeros(
+            *self.cross_HEX.shape[:2], len(self.extents) - 1, dtype=torch.float64, device=device
+        )
 
     @property
     def gram_GXX(self) -> Tensor:
@@ -76,11 +81,14 @@ class Damage:
             t, s = position_BT[:, span, None], position_BT[:, None]
             allowed = self._allowed(t, s, valid_BT)
             g = self._score_gradient(q[:, :, :, span], k, v, grad[:, :, :, span], allowed)
-            u = self._left_out(q[:, :, :, span], k, g, t - s)
             if valid_BT is not None:
-                u = u * valid_BT[:, None, None, span, None, None]
+                g = g * valid_BT[:, None, None, span, None]
+            u, bins = self._left_out(q[:, :, :, span], k, g, t - s)
             rows_GNX = u.flatten(-2).transpose(0, 1).flatten(1, 3)
             self.sum_GXX += (rows_GNX.mT @ rows_GNX).double()
+            u_HNX, bins_HNE = (x.flatten(1, 2).transpose(0, 1).flatten(1, 2) for x in (u.flatten(-2), bins))
+            self.cross_HEX += (bins_HNE.mT @ u_HNX).double()
+            self.bins_HEE += (bins_HNE.mT @ bins_HNE).double()
         self.tokens += length * len(q) if valid_BT is None else int(valid_BT.sum())
 
     def _allowed(self, t: Tensor, s: Tensor, valid_BT: Tensor | None) -> Tensor:
@@ -100,13 +108,29 @@ class Damage:
         pull = grad @ v[:, :, None].mT
         return weights * (pull - (weights * pull).sum(-1, keepdim=True)) * slope
 
-    def _left_out(self, q: Tensor, k: Tensor, g: Tensor, distance: Tensor) -> Tensor:
-        """sum_s g delta of every unit and bin, (B, G, J, C, U, E)."""
-        distance, bins = distance.abs()[:, None, None], []
+    def _left_out(self, q: Tensor, k: Tensor, g: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """sum_s g delta of every unit and bin, (B, G, J, C, U, E), but for its sign; sum_s g of every bin."""
+        distance, parts, sums = distance.abs()[:, None, None], [], []
         for low, high in zip(self.extents, self.extents[1:]):
-            inside = (distance >= low) & (distance < high)
-            bins.append((((g * inside) @ k[:, :, None]) * q * self.shape.scaling) @ self.member_KU)
-        return torch.stack(bins, -1)
+            inside = g * ((distance >= low) & (distance < high))
+            parts.append(((inside @ k[:, :, None]) * q * self.shape.scaling) @ self.member_KU)
+            sums.append(inside.sum(-1))
+        return torch.stack(parts, -1), torch.stack(sums, -1)
+
+    def near_biases(self, place_GU: Tensor, extents: Sequence[int]) -> tuple[Tensor, float]:
+        """near_HL for levels of these extents where units stand at these places, and the expected rise after them:
+        min_b sum_t (u - sum_l b_l w_l)^2 with u what is left out, w_l the sum of g inside extent l."""
+        heads, bins = self.shape.heads // self.shape.groups, len(self.extents) - 1
+        out_HX = _left_out_at(place_GU, bins).flatten(1).double().repeat_interleave(heads, 0)
+        inside = [[float(high <= extent) for high in self.extents[1:]] for extent in extents]
+        inside_LE = torch.tensor(inside, dtype=torch.float64, device=out_HX.device).view(len(extents), bins)
+        wanted_HL = torch.einsum("le,hex,hx->hl", inside_LE, self.cross_HEX, out_HX)
+        form_HLL = torch.einsum("le,hef,mf->hlm", inside_LE, self.bins_HEE, inside_LE)
+        ridge_HL = 1e-3 * form_HLL.diagonal(dim1=1, dim2=2) + 1e-30
+        near_HL = torch.linalg.solve(form_HLL + torch.diag_embed(ridge_HL), wanted_HL.unsqueeze(-1)).squeeze(-1)
+        before = rise(self.gram_GXX, place_GU, bins).sum()
+        gain = (near_HL * wanted_HL).sum() - 0.5 * torch.einsum("hl,hlm,hm->", near_HL, form_HLL, near_HL)
+        return (near_HL / self.shape.scaling).float(), float(before - gain / max(1, self.tokens))
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
@@ -159,11 +183,20 @@ def rise(gram_NXX: Tensor, place_NU: Tensor, bins: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One layer: its config, the order of dims of every group, and the expected rise of the loss in nats a token."""
+    """One layer: its config, what its mixer's `order` and `near` start as, and the expected rise of the loss in nats
+    a token."""
 
     config: MLR
     order_GK: Tensor
+    near_HL: Tensor
     rise: float
+
+    @torch.no_grad()
+    def fill(self, mixer: MLRAttention) -> None:
+        """A mixer of this config, in place."""
+        mixer.order.copy_(self.order_GK)
+        if mixer.near is not None:
+            mixer.near.copy_(self.near_HL)
 
 
 def allocate(damages: Sequence[Damage], budget: float, context: int) -> list[Arrangement]:
@@ -181,8 +214,7 @@ def allocate(damages: Sequence[Damage], budget: float, context: int) -> list[Arr
     ranked_LGU = _ranked(alone_NU.unflatten(0, (-1, shape.groups)), gram_LGXX, size_U)
     form_LXX, size_U = _shared(gram_LGXX, ranked_LGU, bins), size_U[ranked_LGU[0, 0].cpu()]
     place_LU = _priced(lambda w: settle(form_LXX, size_U, price_LE, w), size_U, price_LE, budget)
-    layers = zip(place_LU, ranked_LGU, rise(form_LXX, place_LU, bins).tolist())
-    return [arranged(place, ranked, together, extents, loss) for place, ranked, loss in layers]
+    return [arranged(*layer) for layer in zip(damages, place_LU, ranked_LGU)]
 
 
 def _priced(settled: Callable[[float], Tensor], size_U: Tensor, price_NE: Tensor, budget: float) -> Tensor:
@@ -221,21 +253,22 @@ def _shared(gram_LGXX: Tensor, ranked_LGU: Tensor, bins: int) -> Tensor:
     return total
 
 
-def arranged(
-    place_U: Tensor, ranked_GU: Tensor, together: list[list[int]], extents: Sequence[int], rise: float
-) -> Arrangement:
-    """A layer's config and orders from the place of every rank of unit: those that reach furthest first."""
+def arranged(damage: Damage, place_U: Tensor, ranked_GU: Tensor) -> Arrangement:
+    """A layer from the place of every rank of unit: those that reach furthest come first."""
+    together = units(damage.shape)
     by_reach = place_U.argsort(dim=0, descending=True, stable=True).tolist()
     order = [[dim for slot in by_reach for dim in together[units_of[slot]]] for units_of in ranked_GU.tolist()]
     dims: dict[int, int] = {EVERYWHERE: 0}
     for slot in by_reach:
-        extent = extents[int(place_U[slot])]
+        extent = damage.extents[int(place_U[slot])]
         dims[extent] = dims.get(extent, 0) + len(together[ranked_GU[0][slot]])
     dims.pop(0, None)
     if list(dims.values()) == [0]:
         raise SurgeryError("mlr: the cache budget leaves a layer without any score dim; raise cache")
-    ranks, reach = tuple(dims.values()), tuple(extent for extent in dims if extent != EVERYWHERE)
-    return Arrangement(MLR(ranks, reach, "sliding"), torch.tensor(order), rise)
+    reach = tuple(extent for extent in dims if extent != EVERYWHERE)
+    place_GU = torch.zeros_like(ranked_GU).scatter(1, ranked_GU, place_U.expand_as(ranked_GU))
+    near_HL, loss = damage.near_biases(place_GU, reach)
+    return Arrangement(MLR(tuple(dims.values()), reach, "sliding"), torch.tensor(order), near_HL, loss)
 
 
 # -- without RoPE ----------------------------------------------------------------------------------------------------

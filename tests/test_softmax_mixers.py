@@ -34,6 +34,8 @@ def made(config, shape=SHAPE, dtype=torch.float64):
     mixer = MIXERS[config](config, shape).to(dtype)
     if hasattr(mixer, "order"):
         mixer.order.copy_(torch.stack([torch.randperm(shape.key) for _ in range(shape.groups)]))
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter)
     return mixer
 
 
@@ -101,6 +103,7 @@ def test_mix_is_its_definition(config, shape, valid, queries):
     assert error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
 
 
+@torch.no_grad()
 def test_the_definition_by_hand():
     """eq. 9 pair by pair."""
     shape = replace(SHAPE, heads=1, groups=1)
@@ -112,9 +115,10 @@ def test_the_definition_by_hand():
             score = torch.zeros(t + 1, dtype=torch.float64)
             for s in range(t + 1):
                 start = 0
-                for rank, extent in zip(config.ranks, (100, *config.extents)):
+                for level, (rank, extent) in enumerate(zip(config.ranks, (100, *config.extents))):
                     if (t // extent == s // extent) if config.form == "nested" else (t - s < extent):
                         score[s] += q[t, start : start + rank] @ k[s, start : start + rank]
+                        score[s] += mixer.near[0, level - 1] if level else 0.0
                     start += rank
             assert torch.allclose(out[t], torch.softmax(score * shape.scaling, 0) @ v[: t + 1], atol=1e-12)
 
@@ -206,6 +210,16 @@ def test_windows_keep_their_windows():
         assert mixer.cost(config, SHAPE, 23).cache == sum(t[0].numel() for t in tensors.values())
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_costs_count_what_is_there(config):
+    mixer, inputs = made(config), drawn(1)
+    state = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1]
+    live = sum(t.numel() for t in state.tensors.values())
+    blocks = config == NESTED  # counted with their blocks whole
+    assert live <= mixer.cost(config, SHAPE, 23).cache if blocks else live == mixer.cost(config, SHAPE, 23).cache
+    assert mixer.cost(config, SHAPE, 23).params == sum(t.numel() for t in mixer.state_dict().values())
+
+
 def test_ragged_states_are_tight():
     for config in LEVELS:
         mixer, inputs = made(config), drawn(4, valid=RAGGED)
@@ -223,11 +237,11 @@ def test_gradients_go_through_states(config, monkeypatch):
     mixer, inputs = made(config), drawn(2, 11, valid=["00111111111", "11111111011"])
     valid = inputs.valid_BT[:, None, :, None]
 
-    def through(q, k, v):
+    def through(q, k, v, *_):
         out, _ = in_pieces(mixer, replace(inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v), [6, 1, 4])
         return torch.where(valid, out, 0.0).sum((0, 1))
 
-    leaves = [x.requires_grad_() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)]
+    leaves = [x.requires_grad_() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)] + list(mixer.parameters())
     assert torch.autograd.gradcheck(through, leaves, fast_mode=True)
 
 

@@ -4,7 +4,8 @@
 
 Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.3, eq. 9 (there extents are
 T / 2^(l-1), the form nested). Extents are counts of tokens, so that levels do not move as a sequence grows: a pair's
-score depends on its two positions alone, and prefill, pieces and steps agree exactly.
+score depends on its two positions alone, and prefill, pieces and steps agree exactly. Beside eq. 9 a level adds a
+learned number to near scores, one for each head, zero at first: what far pairs lose on average, it takes off near ones.
     nested    t // extent = s // extent     the key cache of a level: the open block, n mod extent keys after n tokens
     sliding   t - s < extent                the last extent - 1 keys
 After n tokens a state holds G (sum_l r_l live_l(n) + V n) numbers. Under the paper's extents the keys are the share
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
@@ -59,14 +60,18 @@ def live(config: Any, length: int, window: int | None) -> list[int]:
 
 @MIXERS.register(MLR)
 class MLRAttention(Mixer):
-    """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1."""
+    """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1.
+    `near` (H, L - 1): what levels 2 .. L add to q . k inside their extents."""
 
     order: Tensor
+    near: Tensor | None
     reads_mask = True
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
         self.register_buffer("order", torch.arange(shape.key).repeat(shape.groups, 1))
+        levels = len(config.ranks) - 1
+        self.register_parameter("near", nn.Parameter(torch.zeros(shape.heads, levels)) if levels else None)
 
     @classmethod
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
@@ -120,7 +125,9 @@ class MLRAttention(Mixer):
     def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
         queries = self.levels(grouped(q_BHTK, self.shape.groups))
         extents = (None, *self.config.extents)
-        return [Term(q, k, extent, self.config.form) for q, k, extent in zip(queries, keys, extents)]
+        near = () if self.near is None else self.near.unflatten(0, (self.shape.groups, -1)).unbind(-1)
+        biases = (None, *near)
+        return [Term(q, k, e, self.config.form, b) for q, k, e, b in zip(queries, keys, extents, biases)]
 
     def _remembered(self, frame: Frame, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> State:
         """What some later query may see. Nested: the longest open block of any row (one number read back)."""
@@ -151,4 +158,5 @@ class MLRAttention(Mixer):
         keys = live(config, length, shape.window)
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))
         cache = shape.groups * (scores + shape.value * keys[0])
-        return MixerCost(cache, shape.heads * (scores + shape.value * keys[0]), shape.groups * shape.key)
+        params = shape.groups * shape.key + shape.heads * (len(config.ranks) - 1)
+        return MixerCost(cache, shape.heads * (scores + shape.value * keys[0]), params)

@@ -1,6 +1,6 @@
 """Softmax attention whose score is a sum of terms, each seen inside its own extent.
 
-    S[t, s] = scaling sum_l [near_l(t, s)] q_l[t] . k_l[s]            out = softmax(cap(S) + mask) V
+    S[t, s] = scaling sum_l [near_l(t, s)] (q_l[t] . k_l[s] + bias_l)            out = softmax(cap(S) + mask) V
 
 near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested). Positions are counted in each row over its
 real tokens. Rows are packed: padding comes first, so that distances between slots are distances between positions
@@ -31,6 +31,7 @@ class Term(NamedTuple):
     k_BGSR: Tensor
     extent: int | None = None
     form: str = "sliding"
+    bias_GJ: Tensor | None = None
 
 
 def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
@@ -93,6 +94,7 @@ def define(terms: list[Term], inputs: Inputs, shape: AttentionShape) -> Tensor:
     score: Any = 0.0
     for term in terms:
         product = torch.einsum("bgjtr,bgsr->bgjts", wide(term.q_BGJTR), wide(term.k_BGSR))
+        product = product if term.bias_GJ is None else product + term.bias_GJ[..., None, None].to(product.dtype)
         score = score + product * near(term.form, term.extent, t, s)[:, None, None]
     allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
     return weigh_all(score, allowed, valid_BS, inputs, shape)
@@ -117,6 +119,8 @@ def _one_pass(
         near_low, near_high = frame.reach(start, stop, term.extent, shape.causal)
         near_low, near_high = max(near_low, low, frame.slots - term.k_BGSR.shape[2]), min(near_high, high)
         part = _product(term, frame, start, stop, near_low, near_high)
+        if term.bias_GJ is not None:
+            part = part + term.bias_GJ[..., None, None].to(part.dtype)
         if term.extent is not None:
             inside_BCS = near(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
             part = part * inside_BCS[:, None, None]

@@ -158,15 +158,27 @@ class WindowAttention(Mixer):
 
 @MIXERS.register(GlobalWindow)
 class GlobalWindowAttention(MLRAttention):
-    """The levels and caches of MLR(ranks, extents=(window,)), each level under a softmax of its own."""
+    """The levels and caches of MLR(ranks, extents=(window,)), each level under a softmax of its own, which no `near`
+    would move: there is none."""
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.register_parameter("near", None)
+
+    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
+        return [Term(q, k) for q, k in zip(self.levels(grouped(q_BHTK, self.shape.groups)), keys)]
 
     def attended(self, terms: list[Term], values: Tensor, frame: Frame, mask: Tensor | None, p: float) -> Tensor:
         shapes = self.shape, narrowed(self.shape, self.config.window)
-        both = [attend([t._replace(extent=None)], values, frame, shape, mask, p) for t, shape in zip(terms, shapes)]
+        both = [attend([t], values, frame, shape, mask, p) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
 
     def dense(self, inputs: Inputs) -> Tensor:
         shapes = self.shape, narrowed(self.shape, self.config.window)
         terms = self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK))
-        both = [define([t._replace(extent=None)], inputs, shape) for t, shape in zip(terms, shapes)]
+        both = [define([t], inputs, shape) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        return super().cost(config, shape, length)._replace(params=shape.groups * shape.key)
