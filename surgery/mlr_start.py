@@ -263,8 +263,8 @@ def arranged(damage: Damage, place_U: Tensor, ranked_GU: Tensor) -> Arrangement:
         extent = damage.extents[int(place_U[slot])]
         dims[extent] = dims.get(extent, 0) + len(together[ranked_GU[0][slot]])
     dims.pop(0, None)
-    if list(dims.values()) == [0]:
-        raise SurgeryError("mlr: the cache budget leaves a layer without any score dim; raise cache")
+    if list(dims.values()) == [0]:  # worth nothing anywhere: one unit in the shortest reach, for a config needs one
+        dims[damage.extents[1]] = len(together[ranked_GU[0][by_reach[0]]])
     reach = tuple(extent for extent in dims if extent != EVERYWHERE)
     place_GU = torch.zeros_like(ranked_GU).scatter(1, ranked_GU, place_U.expand_as(ranked_GU))
     near_HL, loss = damage.near_biases(place_GU, reach)

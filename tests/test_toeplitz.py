@@ -54,7 +54,7 @@ def test_nonnegative_least_squares_against_every_support():
         if (x >= 0).all():
             value = float((a @ x - y).square().sum())
             best = value if best is None else min(best, value)
-    found = nonnegative((a.mT @ a)[None], (a.mT @ y)[None])[0]
+    found = nonnegative((a.mT @ a)[None], (a.mT @ y)[None], rounds=500)[0]
     assert float((a @ found - y).square().sum()) == pytest.approx(best, rel=1e-4)
 
 

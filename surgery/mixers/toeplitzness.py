@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GRID = 32  # rates tried
-ROUNDS = 16  # of scales against kernel
+GRID = 24  # rates tried
+ROUNDS = 10  # of scales against kernel
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _kernel(
     return nonnegative(gram_XNN, (basis_XNM @ wanted_XM[..., None])[..., 0], start_XN)
 
 
-def nonnegative(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | None = None, rounds: int = 80) -> Tensor:
+def nonnegative(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | None = None, rounds: int = 40) -> Tensor:
     """argmin x^T G x / 2 - w^T x over x >= 0 for each h, a coordinate at a time; a little ridge for terms that are
     alike."""
     gram_HNN = gram_HNN + 1e-6 * torch.diag_embed(gram_HNN.diagonal(dim1=-2, dim2=-1) + 1e-12)

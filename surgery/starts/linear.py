@@ -185,7 +185,7 @@ def solved(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
         goal_HX = real(window.target_BHTV.float(), window).flatten(1) - near_HX
         gram_HNN += (given_HNX @ given_HNX.mT).double().cpu()
         wanted_HN += (given_HNX @ goal_HX[..., None])[..., 0].double().cpu()
-    put(mixer, nonnegative(gram_HNN, wanted_HN).float().to(mixer.linear_weight_H.device))
+    put(mixer, nonnegative(gram_HNN, wanted_HN, rounds=200).float().to(mixer.linear_weight_H.device))
     return mixer
 
 
