@@ -16,7 +16,7 @@ from surgery.curvature import Survey
 from surgery.mixers import Inputs, State
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
-from surgery.mlr_start import Damage, allocate, ladder
+from surgery.mlr_start import EVERYWHERE, Damage, allocate, ladder
 from surgery.plan import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
@@ -77,13 +77,14 @@ class ScoreSurvey(Survey):
 def arrange(
     skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream, folder: Path, progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """layer -> {"config", "fixed": {"order"}, "rise"}: see surgery.mlr_start.allocate."""
+    """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.mlr_start.allocate."""
     settings = recipe.attention
     assert settings is not None and settings.cache is not None
     length = next(iter(batch.inputs.values())).shape[1]
     with progress.bar("measuring what score dims are worth", len(plan.body.layers)) as tick:
         survey = ScoreSurvey(skeleton, plan, recipe, stream, folder, tick)
-        survey.extents = ladder(length)
+        given = settings.ladder
+        survey.extents = ladder(length) if given is None else (0, *sorted(given), EVERYWHERE)
         survey.run(batch)
     by_shape: dict[Any, list[str]] = {}
     for layer, seat in plan.seats.items():
@@ -93,7 +94,10 @@ def arrange(
         damages = [survey.damages[layer] for layer in layers]
         for layer, found in zip(layers, allocate(damages, settings.cache, settings.context or length)):
             fixed = {"order": found.order_GK.tolist()}
-            chosen[layer] = {"config": found.config.to_dict(), "fixed": fixed, "rise": found.rise}
+            if found.near_HL.shape[1]:
+                fixed["near"] = found.near_HL.tolist()
+            config = replace(found.config, form=plan.seats[layer].config.form)  # type: ignore[attr-defined]
+            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": found.rise}
     return chosen
 
 

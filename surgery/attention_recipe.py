@@ -60,7 +60,8 @@ class Attention(BaseModel):
     """Keys other than these are the mixer's options (docs/attention.md). start: "calibrated", fitted to the original's
     outputs on the calibration text in `steps` local steps; "copied", as an untrained mixer with the model's own
     projections. cache: of MLR attention, the share of key numbers kept in a sequence of `context` tokens (of a
-    calibration window where it is not given); ranks, extents and the order of dims are then chosen."""
+    calibration window where it is not given); ranks, extents (of those in `ladder`, by default the powers of two from 8
+    up) and the order of dims are then chosen."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -70,6 +71,7 @@ class Attention(BaseModel):
     steps: int = Field(60, ge=0, le=100_000)
     cache: Annotated[float, Field(gt=0, le=1)] | None = None
     context: int | None = Field(None, ge=2)
+    ladder: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     hybrid: Hybrid | None = None
 
     _layers = field_validator("layers", mode="before")(slice_text)

@@ -17,7 +17,7 @@ from surgery.walk import Body
 @dataclass(frozen=True)
 class Seat:
     """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
-    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: buffers
+    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: tensors
     of the mixer that were chosen with the config."""
 
     path: str

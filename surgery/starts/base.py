@@ -44,7 +44,7 @@ def blank(seat: Seat, device: torch.device) -> Mixer:
     with torch.device(device):
         mixer = MIXERS[seat.config](seat.config, seat.shape).float()
         for name, value in seat.fixed.items():
-            mixer.get_buffer(name).copy_(torch.tensor(value))
+            mixer.state_dict()[name].copy_(torch.tensor(value))
     return mixer
 
 
