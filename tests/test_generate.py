@@ -196,8 +196,9 @@ def test_turns_of_a_chat_and_prefill_in_chunks(llama):
 @pytest.mark.parametrize("kind", ["static", "offloaded", "dynamic"])
 @pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [1]), ("mistral", [0])])
 def test_cache_implementations(family, layers, kind):
-    if kind == "offloaded" and layers and not torch.cuda.is_available():
-        pytest.skip("softmax layers are offloaded from a GPU only")
+    built_for_cuda = torch.version.cuda is not None
+    if kind == "offloaded" and not torch.cuda.is_available() and (layers or built_for_cuda):
+        pytest.skip("softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it")
     model, ids = mixed_model(family, Decayed(), layers), prompts(2, 11)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
