@@ -21,7 +21,9 @@ def test_shipped_recipes(name):
 
 
 def test_the_list():
-    assert {"btt-half", "low-rank-half", "monarch-half", "auto-half", "ssd", "tbm", "mlr-cache-60"} <= set(shipped_recipes())
+    assert {"btt-half", "low-rank-half", "monarch-half", "auto-half", "ssd", "tbm", "mlr-cache-60"} <= set(
+        shipped_recipes()
+    )
 
 
 @pytest.mark.parametrize(
