@@ -1,0 +1,82 @@
+"""Low rank, BTT and MLR as points of one family, written from its definition (Kuang et al. 2025, eq. 8, MLBTC):
+
+    W = sum_l alpha_l P_L (+)_k' L[l, k'] P_R (+)_k R[l, k]^T
+
+with (+) a block-diagonal matrix and P a fixed permutation. An oracle for the products of ours: matrices are built here
+as they stand in the equation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from surgery.mixers import AttentionShape
+from surgery.mixers.bilinear_btt import BilinearBTT, BilinearBTTAttention
+from surgery.mixers.bilinear_mlr import BilinearMLR, BilinearMLRAttention
+from surgery.structures import STRUCTURES
+from surgery.structures.btt import BTT
+from surgery.structures.low_rank import LowRank
+
+
+def mlbtc(levels):
+    """levels: (alpha, P_L, blocks L, P_R, blocks R^T); permutations as lists: row i of P x is x[P[i]]."""
+    total = 0
+    for alpha, p_left, left, p_right, right in levels:
+        inner = torch.block_diag(*right)[p_right] if p_right is not None else torch.block_diag(*right)
+        outer = torch.block_diag(*left) @ inner
+        total = total + alpha * (outer[p_left] if p_left is not None else outer)
+    return total
+
+
+def swap(first, second, inside):
+    """The permutation (first, second, inside) -> (second, first, inside)."""
+    return torch.arange(first * second * inside).view(first, second, inside).transpose(0, 1).flatten()
+
+
+def random(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_btt():
+    b, c, a, d, s = 3, 4, 5, 6, 2
+    linear = STRUCTURES[BTT](c * d, b * a, BTT(blocks=(b, c), rank=s), bias=False).double()
+    linear.weight.data, linear.right.data = random(b, c, s, a, seed=1), random(c, d, b, s, seed=2)
+    right = [linear.right[i].reshape(d, b * s).mT for i in range(c)]  # x_c -> (b, s)
+    left = [linear.weight[i].reshape(c * s, a).mT for i in range(b)]  # (c, s) -> y_b
+    assert torch.allclose(linear.dense(), mlbtc([(1.0, None, left, swap(c, b, s), right)]))
+
+
+def test_low_rank():
+    linear = STRUCTURES[LowRank](7, 5, LowRank(rank=3), bias=False).double()
+    for i, core in enumerate(linear.parameters()):
+        core.data = random(*core.shape, seed=i)
+    u, s, vh = torch.linalg.svd(linear.dense())
+    left, right = u[:, :3] * s[:3], vh[:3]
+    assert torch.allclose(linear.dense(), mlbtc([(1.0, None, [left], None, [right])]))
+
+
+SHAPE = AttentionShape(dim=16, heads=2, groups=2, key=4, value=4, scaling=0.5)
+
+
+def filled(mixer):
+    mixer = mixer.double()
+    for i, parameter in enumerate(mixer.parameters()):
+        parameter.data = random(*parameter.shape, seed=i)
+    return mixer
+
+
+def test_bilinear_mlr():
+    """Scores x^T M x' with M a sum over levels of block-diagonal low rank, divided by the number of score dims."""
+    mixer = filled(BilinearMLRAttention(BilinearMLR(ranks=(3, 2, 1), base="own"), SHAPE))
+    dims = sum(2**level * rank for level, rank in enumerate((3, 2, 1)))
+    for head in range(2):
+        levels = []
+        for level in (1, 2, 3):
+            left, right = (getattr(mixer, f"{side}{level}")[head] for side in ("left", "right"))
+            levels.append((1.0, None, list(left), None, [block.mT for block in right]))
+        assert torch.allclose(mixer.matrix_HDD()[head], mlbtc(levels) / dims)
+
+
+def test_bilinear_btt_is_of_full_rank_where_a_head_is_not():
+    mixer = filled(BilinearBTTAttention(BilinearBTT(blocks=(4, 4), rank=1, base="own"), SHAPE))
+    assert int(torch.linalg.matrix_rank(mixer.matrix_HDD()[0])) == 16 > SHAPE.key
