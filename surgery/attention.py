@@ -204,14 +204,18 @@ def swap(model: Any, path: str, config: MixerConfig) -> None:
     like = next(p for p in module.parameters() if p.is_floating_point())
     with torch.device(like.device):
         mixer = kind(config, shape).to(like.dtype)
+    seat(module, mixer.train(module.training))
+    if not isinstance(model, MixingModel):
+        model.__class__ = mixed_class(model.__class__, MixingModel)
+
+
+def seat(module: Any, mixer: Mixer) -> None:
+    """The attention module as one that asks `mixer`."""
     if not isinstance(module, MixerAttention):
         module.host, module.config = module.config, copy.copy(module.config)
         module.config._attn_implementation_internal = NAME
         module.__class__ = mixed_class(module.__class__, MixerAttention)
-    mixer.train(module.training)
     module.mixer = mixer
-    if not isinstance(model, MixingModel):
-        model.__class__ = mixed_class(model.__class__, MixingModel)
 
 
 def install(model: Any, mixers: dict[str, MixerConfig]) -> None:

@@ -46,6 +46,13 @@ def units(shape: AttentionShape) -> list[list[int]]:
     return pairs + [[dim] for dim in range(2 * half, shape.key)]
 
 
+def slowest_first(shape: AttentionShape) -> list[int]:
+    """An order of dims for want of a text: what does not rotate, then pairs from the slowest on, which are what far
+    tokens can be told by (fast ones turn many times in between)."""
+    together, pairs = units(shape), shape.rotary // 2
+    return [dim for dims in (*together[pairs:], *reversed(together[:pairs])) for dim in dims]
+
+
 class Damage:
     """The quadratic form of one layer, gathered over calibration text: `gram_GXX` per token, X = unit x bin."""
 

@@ -110,6 +110,10 @@ def make_plan(skeleton: Skeleton, recipe: Recipe) -> Plan:
         notes.append(
             f"{hybrid.count(len(seats))} of these {len(seats)} layers keep their softmax, chosen on the calibration text"
         )
+    if seats and recipe.attention and recipe.attention.cache is not None:
+        notes.append(
+            "ranks shown keep the same dimensions everywhere; with --calibration they are chosen layer by layer"
+        )
     cuts: dict[str, tuple[Cut, ...]] = {}
     for linear in body.linears:
         found = _cuts_of(linear, recipe, skeleton, body)

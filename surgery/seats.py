@@ -8,6 +8,7 @@ from typing import Any
 from surgery.errors import SurgeryError
 from surgery.heads import attention_paths, attention_shape, output_path
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
+from surgery.mlr_start import slowest_first
 from surgery.ranges import layer_selected
 from surgery.recipe import Recipe
 from surgery.skeleton import Skeleton
@@ -47,7 +48,10 @@ def find_seats(skeleton: Skeleton, recipe: Recipe, body: Body) -> dict[str, Seat
             MIXERS[config].refuse(config, shape)
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
-        seats[layer] = Seat(path, layer, index, len(paths), output_path(skeleton.model, path), shape, config)
+        # Until `arrange` has looked at a text.
+        fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
+        output = output_path(skeleton.model, path)
+        seats[layer] = Seat(path, layer, index, len(paths), output, shape, config, fixed)
     if not seats:
         raise SurgeryError(
             f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'

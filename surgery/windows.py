@@ -6,7 +6,6 @@ holds those inputs and, as the target, what the original heads wrote on the orig
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.attention import NAME, MixerAttention, mixed_class
+from surgery.attention import seat
 from surgery.mixers import AttentionShape, Inputs, Mixer, State
 from surgery.seats import Seat
 from surgery.skeleton import Skeleton
@@ -51,11 +50,7 @@ class Catcher(Mixer):
 def seated(module: Any, mixer: Mixer) -> Iterator[None]:
     """The attention with that mixer. Its projections stay where and what they are."""
     before = type(module), module.config
-    module.host, module.config = module.config, copy.copy(module.config)
-    module.config._attn_implementation_internal = NAME
-    kind: type = type(module)
-    module.__class__ = mixed_class(kind, MixerAttention)
-    module.mixer = mixer
+    seat(module, mixer)
     try:
         yield
     finally:

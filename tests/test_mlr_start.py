@@ -11,7 +11,18 @@ import torch
 from surgery.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, Inputs
 from surgery.mixers.mlr import MLR
-from surgery.mlr_start import EVERYWHERE, Damage, allocate, balanced_basis, ladder, prices, rise, settle, units
+from surgery.mlr_start import (
+    EVERYWHERE,
+    Damage,
+    allocate,
+    balanced_basis,
+    ladder,
+    prices,
+    rise,
+    settle,
+    slowest_first,
+    units,
+)
 
 SHAPE = AttentionShape(dim=8, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=4)
 EXTENTS = (0, 2, 5, EVERYWHERE)
@@ -213,3 +224,10 @@ def test_a_balanced_basis_keeps_products_and_orders_them():
         best = torch.linalg.svdvals(product)[:, first:].square().sum(1)
         assert torch.allclose(left, best, rtol=1e-8)  # no factors of that rank leave less
     assert torch.allclose(ours_q.square().sum(1), ours_k.square().sum(1), rtol=1e-8)
+
+
+def test_slow_pairs_come_first_for_want_of_a_text():
+    halves = AttentionShape(dim=8, heads=1, groups=1, key=8, value=8, scaling=1.0, rotary=6)
+    assert slowest_first(halves) == [6, 7, 2, 5, 1, 4, 0, 3]
+    pairs = replace(halves, rotary=8, interleaved=True)
+    assert slowest_first(pairs) == [6, 7, 4, 5, 2, 3, 0, 1]

@@ -24,9 +24,9 @@ FLOORS = [
     "anatomy",
     # opening checkpoints, ours and others'
     "shards standins checkpoint quantizer heads cache cache_file attention shims lora source skeleton",
-    "ranges attention_recipe recipe walk seats plan",
+    "ranges attention_recipe mlr_start recipe walk seats plan",
     # conversion and back
-    "allocate weights batch calibrate stream windows mlr_start starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
+    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
     " journal seating assemble convert densify toeplitz",
     "mixer_report report tables",
     "eval papers",
