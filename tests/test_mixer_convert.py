@@ -13,6 +13,8 @@ from small import FAMILIES, ROOT, outputs_of, recipe_of, tiny_config, tiny_input
 from surgery.convert import convert
 from surgery.densify import densify
 from surgery.errors import SurgeryError
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.masks.base import MASKS
 from surgery.plan import make_plan
 from surgery.recipe import load_recipe, shipped_recipes
 from surgery.report import inspect
@@ -92,6 +94,28 @@ def test_every_family(family, name, tmp_path):
     for record in report["mixers"]:
         stages = list(record["errors"].values())
         assert min(stages) <= stages[0] and min(stages) < 1.1
+
+
+OPTIONS = [
+    *({"mask": name, "scores": scores} for name in MASKS.names() for scores in ("kernel", "delta")),
+    *({"mask": "ones", "features": name, "normalise": True} for name in FEATURES.names() if name != "identity"),
+    {"convolution": 3, "gate": "value", "norm": "rms", "rope": "drop"},
+    {"window": 5, "sinks": 1, "scores": "delta"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(str(v) for v in options.values()))
+def test_every_mask_and_feature_map(options, tmp_path):
+    source(tmp_path, "llama")
+    attention = {"mixer": "linear", "steps": 1, "layers": "1", **options}
+    recipe = recipe_of(
+        structure="dense", attention=attention, calibration=tmp_path / "inputs.safetensors", **CALIBRATION
+    )
+    _, model, report = converted(tmp_path, "llama", recipe)
+    errors = list(report["mixers"][0]["errors"].values())
+    assert min(errors) <= errors[0] and errors[0] == errors[0]
+    prompt = tiny_inputs("llama", 2, 9, seed=4)["input_ids"]
+    assert model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 12)
 
 
 def test_linears_and_attention_in_one_recipe(tmp_path):
