@@ -236,10 +236,10 @@ def put(mixer: LinearMixer, weight_HN: Tensor) -> None:
 # -- 3. local steps ----------------------------------------------------------------------------------
 def trained(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
     """Every parameter of the mixer, on |W_o (o - o*)|^2 / |W_o o*|^2, a window a step."""
-    if steps == 0:
+    parameters = [p.requires_grad_(True) for p in mixer.parameters()]
+    if steps == 0 or not parameters:
         return None
     output_OI = fit.output_OI()
-    parameters = [p.requires_grad_(True) for p in mixer.parameters()]
     adam = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.95))
     with torch.enable_grad():
         for step in range(steps):
