@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from surgery.batch import Batch
 from surgery.curvature import Survey
-from surgery.mixers import Inputs, State
+from surgery.mixers import AttentionShape, Inputs, State
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
-from surgery.mlr_start import EVERYWHERE, Damage, allocate, ladder
+from surgery.mlr_start import EVERYWHERE, Damage, allocate, balanced_basis, ladder
 from surgery.plan import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
@@ -26,32 +27,73 @@ from surgery.stream import LayerCall, Stream
 from surgery.windows import seated
 
 
-class Watched(MLRAttention):
-    """The library's attention; `damage` is told of every call and of the gradient that comes back to it."""
+class Sizes:
+    """Second moments of a head's queries and keys, for the basis of heads without RoPE."""
 
-    def __init__(self, seat: Seat, damage: Damage):
-        super().__init__(MLR((seat.shape.key,)), seat.shape)
-        self.damage = damage
+    def __init__(self, shape: AttentionShape, device: torch.device):
+        self.query_GKK = torch.zeros(shape.groups, shape.key, shape.key, device=device)
+        self.key_GKK = torch.zeros_like(self.query_GKK)
+
+    @torch.no_grad()
+    def add(self, inputs: Inputs) -> None:
+        groups = self.query_GKK.shape[0]
+        q_BTHK, k_BTGK = inputs.q_BHTK.float().transpose(1, 2), inputs.k_BGTK.float().transpose(1, 2)
+        real = slice(None) if inputs.valid_BT is None else inputs.valid_BT
+        q_GNK = q_BTHK[real].unflatten(-2, (groups, -1)).movedim(-3, 0).flatten(1, -2)
+        k_GNK = k_BTGK[real].movedim(-2, 0).flatten(1, -2)
+        self.query_GKK += q_GNK.mT @ q_GNK
+        self.key_GKK += k_GNK.mT @ k_GNK
+
+    def bases(self) -> tuple[Tensor, Tensor]:
+        """A, B (G, K, K) with q A . k B = q . k, the dims worth most first."""
+        return tuple(basis.float() for basis in balanced_basis(self.query_GKK, self.key_GKK))  # type: ignore[return-value]
+
+
+class Watched(MLRAttention):
+    """The library's attention, looked at: on the way there by `sizes`, on the way back, with the gradient at its
+    output, by `damage`."""
+
+    def __init__(self, shape: AttentionShape, sizes: Sizes | None, damage: Damage | None):
+        super().__init__(MLR((shape.key,)), shape)
+        self.sizes, self.damage = sizes, damage
+        self.bases = sizes.bases() if sizes is not None and damage is not None else None
 
     def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
         out_BHTV, _ = super().mix(inputs)
-        if out_BHTV.requires_grad:
-            out_BHTV.register_hook(lambda grad_BHTV: self.damage.add(inputs, grad_BHTV))
+        damage = self.damage
+        if damage is None and self.sizes is not None:
+            self.sizes.add(inputs)
+        elif damage is not None and out_BHTV.requires_grad:
+            out_BHTV.register_hook(lambda grad_BHTV: damage.add(self._turned(inputs), grad_BHTV))
         return out_BHTV, None
+
+    def _turned(self, inputs: Inputs) -> Inputs:
+        if self.bases is None:
+            return inputs
+        query_GKK, key_GKK = self.bases
+        q_BGJTK = inputs.q_BHTK.detach().float().unflatten(1, (self.shape.groups, -1)) @ query_GKK[:, None]
+        return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=inputs.k_BGTK.detach().float() @ key_GKK)
 
 
 class Watching:
-    """Around the way back through one layer."""
+    """Around one layer, on the way there or (`back`) on the way back."""
 
-    def __init__(self, survey: ScoreSurvey, call: LayerCall):
-        self.survey, self.seat, self.stack = survey, survey.plan.seats.get(call.path), ExitStack()
+    def __init__(self, survey: ScoreSurvey, call: LayerCall, back: bool):
+        self.survey, self.seat, self.back, self.stack = survey, survey.plan.seats.get(call.path), back, ExitStack()
 
     def __enter__(self) -> None:
-        if self.seat is not None:
-            damage = Damage(self.seat.shape, self.survey.extents, self.survey.stream.device)
-            self.survey.damages[self.seat.layer] = damage
-            module = self.survey.skeleton.module(self.seat.path)
-            self.stack.enter_context(seated(module, Watched(self.seat, damage).to(self.survey.stream.device)))
+        seat, device = self.seat, self.survey.stream.device
+        if seat is None:
+            return
+        damage = None
+        if self.back:
+            damage = self.survey.damages[seat.layer] = Damage(seat.shape, self.survey.extents, device)
+        elif not seat.shape.rotary:
+            self.survey.sizes[seat.layer] = Sizes(seat.shape, device)
+        else:
+            return
+        watched = Watched(seat.shape, self.survey.sizes.get(seat.layer), damage).to(device)
+        self.stack.enter_context(seated(self.survey.skeleton.module(seat.path), watched))
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
@@ -61,7 +103,7 @@ class Watching:
 
 
 class ScoreSurvey(Survey):
-    """damages: layer -> its quadratic form."""
+    """damages: layer -> its quadratic form; sizes: of layers without RoPE."""
 
     def __init__(
         self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]
@@ -69,9 +111,13 @@ class ScoreSurvey(Survey):
         super().__init__(skeleton, replace(plan, cuts={}), recipe, stream, folder, done)
         self.extents: tuple[int, ...] = ()
         self.damages: dict[str, Damage] = {}
+        self.sizes: dict[str, Sizes] = {}
+
+    def going_there(self, call: LayerCall) -> Any:
+        return Watching(self, call, back=False)
 
     def gathering(self, call: LayerCall) -> Any:
-        return Watching(self, call)
+        return Watching(self, call, back=True)
 
 
 def arrange(
@@ -97,6 +143,10 @@ def arrange(
             if found.near_HL.shape[1]:
                 fixed["near"] = found.near_HL.tolist()
             config = replace(found.config, form=plan.seats[layer].config.form)  # type: ignore[attr-defined]
+            if layer in survey.sizes and config.ranks != (plan.seats[layer].shape.key,):
+                config = replace(config, basis="turned")
+                query_GKK, key_GKK = survey.sizes[layer].bases()
+                fixed |= {"query_basis": query_GKK.tolist(), "key_basis": key_GKK.tolist()}
             chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": found.rise}
     return chosen
 

@@ -70,6 +70,10 @@ class Survey:
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
         return _Layer.apply(self, call, spec, hidden, *leaves)
 
+    def going_there(self, call: LayerCall) -> Any:
+        """A context around the way forward through one layer."""
+        return nullcontext()
+
     def gathering(self, call: LayerCall) -> Any:
         """A context around the way back through a layer, and `record()` behind it."""
         return _Gather(self, call)
@@ -170,7 +174,8 @@ class _Layer(torch.autograd.Function):
         # Half the memory; what is estimated from it bears far more noise than this rounding (2^-9).
         ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers), torch.bfloat16)
         step = survey.stream.chunk_rows(hidden.shape[1])
-        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), [(0, len(hidden), nullcontext())], step)
+        phases = [(0, len(hidden), survey.going_there(call))]
+        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, step)
         ctx.mark_non_differentiable(*(t for t in _tuple(out)[1:] if isinstance(t, Tensor)))
         return out if isinstance(out, Tensor) else tuple(out)
 

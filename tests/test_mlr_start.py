@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from surgery.arrange import Sizes
 from surgery.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, Inputs
 from surgery.mixers.mlr import MLR
@@ -231,3 +232,31 @@ def test_slow_pairs_come_first_for_want_of_a_text():
     assert slowest_first(halves) == [6, 7, 2, 5, 1, 4, 0, 3]
     pairs = replace(halves, rotary=8, interleaved=True)
     assert slowest_first(pairs) == [6, 7, 4, 5, 2, 3, 0, 1]
+
+
+def test_a_turned_basis_changes_no_score_and_fewer_dims_of_it_lose_less():
+    """Heads without RoPE whose queries and keys live in a few directions, none of them along a dim."""
+    generator = torch.Generator().manual_seed(3)
+    shape = AttentionShape(dim=8, heads=4, groups=2, key=8, value=8, scaling=8**-0.5)
+    turn = torch.diag(torch.logspace(0.5, -1.5, 8)) @ torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
+    q, k = (torch.randn(2, n, 24, 8, generator=generator) @ turn for n in (4, 2))
+    v, x = torch.randn(2, 2, 24, 8, generator=generator), torch.randn(2, 24, 8, generator=generator)
+    inputs = Inputs(q, k, v, x)
+    sizes = Sizes(shape, torch.device("cpu"))
+    sizes.add(inputs)
+
+    def out(config):
+        mixer = MIXERS[config](config, shape)
+        if config.basis == "turned":
+            mixer.query_basis.copy_(sizes.bases()[0])
+            mixer.key_basis.copy_(sizes.bases()[1])
+        return mixer.mix(inputs)[0]
+
+    whole = out(MLR((8,)))
+    assert torch.allclose(out(MLR((5, 3), (100,), basis="turned")), whole, atol=1e-5)
+    turned, own = ((out(MLR((4,), basis=basis)) - whole).norm() / whole.norm() for basis in ("turned", "own"))
+    assert turned < 0.3 * own
+    with pytest.raises(SurgeryError, match="basis: own"):
+        MIXERS[MLR](MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)).refuse(
+            MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)
+        )

@@ -29,12 +29,14 @@ from surgery.mixers.softmax import Term, attend, define, grouped, library, libra
 
 @dataclass(frozen=True)
 class MLR(MixerConfig):
-    """ranks of levels 1 .. L, in the group's order of dims; extents of levels 2 .. L in tokens, falling."""
+    """ranks of levels 1 .. L, in the group's order of dims; extents of levels 2 .. L in tokens, falling. basis: the
+    head's own dims, or "turned", others that give the same q . k, for heads without RoPE."""
 
     name: ClassVar[str] = "mlr"
     ranks: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     form: Literal["nested", "sliding"] = "sliding"
+    basis: Literal["own", "turned"] = "own"
 
     def __post_init__(self) -> None:
         example = "; for example ranks: [32, 16, 16], extents: [256, 64]"
@@ -49,6 +51,8 @@ class MLR(MixerConfig):
             raise ValueError(f"extents {list(self.extents)} must be positive and not rise with the level{example}")
         if self.form not in ("nested", "sliding"):
             raise ValueError(f"form {self.form!r} is neither 'nested' nor 'sliding'")
+        if self.basis not in ("own", "turned"):
+            raise ValueError(f"basis {self.basis!r} is neither 'own' nor 'turned'")
 
 
 def live(config: Any, length: int, window: int | None) -> list[int]:
@@ -61,9 +65,12 @@ def live(config: Any, length: int, window: int | None) -> list[int]:
 @MIXERS.register(MLR)
 class MLRAttention(Mixer):
     """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1.
-    `near` (H, L - 1): what levels 2 .. L add to q . k inside their extents."""
+    `near` (H, L - 1): what levels 2 .. L add to q . k inside their extents. `query_basis`, `key_basis` (G, K, K), A and
+    B with q A . k B = q . k: only with a turned basis, the identity at first."""
 
     order: Tensor
+    query_basis: Tensor
+    key_basis: Tensor
     near: Tensor | None
     reads_mask = True
 
@@ -72,6 +79,9 @@ class MLRAttention(Mixer):
         self.register_buffer("order", torch.arange(shape.key).repeat(shape.groups, 1))
         levels = len(config.ranks) - 1
         self.register_parameter("near", nn.Parameter(torch.zeros(shape.heads, levels)) if levels else None)
+        if config.basis == "turned":
+            for name in ("query_basis", "key_basis"):
+                self.register_buffer(name, torch.eye(shape.key).repeat(shape.groups, 1, 1))
 
     @classmethod
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
@@ -79,6 +89,12 @@ class MLRAttention(Mixer):
             raise SurgeryError(
                 f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
                 f"their sum must not pass it, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
+            )
+
+        if config.basis == "turned" and shape.rotary:
+            raise SurgeryError(
+                f"{config.name}: basis 'turned' mixes a head's dims, which RoPE turns by {shape.rotary // 2} different "
+                "angles; with RoPE use basis: own"
             )
 
     def empty_state(self, batch: int, device: torch.device | str) -> State:
@@ -118,6 +134,8 @@ class MLRAttention(Mixer):
         """q (B, G, J, T, K) or k (B, G, T, K) cut into the dims of each level, in the group's order."""
         if self.plain:
             return [x]
+        if self.config.basis == "turned":
+            x = x @ (self.query_basis[:, None] if x.dim() == 5 else self.key_basis).to(x.dtype)
         index = self.order[:, : sum(self.config.ranks)]
         index = index.view(1, index.shape[0], *[1] * (x.dim() - 3), index.shape[1])
         return list(x.gather(-1, index.expand(*x.shape[:-1], -1)).split(self.config.ranks, -1))
@@ -159,4 +177,7 @@ class MLRAttention(Mixer):
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))
         cache = shape.groups * (scores + shape.value * keys[0])
         params = shape.groups * shape.key + shape.heads * (len(config.ranks) - 1)
-        return MixerCost(cache, shape.heads * (scores + shape.value * keys[0]), params)
+        macs = shape.heads * (scores + shape.value * keys[0])
+        if config.basis == "turned":
+            params, macs = params + 2 * shape.groups * shape.key**2, macs + (shape.heads + shape.groups) * shape.key**2
+        return MixerCost(cache, macs, params)

@@ -58,6 +58,10 @@ class GlobalWindow(MixerConfig):
     def form(self) -> str:
         return "sliding"
 
+    @property
+    def basis(self) -> str:
+        return "own"
+
 
 def narrowed(shape: AttentionShape, window: int) -> AttentionShape:
     return replace(shape, window=window if shape.window is None else min(window, shape.window))
