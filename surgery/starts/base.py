@@ -55,6 +55,9 @@ def real(x_BHTV: Tensor, window: Window) -> Tensor:
     return x_HXV if valid_BT is None else x_HXV[:, valid_BT.flatten()]
 
 
+HOPELESS = 1e30
+
+
 @torch.no_grad()
 def relative_error(mixer: Mixer, windows: Iterable[Window]) -> float:
     wrong = whole = 0.0
@@ -62,7 +65,8 @@ def relative_error(mixer: Mixer, windows: Iterable[Window]) -> float:
         out_BHTV, _ = mixer.mix(window.inputs)
         wrong += float(real(out_BHTV.float() - window.target_BHTV, window).square().sum(dtype=torch.float64))
         whole += float(real(window.target_BHTV, window).square().sum(dtype=torch.float64))
-    return (wrong / max(whole, 1e-30)) ** 0.5
+    error = (wrong / max(whole, 1e-30)) ** 0.5
+    return error if error < HOPELESS else HOPELESS  # not a number neither, which JSON has no word for
 
 
 def start_of(config: Any, settings: Attention) -> Start:

@@ -1,5 +1,6 @@
 """Linear-type attention started from softmax attention, on calibration windows, no training of the model.
 
+0. Learned softmax features are made as sharp as serves best.
 1. Masks forget as the teacher does: gates with a half life of the head's mean attention distance d (rate ln 2 / d),
    block mixing by the attention a token of one block gives one of another, Toeplitz block mixing by the exponentials
    that come nearest to that; the delta rule's step from the entropy of the attention.
