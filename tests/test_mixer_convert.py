@@ -76,11 +76,15 @@ def test_every_shipped_recipe(name, tmp_path):
 REFUSED = {("bert", "lolcats"), ("vit", "lolcats")}  # windows are causal
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("family", MIXABLE)
+PAIRS = [
+    (family, name) for family in ("qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "bert", "vit") for name in ATTENTION
+]
+NEAR_KIN = [family for family in MIXABLE if family not in {"llama", *(family for family, _ in PAIRS)}]
+PAIRS += [(family, name) for family in NEAR_KIN for name in ("ssd", "mlr-cache-60")]
+
+
+@pytest.mark.parametrize("family, name", PAIRS)
 def test_every_family(family, name, tmp_path):
-    if family == "llama":
-        pytest.skip("above, more thoroughly")
     if (family, name) in REFUSED:
         source(tmp_path, family)
         with pytest.raises(SurgeryError, match="bidirectional"):
