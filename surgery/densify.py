@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.assemble import assemble, copy_companions
 from surgery.checkpoint import mixers_of, names_shims, quantization_table, table_of
-from surgery.convert import partial_of
-from surgery.errors import SurgeryError
 from surgery.grafts import load_standin
 from surgery.heads import output_path
-from surgery.journal import Journal
 from surgery.progress import Progress
-from surgery.shards import DTYPES, Entry, write_json, write_shard
+from surgery.rewrite import refuse_existing, rewrite
+from surgery.shards import DTYPES, Entry, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_converted
 from surgery.standins import SplitLinear, empty_standin
@@ -34,28 +29,14 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     Weights keep the dtype they are stored in, so a bf16 checkpoint rounds each product once.
     """
     progress, out = progress or Progress(), Path(out)
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+    refuse_existing(out)
     source = open_converted(converted)
     table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
     outputs = _outputs(source, mixers)
     folded = {path: _folded(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
-    partial = partial_of(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with Journal(partial, {"densify": source.fingerprint()}, resume=False) as journal:
-            pieces = _pieces(source, table, set(folded), partial / "pieces", progress)
-            assemble(partial, pieces, journal)
-        copy_companions(source, partial)
-        write_json(partial / "config.json", _plain_config(source, folded, mixers))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(partial / "pieces", ignore_errors=True)
-    for leftover in ("lock", "journal.jsonl"):
-        (partial / leftover).unlink(missing_ok=True)
-    os.replace(partial, out)
+    config = _plain_config(source, folded, mixers)
+    rewrite(source, out, lambda place: _pieces(source, table, set(folded), place, progress), config)
     return {"out": str(out), "modules": len(table)}
 
 
@@ -84,7 +65,6 @@ def _plain_config(source: Source, folded: dict[str, Any], mixers: dict[str, Any]
 
 def _pieces(source: Source, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress) -> list[Path]:
     """Everything that is not a stand-in's, then the products, in pieces of about BATCH bytes."""
-    folder.mkdir()
     pieces: list[Path] = []
     batch: list[Entry] = []
 

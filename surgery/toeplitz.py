@@ -6,30 +6,26 @@ shows it); what is gained is any length, in linear time.
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from surgery.assemble import assemble, copy_companions
-from surgery.checkpoint import mixers_of, table_of
-from surgery.convert import REPORT, partial_of
+from surgery.checkpoint import SHIM, mixers_of, table_of
+from surgery.convert import REPORT
 from surgery.errors import SurgeryError
 from surgery.heads import attention_shape
-from surgery.journal import Journal
 from surgery.mixers import MIXERS, AttentionShape, mixer_config
 from surgery.mixers.masks.blocks import Blocks
 from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks
 from surgery.mixers.toeplitzness import Toeplitz, fit_heads
-from surgery.shards import Entry, read_tensor, write_json, write_shard
+from surgery.rewrite import refuse_existing, rewrite
+from surgery.shards import Entry, read_tensor, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_converted
 
 COMPONENTS = 8
-SHIMS = ("surgery_shim.py",)
 
 
 def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[AttentionShape, Any, Toeplitz]]:
@@ -54,8 +50,7 @@ def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[
 def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
     """Write the checkpoint with every block-mixing matrix replaced; {"out", "r2": {path: mean over heads}}."""
     out = Path(out)
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+    refuse_existing(out)
     source = open_converted(converted)
     fits = block_fits(source, components)
     if not fits:
@@ -72,28 +67,13 @@ def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -
         mixers[path] = changed.to_dict()
     gone = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
     entries += [Entry.copy(name, info) for name, info in source.tensors.items() if name not in gone]
-    _write(source, out, entries, {"modules": table, "mixers": mixers})
+    quantization = {**source.config["quantization_config"], "modules": table, "mixers": mixers}
+    config = {**source.config, "quantization_config": quantization}
+    rewrite(source, out, lambda place: _one_piece(place, entries), config, (SHIM, REPORT))
     return {"out": str(out), "r2": {path: float(fit.r2.mean()) for path, (_, _, fit) in fits.items()}}
 
 
-def _write(source: Source, out: Path, entries: list[Entry], tables: dict[str, Any]) -> None:
-    partial = partial_of(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with Journal(partial, {"toeplitz": source.fingerprint()}, resume=False) as journal:
-            (partial / "pieces").mkdir()
-            write_shard(partial / "pieces" / "00000.safetensors", entries)
-            assemble(partial, [partial / "pieces" / "00000.safetensors"], journal)
-        copy_companions(source, partial)
-        for name in (*SHIMS, REPORT):
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, partial / name)
-        quantization = {**source.config["quantization_config"], **tables}
-        write_json(partial / "config.json", {**source.config, "quantization_config": quantization})
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(partial / "pieces", ignore_errors=True)
-    for leftover in ("lock", "journal.jsonl"):
-        (partial / leftover).unlink(missing_ok=True)
-    os.replace(partial, out)
+def _one_piece(place: Path, entries: list[Entry]) -> list[Path]:
+    path = place / "00000.safetensors"
+    write_shard(path, entries)
+    return [path]

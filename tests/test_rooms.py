@@ -27,7 +27,7 @@ FLOORS = [
     "ranges attention_recipe mlr_start recipe walk seats plan",
     # conversion and back
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
-    " journal seating assemble convert densify toeplitz",
+    " journal seating assemble convert rewrite densify toeplitz",
     "mixer_report report tables",
     "eval papers",
     "demo cli __main__",
