@@ -251,7 +251,9 @@ def sweep(
     """
     b, c, s, a = left_bcsa.shape
     d = right_cdbs.shape[1]
-    cr_Ibcs = torch.einsum("icd,cdbs->ibcs", c_II.view(-1, c, d), right_cdbs)
+    # A block of columns at a time: one product over all would first lay out C anew.
+    columns = zip(c_II.split(d, dim=1), right_cdbs)
+    cr_Ibcs = torch.stack([(c_Id @ right_dbs.reshape(d, b * s)).view(-1, b, s) for c_Id, right_dbs in columns], 2)
     gram_bcset = torch.einsum("cdbs,cdbet->bcset", right_cdbs, cr_Ibcs.view(c, d, b, c, s))
     rhs_bcsa = torch.einsum("bacd,cdbs->bcsa", wc_baI.view(b, a, c, d), right_cdbs)
     gram_bXX, rhs_bXa = gram_bcset.reshape(b, c * s, c * s), rhs_bcsa.reshape(b, c * s, a)
