@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import save_file
-from small import FAMILIES, ROOT, outputs_of, recipe_of, tiny_config, tiny_inputs
+from small import FAMILIES, GENERATING, ROOT, outputs_of, recipe_of, tiny_config, tiny_inputs
 
 from surgery.convert import convert
 from surgery.densify import densify
@@ -98,6 +98,15 @@ def test_every_family(family, name, tmp_path):
     for record in report["mixers"]:
         stages = list(record["errors"].values())
         assert min(stages) <= stages[0] and min(stages) < 1.1
+    model.save_pretrained(tmp_path / "again")
+    again = type(original).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs_of(again, inputs), after)
+    if family in GENERATING:
+        prompt = inputs["input_ids"][:, :9]
+        out = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        logits = outputs_of(model, {"input_ids": out})[:, 8:-1]
+        chosen = logits.gather(-1, out[:, 9:, None])[..., 0]
+        assert (chosen >= logits.amax(-1) - 1e-3).all()
 
 
 OPTIONS = [
