@@ -63,7 +63,8 @@ def test_every_shipped_recipe(name, tmp_path):
         assert min(stages) <= stages[0]
     prompt = tiny_inputs("llama", 2, 12, seed=4)["input_ids"]
     out = model.generate(prompt, max_new_tokens=12, do_sample=False, min_new_tokens=12)
-    logits = outputs_of(model, {"input_ids": out})[:, 11:-1]
+    logits = outputs_of(model, {"input_ids": out})[:, 11:-1].clone()
+    logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
     chosen = logits.gather(-1, out[:, 12:, None])[..., 0]
     assert (chosen >= logits.amax(-1) - 1e-4).all()
     model.save_pretrained(tmp_path / "again")
@@ -104,7 +105,8 @@ def test_every_family(family, name, tmp_path):
     if family in GENERATING:
         prompt = inputs["input_ids"][:, :9]
         out = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        logits = outputs_of(model, {"input_ids": out})[:, 8:-1]
+        logits = outputs_of(model, {"input_ids": out})[:, 8:-1].clone()
+        logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
         chosen = logits.gather(-1, out[:, 9:, None])[..., 0]
         assert (chosen >= logits.amax(-1) - 1e-3).all()
 
