@@ -1,0 +1,111 @@
+"""Functions of the maths that kernels may stand in for.
+
+    @op
+    def btt_mvm(x_Ncd, right_cdbs, left_bcsa): ...                   the reference: the CPU path, and what is right
+
+    @kernel_for(btt_mvm, accepts=can, wins=does)                     in kernels/, which registers by being imported
+    def btt_mvm_triton(x_Ncd, right_cdbs, left_bcsa): ...
+
+A call goes to the first kernel that accepts the arguments, and, of kernels left to choose, is known to win there; else to the reference.
+Kernels take over gradients as well. The maths never imports them: the folder is scanned when a tensor on a GPU first
+comes by, and where Triton is not installed it stays empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Choice = Literal["measured", "kernel", "reference"]
+
+PACKAGE = "surgery.kernels"
+_choice: Choice = "measured"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`accepts`: whether it is right for these arguments. `wins`: whether it is measured to be faster than the
+    reference there."""
+
+    run: Callable[..., Any]
+    accepts: Callable[..., bool]
+    wins: Callable[..., bool]
+
+
+class Op:
+    """A reference and its kernels; called like the reference."""
+
+    def __init__(self, reference: Callable[..., Any]):
+        self.reference = reference
+        self.kernels: list[Kernel] = []
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kernel = self.stand_in(*args, **kwargs)
+        return self.reference(*args, **kwargs) if kernel is None else kernel.run(*args, **kwargs)
+
+    def stand_in(self, *args: Any, **kwargs: Any) -> Kernel | None:
+        """The kernel that a call with these arguments goes to, None for the reference."""
+        if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
+            return None
+        found()
+        for kernel in self.kernels:
+            if kernel.accepts(*args, **kwargs) and (_choice == "kernel" or kernel.wins(*args, **kwargs)):
+                return kernel
+        return None
+
+
+def op(reference: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function one that kernels may stand in for."""
+    return Op(reference)
+
+
+def kernel_for(
+    replaced: Callable[..., Any], accepts: Callable[..., bool], wins: Callable[..., bool] = lambda *_, **__: True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Registers a function of the same arguments, see `Kernel`."""
+    assert isinstance(replaced, Op), f"{replaced} is no op; decorate it with @op"
+
+    def add(kernel: Callable[P, R]) -> Callable[P, R]:
+        replaced.kernels.append(Kernel(kernel, accepts, wins))
+        return kernel
+
+    return add
+
+
+@contextmanager
+def choose(choice: Choice) -> Iterator[None]:
+    """ "reference": no kernels; "kernel": wherever one accepts, measured to win or not, on a CPU too (Triton's
+    interpreter, TRITON_INTERPRET=1); "measured": how it is otherwise."""
+    global _choice
+    before, _choice = _choice, choice
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+@functools.cache
+def found() -> None:
+    """Imports every kernel, once; none where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    for info in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
+        importlib.import_module(f"{PACKAGE}.{info.name}")
+
+
+def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """By the first tensor."""
+    tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    return tensor is not None and tensor.is_cuda and torch.version.hip is None
