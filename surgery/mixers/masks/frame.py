@@ -32,22 +32,13 @@ def widened(rows: Rows) -> Rows:
     )
 
 
-def spans(rows: Rows, chunk: int) -> Iterator[Rows]:
-    """The rows, some whole chunks at a time, so that temporaries of T x chunk numbers stay small."""
-    batch, groups, per_group, length, _ = rows.q_BGJTF.shape
-    most = SPAN_NUMBERS.get(rows.v_BGTV.device.type, SPAN_NUMBERS["cuda"])
+def spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
+    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `per_group`
+    query heads of a group stay small."""
+    batch, groups, length, _ = v_BGTV.shape
+    most = SPAN_NUMBERS.get(v_BGTV.device.type, SPAN_NUMBERS["cuda"])
     span = max(1, most // max(1, batch * groups * per_group * chunk**2)) * chunk
-    for a in range(0, length, span):
-        here = slice(a, a + span)
-        yield Rows(
-            rows.q_BGJTF[:, :, :, here],
-            rows.k_BGTF[:, :, here],
-            rows.v_BGTV[:, :, here],
-            None if rows.beta_BGT is None else rows.beta_BGT[:, :, here],
-            rows.start_B + rows.count_B.clamp_max(a),
-            (rows.count_B - a).clamp(0, min(span, length - a)),
-            {name: signal[:, here] for name, signal in rows.signals.items()},
-        )
+    yield from (slice(a, a + span) for a in range(0, length, span))
 
 
 def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:

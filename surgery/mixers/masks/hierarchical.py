@@ -29,6 +29,7 @@ from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, carried_by_one
 from surgery.mixers.masks.tree import Tree
+from surgery.op import op
 
 State = dict[str, Tensor]
 
@@ -92,14 +93,10 @@ class HierarchicalMask(Mask):
         return chosen_BGJTT * self.gates.dense(start_B, length, signals)
 
     def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        """Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need."""
-        rows = widened(rows)
-        length = rows.v_BGTV.shape[2]
-        bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
-        gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, length, rows.signals)
-        tree = Tree.of(rows, gates_BRGT.squeeze(1).to(rows.v_BGTV.dtype), bits)
-        buckets = None if state is None else state["buckets"].to(rows.v_BGTV.dtype)
-        out, after = tree.swept(buckets)
+        gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
+        before = None if state is None else state["buckets"]
+        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk)
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
@@ -116,6 +113,29 @@ class HierarchicalMask(Mask):
         seen_BLGJV = rows.q_BGJTF.squeeze(3).unsqueeze(1) @ every_BLGFV
         out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
         return out_BGJV.unsqueeze(3), {"buckets": merged(buckets_BLGFV, token_BGFV, rows)}
+
+
+@op
+def log_linear(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    start_B: Tensor,
+    buckets_BLGFV: Tensor | None,
+    count_B: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, the buckets after the rows' tokens or None) in float32 or wider; kernels may give `out` in v's dtype.
+    B, G of the log-gates may be 1. Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need."""
+    length = v_BGTV.shape[2]
+    bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
+    rows = widened(Rows(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
+    tree = Tree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
+    out, after = tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype))
+    return out, after
 
 
 def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, rows: Rows) -> Tensor:

@@ -16,6 +16,7 @@ from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, Rows
 from surgery.mixers.masks.frame import Frame, log_products, spans, to_end, widened
 from surgery.mixers.scores import Chunk, chunk_scores
+from surgery.op import op
 
 State = dict[str, Tensor]
 
@@ -45,27 +46,14 @@ class Semiseparable(Mask):
 
     def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
         gates_BRGT = self.log_gates(start_B, torch.full_like(start_B, length), length, signals)
-        return self._mixed(gates_BRGT.unsqueeze(3)).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
+        return mixed(gates_BRGT.unsqueeze(3), self.amplitudes()).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
 
     def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        outs, after = [], state
-        for span in spans(widened(rows), chunk):
-            out, after = self._span(span, after, chunk)
-            outs.append(out)
-        return torch.cat(outs, 3), None if state is None else after
-
-    def _span(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State]:
-        length = rows.v_BGTV.shape[2]
-        frame = Frame.plain(rows.start_B, length, chunk)
-        q_BGNJCF = frame.cut(rows.q_BGJTF, 3).transpose(2, 3)
-        k_BGNCF, v_BGNCV = frame.cut(rows.k_BGTF, 2), frame.cut(rows.v_BGTV, 2)
-        beta_BGNC = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
-        gates_BRGT = self.log_gates(rows.start_B, rows.count_B, length, rows.signals)
-        gates_BRGNC = frame.cut(gates_BRGT.to(v_BGNCV.dtype), 3)
-        scores = chunk_scores(q_BGNJCF, k_BGNCF, beta_BGNC)
-        inside_BGNJCV = (scores.inner_xJCC * self._mixed(gates_BRGNC)) @ v_BGNCV.unsqueeze(3)
-        passed_BGNJCV, after = self._passed(scores, v_BGNCV, gates_BRGNC, state)
-        return frame.joined((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), {"sum": after}
+        gates_BRGT = self.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        first = None if state is None else state["sum"]
+        qkv = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV
+        out, last = semiseparable(*qkv, rows.beta_BGT, gates_BRGT, self.amplitudes(), first, chunk)
+        return out, None if state is None else {"sum": last}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
         rows = widened(rows)
@@ -79,33 +67,80 @@ class Semiseparable(Mask):
         out_BGJV = out_BRGJV.sum(1) if weight_RGJ is None else (weight_RGJ.unsqueeze(-1) * out_BRGJV).sum(1)
         return out_BGJV.unsqueeze(3), {"sum": sum_BRGFV}
 
-    def _mixed(self, gates_BRGNC: Tensor) -> Tensor:
-        """M_BGNJCC inside chunks, a component at a time."""
-        weight_RGJ = self.amplitudes()
-        if weight_RGJ is None:
-            return log_products(gates_BRGNC.squeeze(1)).exp().unsqueeze(3)
-        terms = (
-            weight_GJ[:, None, :, None, None] * log_products(gates_BGNC).exp().unsqueeze(3)
-            for weight_GJ, gates_BGNC in zip(weight_RGJ, gates_BRGNC.unbind(1))
-        )
-        return sum(terms, torch.zeros((), dtype=gates_BRGNC.dtype, device=gates_BRGNC.device))
 
-    def _passed(
-        self, scores: Chunk, v_BGNCV: Tensor, gates_BRGNC: Tensor, state: State | None
-    ) -> tuple[Tensor, Tensor]:
-        """What chunks read of earlier ones, (B, G, N, J, C, V), and the state behind the last."""
-        weight_RGJ = self.amplitudes()
-        out, after = torch.zeros_like(v_BGNCV[:, :, :, None]), []
-        for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
-            fade_BGNJC = gates_BGNC.cumsum(-1).exp().unsqueeze(3)  # from the chunk's start to a token
-            added_BGNFV = (scores.write_xCF * to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
-            first = torch.zeros_like(added_BGNFV[:, :, 0]) if state is None else state["sum"][:, r]
-            before_BGNFV, last = states(scores, added_BGNFV, fade_BGNJC[:, :, :, 0, -1], first)
-            if weight_RGJ is not None:
-                fade_BGNJC = weight_RGJ[r, :, None, :, None] * fade_BGNJC
-            out = out + fade_BGNJC.unsqueeze(-1) * (scores.read_xJCF @ before_BGNFV.unsqueeze(3))
-            after.append(last)
-        return out, torch.stack(after, 1)
+@op
+def semiseparable(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    first_BRGFV: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, last_BRGFV) in float32 or wider; kernels may give `out` in v's dtype. beta None: kernel scores;
+    weight None: ones; first None: zeros; B, R, G of the log-gates may be 1. Some whole chunks at a time, so that
+    temporaries stay small."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    batch, groups, per_group, _, features = q_BGJTF.shape
+    components = gates_BRGT.shape[1] if weight_RGJ is None else len(weight_RGJ)
+    if first_BRGFV is None:
+        first_BRGFV = v_BGTV.new_zeros(batch, components, groups, features, v_BGTV.shape[-1])
+    outs, last = [], first_BRGFV.to(wide)
+    weight_RGJ = None if weight_RGJ is None else weight_RGJ.to(wide)
+    for t in spans(v_BGTV, per_group, chunk):
+        beta = None if beta_BGT is None else beta_BGT[:, :, t].to(wide)
+        qkv = q_BGJTF[:, :, :, t].to(wide), k_BGTF[:, :, t].to(wide), v_BGTV[:, :, t].to(wide)
+        out, last = _span(*qkv, beta, gates_BRGT[..., t].to(wide), weight_RGJ, last, chunk)
+        outs.append(out)
+    return torch.cat(outs, 3), last
+
+
+def _span(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    first_BRGFV: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], chunk)
+    q_BGNJCF = frame.cut(q_BGJTF, 3).transpose(2, 3)
+    k_BGNCF, v_BGNCV, gates_BRGNC = frame.cut(k_BGTF, 2), frame.cut(v_BGTV, 2), frame.cut(gates_BRGT, 3)
+    scores = chunk_scores(q_BGNJCF, k_BGNCF, None if beta_BGT is None else frame.cut(beta_BGT, 2))
+    inside_BGNJCV = (scores.inner_xJCC * mixed(gates_BRGNC, weight_RGJ)) @ v_BGNCV.unsqueeze(3)
+    passed_BGNJCV, last_BRGFV = _passed(scores, v_BGNCV, gates_BRGNC, weight_RGJ, first_BRGFV)
+    return frame.joined((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), last_BRGFV
+
+
+def mixed(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
+    """M_BGNJCC inside chunks, a component at a time."""
+    if weight_RGJ is None:
+        return log_products(gates_BRGNC.squeeze(1)).exp().unsqueeze(3)
+    terms = (
+        weight_GJ[:, None, :, None, None] * log_products(gates_BGNC).exp().unsqueeze(3)
+        for weight_GJ, gates_BGNC in zip(weight_RGJ, gates_BRGNC.unbind(1))
+    )
+    return sum(terms, torch.zeros((), dtype=gates_BRGNC.dtype, device=gates_BRGNC.device))
+
+
+def _passed(
+    scores: Chunk, v_BGNCV: Tensor, gates_BRGNC: Tensor, weight_RGJ: Tensor | None, first_BRGFV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What chunks read of earlier ones, (B, G, N, J, C, V), and the state behind the last."""
+    out, after = torch.zeros_like(v_BGNCV[:, :, :, None]), []
+    for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
+        fade_BGNJC = gates_BGNC.cumsum(-1).exp().unsqueeze(3)  # from the chunk's start to a token
+        added_BGNFV = (scores.write_xCF * to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
+        before_BGNFV, last = states(scores, added_BGNFV, fade_BGNJC[:, :, :, 0, -1], first_BRGFV[:, r])
+        if weight_RGJ is not None:
+            fade_BGNJC = weight_RGJ[r, :, None, :, None] * fade_BGNJC
+        out = out + fade_BGNJC.unsqueeze(-1) * (scores.read_xJCF @ before_BGNFV.unsqueeze(3))
+        after.append(last)
+    return out, torch.stack(after, 1)
 
 
 def states(scores: Chunk, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor) -> tuple[Tensor, Tensor]:
