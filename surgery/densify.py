@@ -15,7 +15,7 @@ from surgery.heads import output_path
 from surgery.progress import Progress
 from surgery.rewrite import refuse_existing, rewrite
 from surgery.shards import DTYPES, Entry, write_shard
-from surgery.skeleton import Skeleton
+from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
 from surgery.standins import SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
@@ -44,8 +44,7 @@ def _outputs(source: Source, mixers: dict[str, Any]) -> set[str]:
     """Output projections of attention with a mixer. Mixers are not undone, so these stay folded (FoldedLinear)."""
     if not mixers:
         return set()
-    config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
-    model = Skeleton(Source(source.name, source.folder, config, {})).model
+    model = unconverted(source)
     return {output_path(model, path) for path in mixers}
 
 

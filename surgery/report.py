@@ -13,8 +13,8 @@ from surgery.heads import attention_shape
 from surgery.mixer_report import mixer_rows
 from surgery.mixers import mixer_config
 from surgery.plan import Cut, Plan
-from surgery.skeleton import Skeleton
-from surgery.source import Source, open_converted, read_config
+from surgery.skeleton import unconverted
+from surgery.source import Source, open_converted
 from surgery.structures import STRUCTURES
 from surgery.toeplitz import block_fits
 from surgery.walk import Body, walk
@@ -95,9 +95,9 @@ def inspect(name: str) -> dict[str, Any]:
     stored = sum(t.numel for t in source.tensors.values())
     claimed = report["totals"]["params_after"]
     report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
-    report["macs_per_token"] = macs_per_token(report, source.folder)
+    report["macs_per_token"] = macs_per_token(report, source)
     if mixers := mixers_of(source.config, name):
-        model = _plain_model(source.folder)
+        model = unconverted(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
         report["mixer_rows"] = mixer_rows(found)
         fits = block_fits(source)
@@ -105,22 +105,16 @@ def inspect(name: str) -> dict[str, Any]:
     return report
 
 
-def macs_per_token(report: dict[str, Any], folder: Path) -> dict[str, int] | None:
+def macs_per_token(report: dict[str, Any], source: Source) -> dict[str, int] | None:
     """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
     not counted), before and after; FLOPs are twice that."""
     try:
-        body: Body = walk(_plain_model(folder))
+        body: Body = walk(unconverted(source))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ for linear in body.linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     return {"before": before, "after": before + change}
-
-
-def _plain_model(folder: Path) -> Any:
-    """The model before it was converted, on meta."""
-    config = {k: v for k, v in read_config(folder, str(folder)).items() if k not in ("quantization_config", "auto_map")}
-    return Skeleton(Source(str(folder), folder, config, {})).model
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -74,6 +74,12 @@ class Skeleton:
             place(module, name, torch.empty_like(tensor, device="meta"))
 
 
+def unconverted(source: Source) -> Any:
+    """The model that a converted checkpoint was made of, on meta, without its tensors."""
+    config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
+    return Skeleton(Source(source.name, source.folder, config, {})).model
+
+
 def place(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Put `tensor` where parameter or buffer `name` is; frozen."""
     *parents, leaf = name.split(".")

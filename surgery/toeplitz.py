@@ -22,7 +22,7 @@ from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks
 from surgery.mixers.toeplitzness import Toeplitz, fit_heads
 from surgery.rewrite import refuse_existing, rewrite
 from surgery.shards import Entry, read_tensor, write_shard
-from surgery.skeleton import Skeleton
+from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
 
 COMPONENTS = 8
@@ -34,8 +34,7 @@ def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[
     found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
     if not found:
         return {}
-    plain = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
-    model = Skeleton(Source(source.name, source.folder, plain, {})).model
+    model = unconverted(source)
     fits = {}
     for path, config in found.items():
         shape = attention_shape(model, path)

@@ -24,6 +24,7 @@ from surgery.devices import choose_device
 from surgery.errors import SurgeryError
 from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
 from surgery.eval.run import load
+from surgery.mixer_report import softmax_cache
 from surgery.mixers import Inputs
 from surgery.recipe import load_recipe, shipped_recipes
 
@@ -42,7 +43,7 @@ def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
             tokens = min(PIECE, length - first)
             _, state = module.mixer.mix(random_inputs(shape, tokens, device, dtype), state)
         ours += state.nbytes()
-        softmax += shape.groups * (shape.key + shape.value) * min(length, shape.window or length) * dtype.itemsize
+        softmax += softmax_cache(shape, length) * dtype.itemsize
     return ours, softmax
 
 
