@@ -31,6 +31,7 @@ Choice = Literal["measured", "kernel", "reference"]
 
 PACKAGE = "surgery.kernels"
 _choice: Choice = "measured"
+_watched: set[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kernel = self.stand_in(*args, **kwargs)
-        return self.reference(*args, **kwargs) if kernel is None else kernel.run(*args, **kwargs)
+        if kernel is None:
+            return self.reference(*args, **kwargs)
+        if _watched is not None:
+            _watched.add(self.reference.__name__)
+        return kernel.run(*args, **kwargs)
 
     def stand_in(self, *args: Any, **kwargs: Any) -> Kernel | None:
         """The kernel that a call with these arguments goes to, None for the reference."""
@@ -94,6 +99,17 @@ def choose(choice: Choice) -> Iterator[None]:
         yield
     finally:
         _choice = before
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """Names of the functions that kernels stood in for meanwhile."""
+    global _watched
+    before, _watched = _watched, set()
+    try:
+        yield _watched
+    finally:
+        _watched = before
 
 
 @functools.cache

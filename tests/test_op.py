@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from surgery.op import choose, kernel_for, op
+from surgery.op import choose, kernel_for, op, watched
 
 
 @op
@@ -42,3 +42,12 @@ def test_what_is_measured_to_lose_is_not_taken(monkeypatch):
 
 def test_an_op_says_what_it_is():
     assert double.__name__ == "double"
+
+
+def test_what_kernels_took_can_be_watched():
+    with watched() as used:
+        double(LARGE)
+        assert not used
+        with choose("kernel"):
+            double(SMALL)
+        assert used == {"double"}
