@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import error, in_pieces
 
 from surgery.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, Inputs, mixer_config
@@ -50,27 +51,6 @@ def drawn(batch=3, length=23, shape=SHAPE, valid=None, seed=1):
         draw(batch, length, shape.dim),
         None if valid is None else torch.tensor([[c == "1" for c in row] for row in valid]),
     )
-
-
-def cut(inputs, start, stop):
-    parts = {n: getattr(inputs, n)[:, :, start:stop] for n in ("q_BHTK", "k_BGTK", "v_BGTV")}
-    valid = None if inputs.valid_BT is None else inputs.valid_BT[:, start:stop]
-    return replace(inputs, **parts, x_BTD=inputs.x_BTD[:, start:stop], valid_BT=valid)
-
-
-def error(got, wanted, valid=None):
-    if valid is not None:
-        got, wanted = (x.transpose(1, 2)[valid] for x in (got, wanted))
-    return ((got - wanted).norm() / wanted.norm()).item()
-
-
-def in_pieces(mixer, inputs, lengths):
-    state, outs, start = mixer.empty_state(inputs.q_BHTK.shape[0], "cpu"), [], 0
-    for length in lengths:
-        out, state = mixer.mix(cut(inputs, start, start + length), state)
-        outs.append(out)
-        start += length
-    return torch.cat(outs, 2), state
 
 
 def by_matrix(mixer, inputs):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import cut, error, in_pieces
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import SurgeryError
@@ -51,32 +52,11 @@ def drawn(batch=2, length=23, shape=SHAPE, dtype=torch.float64, valid=None, seed
     )
 
 
-def cut(inputs, start, stop):
-    parts = {f"{n}": getattr(inputs, n)[:, :, start:stop] for n in ("q_BHTK", "k_BGTK", "v_BGTV")}
-    valid = None if inputs.valid_BT is None else inputs.valid_BT[:, start:stop]
-    return replace(inputs, **parts, x_BTD=inputs.x_BTD[:, start:stop], valid_BT=valid, mask_BHTS=None)
-
-
 def rows(inputs, row):
     """One row without its padding."""
     keep = inputs.valid_BT[row]
     parts = {n: getattr(inputs, n)[row : row + 1, :, keep] for n in ("q_BHTK", "k_BGTK", "v_BGTV")}
     return replace(inputs, **parts, x_BTD=inputs.x_BTD[row : row + 1, keep], valid_BT=None)
-
-
-def error(got, wanted, valid=None):
-    if valid is not None:
-        got, wanted = (x.transpose(1, 2)[valid] for x in (got, wanted))
-    return ((got - wanted).norm() / wanted.norm()).item()
-
-
-def in_pieces(mixer, inputs, lengths):
-    state, outs, start = mixer.empty_state(inputs.q_BHTK.shape[0], "cpu"), [], 0
-    for length in lengths:
-        out, state = mixer.mix(cut(inputs, start, start + length), state)
-        outs.append(out)
-        start += length
-    return torch.cat(outs, 2), state
 
 
 @pytest.fixture(params=[5, 512])
