@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.errors import SurgeryError
+from surgery.op import op
 from surgery.structures.base import (
     STRUCTURES,
     MuP,
@@ -51,6 +52,30 @@ def btt_mvm(x_Ncd: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
     """y[n, b] = sum_c left[b,c] (right[b,c] x[n, c]): (N, b, a)."""
     z_Nbcs = torch.einsum("ncd,cdbs->nbcs", x_Ncd, right_cdbs)
     return torch.einsum("nbcs,bcsa->nba", z_Nbcs, left_bcsa)
+
+
+def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
+    """The matrix multiplied out, (b a, c d)."""
+    blocks_bacd = torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
+    b, a, c, d = blocks_bacd.shape
+    return blocks_bacd.reshape(b * a, c * d)
+
+
+@op
+def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """x (..., in) to (..., out), in <= c d and out <= b a: zeros up to c d, what is past out dropped.
+
+    Two batched products; for many rows and small blocks, where z (b c s numbers a row) is what costs, one with the
+    matrix multiplied out."""
+    (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
+    rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
+    if rows * (macs + PASS * b * c * s - numel) > numel * (s + PASS):
+        return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
+    if c * d != in_:
+        x = F.pad(x, (0, c * d - in_))
+    y_Nba = btt_mvm(x.reshape(-1, c, d), right_cdbs, left_bcsa)
+    y = y_Nba.reshape(*x.shape[:-1], b * a)[..., :out]
+    return y if bias is None else y + bias
 
 
 def sqrt_blocks(n: int) -> int:
@@ -172,22 +197,13 @@ class BTTLinear(StructuredLinear):
         return square
 
     def product(self, x: Tensor) -> Tensor:
-        """Two batched products; for many rows and small blocks, where z (b c s numbers a row) is what costs, one with
-        the matrix multiplied out."""
-        (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
-        rows, numel = x.numel() // self.in_features, self.out_features * self.in_features
-        between = PASS * self.weight.shape[:3].numel()
-        if rows * (self.macs() + between - numel) > numel * (self.config.rank + PASS):
-            return F.linear(x, self.dense())
-        if c * d != self.in_features:
-            x = F.pad(x, (0, c * d - self.in_features))
-        y_Nba = btt_mvm(x.reshape(-1, c, d), self.right, self.weight)
-        return y_Nba.reshape(*x.shape[:-1], b * a)[..., : self.out_features]
+        return btt_linear(x, self.right, self.weight, None, self.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return btt_linear(x, self.right, self.weight, self.bias, self.out_features)
 
     def dense(self) -> Tensor:
-        blocks_bacd = torch.einsum("cdbs,bcsa->bacd", self.right, self.weight)
-        b, a, c, d = blocks_bacd.shape
-        return blocks_bacd.reshape(b * a, c * d)[: self.out_features, : self.in_features]
+        return btt_dense(self.right, self.weight)[: self.out_features, : self.in_features]
 
     def macs(self) -> int:
         return self.weight.numel() + self.right.numel()
