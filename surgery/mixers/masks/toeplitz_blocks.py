@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from surgery.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS, Rows
-from surgery.mixers.masks.frame import Frame, inverse_softplus, widened
-from surgery.mixers.masks.semiseparable import Semiseparable
+from surgery.mixers.masks.block_scan import block_scan_both
+from surgery.mixers.masks.frame import Frame, inverse_softplus
+from surgery.mixers.masks.semiseparable import Semiseparable, semiseparable
+from surgery.op import op
 
 State = dict[str, Tensor]
 
@@ -79,9 +81,7 @@ class ToeplitzBlocksMask(Semiseparable):
         self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: State) -> Tensor:
-        token_T = torch.arange(length, device=start_B.device)
-        enters_BT = ((start_B.unsqueeze(1) + token_T) % self.config.block == 0) & (token_T < count_B.unsqueeze(1))
-        return -_positive(self.rate_RG).unsqueeze(-1) * enters_BT[:, None, None]
+        return gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
 
     def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
@@ -89,31 +89,52 @@ class ToeplitzBlocksMask(Semiseparable):
         return mask.tril() if self.shape.causal else mask
 
     def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        if self.shape.causal:
+        if rows.beta_BGT is not None:
             return super().chunked(rows, state, chunk)
-        rows = widened(rows)
-        frame = Frame.plain(rows.start_B, rows.v_BGTV.shape[2], self.config.block)
-        k_BGNCF, v_BGNCV = frame.cut(rows.k_BGTF, 2), frame.cut(rows.v_BGTV, 2)
-        mixed_BGJNFV = self._both_ways(k_BGNCF.mT @ v_BGNCV)
-        return frame.joined(frame.cut(rows.q_BGJTF, 3) @ mixed_BGJNFV, 3), state
-
-    def _both_ways(self, sum_BGNFV: Tensor) -> Tensor:
-        """sum_m K(|n - m|) of the blocks' sums, for each query head: (B, G, J, N, F, V)."""
-        rate_RG, out = _positive(self.rate_RG), torch.zeros_like(sum_BGNFV[:, :, None])
-        for weight_GJ, rate_G in zip(self.amplitudes(), rate_RG):
-            gate_G11 = torch.exp(-rate_G)[:, None, None]
-            back = _sweep(sum_BGNFV.flip(2), gate_G11).flip(2)
-            both_BGNFV = _sweep(sum_BGNFV, gate_G11) + back - sum_BGNFV
-            out = out + weight_GJ[:, :, None, None, None] * both_BGNFV.unsqueeze(2)
-        return out
+        qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
+        kernel = _positive(self.rate_RG), self.amplitudes()
+        if not self.shape.causal:
+            return toeplitz_both_ways(*qkv, *kernel, block), state
+        first = None if state is None else state["sum"]
+        out, last = toeplitz_causal(*qkv, *kernel, first, rows.start_B, rows.count_B, block, chunk)
+        return out, None if state is None or last is None else {"sum": last}
 
 
-def _sweep(sum_BGNFV: Tensor, gate_G11: Tensor) -> Tensor:
-    """S_n = gate S_n-1 + sum_n."""
-    states = [sum_BGNFV[:, :, 0]]
-    for n in range(1, sum_BGNFV.shape[2]):
-        states.append(torch.addcmul(sum_BGNFV[:, :, n], gate_G11, states[-1]))
-    return torch.stack(states, 2)
+@op
+def toeplitz_causal(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    first_BRGFV: Tensor | None,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, last_BRGFV) as `semiseparable` gives them; a kernel may leave `last` where no state came in."""
+    gates_BRGT = gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
+    return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
+
+
+@op
+def toeplitz_both_ways(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
+) -> Tensor:
+    """out_BGJTV in float32 or wider (a kernel: or v's dtype) of sequences that begin at position 0."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    k_BGNCF, v_BGNCV = frame.cut(k_BGTF.to(wide), 2), frame.cut(v_BGTV.to(wide), 2)
+    mixed_BGJNFV = block_scan_both(k_BGNCF.mT @ v_BGNCV, rate_RG, weight_RGJ)
+    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
+
+
+def gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:
+    """Log-gates (B, R, G, T): -lambda at the first token of each block."""
+    token_T = torch.arange(length, device=start_B.device)
+    enters_BT = ((start_B.unsqueeze(1) + token_T) % block == 0) & (token_T < count_B.unsqueeze(1))
+    return -rate_RG.unsqueeze(-1) * enters_BT[:, None, None]
 
 
 def _positive(raw: Tensor) -> Tensor:

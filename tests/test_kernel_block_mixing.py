@@ -1,0 +1,121 @@
+"""Block mixing on the GPU, or in Triton's interpreter: against the mathematics in float64, outputs and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from surgery.mixers.masks.block_scan import block_scan, block_scan_both
+from surgery.op import choose, found
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="too large for Triton's interpreter")
+TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 1.5e-2), torch.float16: (2e-3, 4e-3)}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Found; and loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        number = lambda self: int(self.handle.data.item())  # noqa: E731
+        scope[0].set_attr(tensor, "__index__", number) if scope else setattr(tensor, "__index__", number)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    found()
+
+
+def relative(x, expected):
+    expected = expected.double()
+    gap, scale = (x.detach().double() - expected).norm(), expected.norm()
+    return (gap / scale.clamp_min(1e-30)).item()
+
+
+def judged(run, inputs, dtype, kept=()):
+    """run(*inputs) by kernels against the reference in float64: outputs and gradients of every input that has one.
+    kept: positions of inputs that stay float32 (parameters, states)."""
+    exact, quick = [], []
+    for n, x in enumerate(inputs):
+        if x is None or not x.is_floating_point():
+            exact.append(x)
+            quick.append(x)
+            continue
+        rounded = x.to(torch.float32 if n in kept else dtype)
+        exact.append(rounded.double().requires_grad_())
+        quick.append(rounded.clone().requires_grad_())
+    with choose("reference"):
+        expected = run(*exact)
+    with choose("kernel"):
+        outs = run(*quick)
+    pairs = [(f"out {n}", out, want) for n, (out, want) in enumerate(zip(outs, expected))]
+    wanted = [torch.randn_like(x) for x in expected]
+    torch.autograd.backward(expected, wanted)
+    torch.autograd.backward(outs, [w.to(o.dtype) for w, o in zip(wanted, outs)])
+    grads = [(f"gradient {n}", a.grad, b.grad) for n, (a, b) in enumerate(zip(quick, exact)) if hasattr(b, "grad")]
+    grads = [(name, a, b) for name, a, b in grads if b is not None]
+    tight, loose = TOLERANCE[dtype]
+    for bound, found_pairs in ((tight, pairs), (loose, grads)):
+        for name, a, b in found_pairs:
+            assert a is not None and torch.isfinite(a).all(), name
+            assert relative(a, b) < bound, (name, relative(a, b))
+
+
+def kernel_of(components, groups, per_group, rates=(1e-3, 2.0)):
+    low, high = torch.tensor(rates).log10()
+    rate_RG = torch.logspace(float(low), float(high), components)[:, None].repeat(1, groups)
+    return rate_RG * (1 + 0.1 * torch.rand_like(rate_RG)), torch.rand(components, groups, per_group) + 0.1
+
+
+SMALL = [(1, 1, 1, 1, 2, 3, 1), (2, 2, 1, 37, 5, 7, 3), (1, 2, 2, 70, 4, 17, 4), (1, 1, 3, 130, 8, 9, 16)]
+LARGE = [(2, 3, 1, 1024, 64, 64, 8), (1, 2, 4, 515, 64, 65, 4), (1, 12, 1, 128, 64, 64, 16), (2, 1, 2, 2100, 33, 65, 8)]
+CASES = [(torch.float32, s) for s in SMALL] + [(torch.bfloat16, SMALL[1]), (torch.float16, SMALL[2])]
+ON_CARD = [pytest.param(d, s, marks=ON_GPU) for d in TOLERANCE for s in LARGE]
+EXTREME = [(1e-9, 1e-6), (30.0, 200.0), (1e-4, 60.0)]
+
+
+def sums_of(batch, groups, per_group, blocks, features, values, components, rates=(1e-3, 2.0)):
+    torch.manual_seed(blocks)
+    x = torch.randn(batch, groups, blocks, features, values)
+    return x, *kernel_of(components, groups, per_group, rates), torch.randn(batch, components, groups, features, values)
+
+
+@pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
+def test_scan(dtype, shape):
+    inputs = [x.to(DEVICE) for x in sums_of(*shape)]
+    judged(block_scan, inputs, dtype, kept=(1, 2, 3))
+
+
+@pytest.mark.parametrize("shape", [SMALL[1], pytest.param(LARGE[3], marks=ON_GPU)])
+def test_scan_of_ragged_rows(shape):
+    inputs = [x.to(DEVICE) for x in sums_of(*shape)]
+    count_B = torch.tensor([shape[3] - 3, 0], device=DEVICE)
+    with choose("kernel"):
+        assert block_scan(*inputs, count_B)[0][1].abs().max() == 0
+    judged(lambda *given: block_scan(*given, count_B), inputs, torch.float32, kept=(1, 2, 3))
+
+
+@pytest.mark.parametrize("rates", EXTREME)
+@pytest.mark.parametrize("both", [False, True])
+def test_scan_of_extreme_rates(rates, both):
+    inputs = [x.to(DEVICE) for x in sums_of(1, 2, 1, 67, 4, 5, 3, rates)]
+    if both:
+        judged(lambda *given: [block_scan_both(*given)], inputs[:3], torch.float32, kept=(1, 2))
+    else:
+        judged(block_scan, inputs, torch.float32, kept=(1, 2, 3))
+
+
+@pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
+def test_scan_both_ways(dtype, shape):
+    inputs = [x.to(DEVICE) for x in sums_of(*shape)[:3]]
+    judged(lambda *given: [block_scan_both(*given)], inputs, dtype, kept=(1, 2))
+
+
+def test_scan_without_a_state_of_a_view():
+    x, rate, weight, _ = (x.to(DEVICE) for x in sums_of(2, 2, 1, 21, 6, 5, 2))
+    judged(lambda x, *given: block_scan(x.transpose(1, 2)[:, :, ::2].transpose(3, 4), *given)[:1],
+           [x.transpose(1, 2).contiguous(), rate, weight], torch.float32, kept=(1, 2))  # fmt: skip
