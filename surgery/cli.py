@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from surgery import options
 from surgery.errors import SurgeryError
 from surgery.version import __version__
 
@@ -31,20 +32,6 @@ errors = Console(stderr=True)
 DEBUG = {"on": False}
 INTERRUPTED = 130
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
-Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
-RecipeName = Annotated[
-    str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
-Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
-Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
-
 
 def _version(show: bool) -> None:
     if show:
@@ -63,7 +50,7 @@ def _root(
 
 
 @app.command()
-def recipes(as_json: Json = False) -> None:
+def recipes(as_json: options.Json = False) -> None:
     """List the shipped recipes, a line each."""
     from surgery.recipe import shipped_recipes
 
@@ -78,12 +65,12 @@ def recipes(as_json: Json = False) -> None:
 
 @app.command()
 def plan(
-    source: Source,
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
+    source: options.Source,
+    recipe: options.RecipeName,
+    overrides: options.Overrides = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what a recipe would cut; loads nothing but the config and the tensor headers.
 
@@ -104,26 +91,17 @@ def plan(
 
 @app.command()
 def convert(
-    source: Source,
-    recipe: RecipeName,
+    source: options.Source,
+    recipe: options.RecipeName,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the converted checkpoint; must not exist.")],
-    overrides: Overrides = None,
-    calibration: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")
-    ] = False,
-    device: Device = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")
-    ] = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
+    overrides: options.Overrides = None,
+    calibration: options.Calibration = None,
+    resume: options.Resume = False,
+    device: options.Device = None,
+    seed: options.Seed = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint, a layer at a time; OUT loads in plain transformers after `import surgery`.
 
@@ -156,9 +134,9 @@ def convert(
 
 @app.command()
 def inspect(
-    converted: Converted,
+    converted: options.Converted,
     modules: Annotated[bool, typer.Option("--modules", help="A row for every module, not for every role.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what was replaced: stored parameters, multiply-accumulates per token, errors."""
     from surgery.report import inspect as run
@@ -181,10 +159,10 @@ def evaluate(
     compare: Annotated[str | None, typer.Option(metavar="SRC", help="The original, measured on the same text.")] = None,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens to score (sentences x 64 for cosine).")] = 65536,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 1024,
-    device: Device = None,
+    device: options.Device = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")] = "float32",
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure a checkpoint, beside the original: perplexity with its standard error.
 
@@ -202,9 +180,9 @@ def evaluate(
 
 @app.command()
 def densify(
-    converted: Converted,
+    converted: options.Converted,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ordinary checkpoint; must not exist.")],
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Undo a conversion: structured weights multiplied out to an ordinary checkpoint."""
     from surgery.densify import densify as run
@@ -215,10 +193,10 @@ def densify(
 
 @app.command()
 def toeplitz(
-    converted: Converted,
+    converted: options.Converted,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the new checkpoint; must not exist.")],
     components: Annotated[int, typer.Option(min=1, max=16, help="Exponentials in each kernel.")] = 8,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Make block mixing (MHLA) Toeplitz (TBM): any length, linear time. `surgery inspect` says how well it fits."""
     from surgery.toeplitz import to_toeplitz
@@ -230,16 +208,9 @@ def toeplitz(
 
 @app.command()
 def demo(
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder for the demo's files; must not exist. Default: surgery-demo, or surgery-demo-2 ..",
-        ),
-    ] = None,
-    recipe: RecipeName = "btt-half",
-    as_json: Json = False,
+    out: options.Demo = None,
+    recipe: options.RecipeName = "btt-half",
+    as_json: options.Json = False,
 ) -> None:
     """Run the whole chain on the embedded tiny checkpoint: plan, convert, inspect, eval, densify. Under two minutes."""
     from surgery.demo import demo as run
@@ -251,6 +222,31 @@ def demo(
         return
     _show(["", *demo_table(result)])
     print(f"report: {result['report']}")
+
+
+@app.command(name="bench")
+def bench_speed(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="linear, attention, decode or model.")],
+    peers: options.Peers = False,
+    sizes: options.Sizes = None,
+    only: options.Only = None,
+    out: options.Results = None,
+    plot: options.Plot = None,
+    time_limit: options.TimeLimit = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Time kernels, the references they stand in for, and torch's own, side by side.
+
+    surgery bench attention --peers --out attention.json
+    """
+    from surgery.bench.run import bench
+    from surgery.bench.shown import plotted, tables
+
+    result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json))
+    print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
+    if plot is not None:
+        plotted(result, plot)
 
 
 def _show(parts: list[Any]) -> None:

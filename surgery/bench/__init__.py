@@ -1,0 +1,1 @@
+"""`surgery bench`: ours, the reference, torch's own and others' kernels, side by side in one process."""

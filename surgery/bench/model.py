@@ -1,0 +1,147 @@
+"""A whole model of a Llama's shape, weights at random on the device: as it is (SDPA), with mixers in place of softmax,
+with BTT in place of its linears. Prefill and decoding, in transformers' own code, eagerly, batch 1.
+
+    prefill    tokens a second of one call over the prompt, cache included; the head reads the last token alone
+    decode     tokens a second after that prompt, one call a token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from surgery.attention import install
+from surgery.bench.race import Call, Heat, Rival, forward
+from surgery.heads import attention_paths
+from surgery.mixers.linear_config import LinearAttention
+from surgery.mixers.mlr import MLR
+from surgery.structures import STRUCTURES
+from surgery.structures.btt import BTT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+    },
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+    },
+}
+SHAPES["main"] = SHAPES["full"]
+CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
+RANKS = {64: (32, 8, 6, 4, 4, 4, 4, 2), 16: (8, 4, 4)}
+EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
+STEPS = {"full": 24, "main": 24, "small": 2}
+
+
+def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat]:
+    """Decoding comes with its prefill: it goes on from the cache that was left."""
+    models: dict[str, Any] = {}
+    caches: dict[str, Any] = {}
+    for length in CONTEXTS[sizes]:
+        where = {**SHAPES[sizes], "tokens": length, "batch": 1}
+        ids_1T = torch.randint(SHAPES[sizes]["vocab_size"], (1, length), device=device)
+        prefills, steps = [], []
+        for name, choice, change in changes(sizes):
+            made = lambda n=name, c=change: _model(models, n, c, sizes, device, dtype)  # noqa: E731
+            pre = lambda n=name, m=made, i=ids_1T: _prefill(m(), i, caches, n)  # noqa: E731
+            step = lambda n=name, m=made: _steps(m(), _left_by_prefill(caches, n), STEPS[sizes], device)  # noqa: E731
+            prefills.append(Rival(name, pre, choice))
+            steps.append(Rival(name, step, choice, times=STEPS[sizes]))
+        yield Heat("model, prefill", length, where, prefills)
+        yield Heat("model, decode", length, where, steps)
+        caches.clear()
+
+
+def changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
+    """(name, choice, what is done to the original)."""
+    key = SHAPES[sizes]["head_dim"]
+    extents = tuple(EXTENT[sizes] >> level for level in range(1, len(RANKS[key])))
+    mlr = MLR(ranks=RANKS[key], extents=extents)
+    log_linear = LinearAttention(mask="hierarchical")
+    return [
+        ("original, SDPA", "measured", lambda model: None),
+        ("log-linear Mamba-2", "measured", lambda model: mixed(model, log_linear)),
+        ("log-linear Mamba-2, reference", "reference", lambda model: mixed(model, log_linear)),
+        ("MLR attention", "measured", lambda model: mixed(model, mlr)),
+        ("MLR attention, reference", "reference", lambda model: mixed(model, mlr)),
+        ("BTT half, 4 x 4", "measured", lambda model: structured(model, BTT(blocks=(4, 4)))),
+        ("BTT s=4", "measured", lambda model: structured(model, BTT(rank=4))),
+    ]
+
+
+def mixed(model: Any, config: Any) -> None:
+    install(model, dict.fromkeys(attention_paths(model), config))
+
+
+def structured(model: Any, config: Any) -> None:
+    """Every linear of the layers; half of its numbers where the config has no rank."""
+    for path, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            in_, out = linear.in_features, linear.out_features
+            kind = STRUCTURES[config]
+            fitted = kind.fit(config, out, in_, in_ * out // 2)
+            made = kind(in_, out, fitted, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
+            model.model.layers.set_submodule(path, made)
+
+
+def _model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:
+    """Made once; kept, for they are small beside what a long prompt takes. Rivals that differ in the choice share one."""
+    name = name.removesuffix(", reference")
+    if name not in models:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(**SHAPES[sizes], max_position_embeddings=2**18, tie_word_embeddings=True)
+        config._attn_implementation = "sdpa"
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                models[name] = LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        change(models[name])
+    return models[name]
+
+
+def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str) -> Call:
+    from transformers import DynamicCache
+
+    def run() -> None:
+        caches.pop(name, None)
+        cache = DynamicCache(config=model.config)
+        model(ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        caches[name] = cache
+
+    return forward(run)
+
+
+def _left_by_prefill(caches: dict[str, Any], name: str) -> Any:
+    if name not in caches:
+        raise LookupError("not run: its prefill was not")
+    return caches.pop(name)
+
+
+def _steps(model: Any, cache: Any, steps: int, device: torch.device) -> Call:
+    """The cache goes on growing from run to run: by less than a hundredth of a long context."""
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
+
+    def run() -> None:
+        for _ in range(steps):
+            model(token_11, past_key_values=cache, use_cache=True)
+
+    return forward(run)

@@ -1,0 +1,205 @@
+"""Rivals timed side by side: each is warmed up, then all run in turns; medians.
+
+    rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, rivals=[Rival("SDPA flash", make), ..]))
+
+On a GPU time is taken by device events with the L2 cache flushed before each run, else by the clock. Nothing that goes
+wrong with one rival (no memory, a refusal) stops the others: its row says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surgery.op import Choice, choose, watched
+
+FLUSH = 2**27  # bytes, twice the L2 cache of an H200
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+
+class Work(NamedTuple):
+    """The least that a run must do: bytes read and written once, floating-point operations."""
+
+    bytes: float
+    flops: float
+
+
+@dataclass
+class Rival:
+    """make: lays out what a run needs and returns the run. times: calls in one run. A rival of the choice "kernel" for
+    which no kernel came by is not timed: the reference would pass for it."""
+
+    name: str
+    make: Callable[[], Call]
+    choice: Choice = "measured"
+    work: Work | None = None
+    times: int = 1
+
+
+@dataclass
+class Heat:
+    """One column of a table: rivals at one size x, the first of them the one that others are compared with."""
+
+    table: str
+    x: int
+    sizes: dict[str, Any]
+    rivals: list[Rival]
+
+
+class Race:
+    """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer. spend: ms
+    for the runs of a rival at a size, at least `least` of them. ends: when to stop, by time.monotonic()."""
+
+    def __init__(self, device: torch.device, spend: float, patience: float, ends: float = float("inf"), least: int = 3):
+        self.device, self.spend, self.patience, self.ends, self.least = device, spend, patience, ends, least
+        self.last: dict[tuple[str, str], tuple[int, float]] = {}
+        self.flush = torch.empty(FLUSH, dtype=torch.int8, device=device) if device.type == "cuda" else None
+
+    def run(self, heat: Heat) -> list[Row]:
+        rows, calls = [], []
+        for rival in heat.rivals:
+            row: Row = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
+            rows.append(row)
+            if note := self._left_out(heat, rival):
+                row["note"] = note
+                continue
+            call = self._started(rival, row)
+            if call is not None:
+                calls.append((rival, call, row))
+        self._turns([entry for entry in calls if entry[2]["ms"] < self.patience])
+        for rival, _, row in calls:
+            self.last[heat.table, rival.name] = heat.x, row["ms"]
+            row["ms"] /= rival.times
+        return rows
+
+    def _left_out(self, heat: Heat, rival: Rival) -> str | None:
+        if time.monotonic() > self.ends:
+            return "time limit"
+        x, ms = self.last.get((heat.table, rival.name), (heat.x, 0.0))
+        if heat.x > x and ms * heat.x / x > self.patience:
+            return f"left out: {ms:,.0f} ms at {x:,}"
+        return None
+
+    def _started(self, rival: Rival, row: Row) -> Call | None:
+        """Warms up and takes a first time; None where that goes wrong."""
+        try:
+            with choose(rival.choice), watched() as used:
+                call = rival.make()
+                first = self._ms(call)
+            if rival.choice == "kernel" and not used:
+                row["note"] = "no kernel"
+                return None
+            row["kernels"] = sorted(used)
+            with choose(rival.choice):
+                row["ms"], row["peak"] = (first, None) if first > 4 * self.patience else self._second(call)
+            return call
+        except torch.OutOfMemoryError:
+            row["note"] = "out of memory"
+        except Exception as error:
+            row["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _second(self, call: Call) -> tuple[float, int | None]:
+        """ms, and bytes allocated above what lay there before."""
+        if self.device.type != "cuda":
+            return self._ms(call), None
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        ms = self._ms(call)
+        return ms, torch.cuda.max_memory_allocated(self.device) - before
+
+    def _turns(self, entries: list[tuple[Rival, Call, Row]]) -> None:
+        """The medians of as many runs as `spend` pays for, at most 50."""
+        wanted = [max(self.least, min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
+        taken: list[list[Any]] = [[] for _ in entries]
+        for turn in range(max(wanted, default=0)):
+            for (rival, call, _), runs, into in zip(entries, wanted, taken):
+                if turn < runs and (turn < 1 or time.monotonic() < self.ends + 2):
+                    with choose(rival.choice):
+                        into.append(self._marked(call))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for (_, _, row), marks in zip(entries, taken):
+            row["ms"] = median(m if isinstance(m, float) else m[0].elapsed_time(m[1]) for m in marks)
+            row["runs"] = len(marks)
+
+    def _ms(self, call: Call) -> float:
+        marked = self._marked(call)
+        if isinstance(marked, float):
+            return marked
+        torch.cuda.synchronize(self.device)
+        return marked[0].elapsed_time(marked[1])
+
+    def _marked(self, call: Call) -> Any:
+        """A time, or the events around the run, to be read later."""
+        if self.flush is None:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+        self.flush.zero_()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        return events
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+def forward(call: Call) -> Call:
+    def run() -> None:
+        with torch.no_grad():
+            call()
+
+    return run
+
+
+def backward(call: Call, leaves: list[Tensor]) -> Call:
+    """Forward and backward, to every leaf; the gradient that comes in is drawn once."""
+    given: list[Tensor] = []
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def run() -> None:
+        with torch.enable_grad():
+            out = call()
+        if not given:
+            given.append(torch.randn_like(out))
+        torch.autograd.grad(out, leaves, given[0], allow_unused=True)
+
+    return run
+
+
+def graphed(calls: list[Call], device: torch.device) -> Call:
+    """All calls as one CUDA graph: what they take without the launches of a busy CPU. Elsewhere one after the other."""
+    if device.type != "cuda":
+        return lambda: [call() for call in calls]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def each(values: Any, ends: float) -> Iterator[Any]:
+    """Values until the time is over."""
+    for value in values:
+        if time.monotonic() > ends:
+            return
+        yield value

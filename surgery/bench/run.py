@@ -1,0 +1,117 @@
+"""`surgery bench`: heats of one kind, run and compared."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.bench import attention, decode, linear, model
+from surgery.bench.floors import against_floor, ceilings
+from surgery.bench.peers import version as peer_version
+from surgery.bench.race import Heat, Race, Rival, Row
+from surgery.devices import choose_device, device_name
+from surgery.errors import SurgeryError, nearest
+from surgery.progress import Progress
+
+KINDS = ("linear", "attention", "decode", "model")
+SIZES = ("full", "main", "small")
+
+
+def bench(
+    kind: str,
+    sizes: str | None = None,
+    peers: bool = False,
+    device: str | None = None,
+    time_limit: float | None = None,
+    out: Path | None = None,
+    only: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The results as data; written to `out` after every heat, so that what stops it loses little. only: rivals whose
+    names have one of these words, separated by commas, beside the first."""
+    started = time.monotonic()
+    place, progress = choose_device(device), progress or Progress()
+    gpu = place.type == "cuda"
+    sizes = sizes or ("full" if gpu else "small")
+    _check(kind, sizes)
+    ends = started + time_limit if time_limit else float("inf")
+    dtype = torch.bfloat16 if gpu else torch.float32
+    spend, patience = (40.0, 4000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
+    race = Race(place, spend, patience, ends, least=3 if kind != "model" else 1)
+    limits = ceilings(race, dtype)
+    result: dict[str, Any] = {"kind": kind, "sizes": sizes, **where(place), "dtype": str(dtype).removeprefix("torch.")}
+    result |= {"ceilings": limits, "rows": [], "complete": False}
+    for heat in _heats(kind, sizes, place, dtype, peers):
+        heat.rivals = _asked(heat, only, gpu)
+        progress.say(line_of(heat, _raced(race, heat, limits, result["rows"])))
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1))
+        if time.monotonic() > ends:
+            break
+    else:
+        result["complete"] = True
+    result["seconds"] = round(time.monotonic() - started, 1)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def _check(kind: str, sizes: str) -> None:
+    for what, given, valid in (("bench", kind, KINDS), ("--sizes", sizes, SIZES)):
+        if given not in valid:
+            raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{nearest(given, valid)}")
+
+
+def _heats(kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool) -> Iterator[Heat]:
+    if kind == "attention":
+        return attention.heats(sizes, device, dtype, peers)
+    return {"linear": linear, "decode": decode, "model": model}[kind].heats(sizes, device, dtype)
+
+
+def _asked(heat: Heat, only: str | None, gpu: bool) -> list[Rival]:
+    """Kernels have nothing to show on a CPU."""
+    words = (only or "").lower().split(",")
+    asked = [r for i, r in enumerate(heat.rivals) if i == 0 or any(word in r.name.lower() for word in words)]
+    return [r for r in asked if gpu or r.choice != "kernel"]
+
+
+def _raced(race: Race, heat: Heat, limits: dict[str, float], into: list[Row]) -> list[Row]:
+    rows = race.run(heat)
+    works = {rival.name: rival.work for rival in heat.rivals}
+    for row in rows:
+        against_floor(row, works[row["rival"]], limits)
+        if rows[0]["ms"] and row["ms"]:
+            row["ratio"] = rows[0]["ms"] / row["ms"]
+        cache = heat.sizes.get("cache", {})
+        row["sizes"] = {k: v for k, v in heat.sizes.items() if k != "cache"}
+        if row["rival"] in cache:
+            row["cache"] = cache[row["rival"]]
+    into += rows
+    return rows
+
+
+def line_of(heat: Heat, rows: list[Row]) -> str:
+    """What was just measured, on one line."""
+    shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
+    return f"{heat.table}, {heat.x:,}: " + " | ".join(shown)
+
+
+def where(device: torch.device) -> dict[str, Any]:
+    """What figures hold for."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    if find_spec("triton") is not None:
+        from importlib.metadata import version
+
+        versions["triton"] = version("triton")
+    from importlib.metadata import version as of
+
+    versions["transformers"], versions["flash-linear-attention"] = of("transformers"), peer_version()
+    return {"device": device_name(device), "date": date.today().isoformat(), "versions": versions}

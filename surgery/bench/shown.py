@@ -1,0 +1,119 @@
+"""Measurements as tables for a terminal, as Markdown, and as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from surgery.bench.race import Row
+from surgery.errors import SurgeryError
+
+EXPLAINED = (
+    "a cell: ms, times as fast as the first row, share of the counted floor's speed (bytes over the copy bandwidth or "
+    "operations over the matrix rate, whichever takes longer)"
+)
+
+
+def tables(result: dict[str, Any]) -> list[Any]:
+    parts: list[Any] = []
+    for title, columns, rows in grids(result["rows"]):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("")
+        for column in columns:
+            table.add_column(f"{column:,}", justify="right", no_wrap=True)
+        for name, cells in rows:
+            table.add_row(name, *cells)
+        parts += [table, *notes(result["rows"], title), ""]
+    return [*parts, EXPLAINED, *conditions(result)]
+
+
+def grids(rows: list[Row]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
+    """(title, sizes, (rival, a cell for each size))"""
+    found = []
+    for title in dict.fromkeys(row["table"] for row in rows):
+        here = [row for row in rows if row["table"] == title]
+        columns = sorted({row["x"] for row in here})
+        by_place = {(row["rival"], row["x"]): row for row in here}
+        names = dict.fromkeys(row["rival"] for row in here)
+        lines = [(name, [cell(by_place.get((name, x))) for x in columns]) for name in names]
+        found.append((title, columns, [line for line in lines if set(line[1]) != {"-"}]))
+    return found
+
+
+def cell(row: Row | None) -> str:
+    if row is None or not row["ms"]:
+        return "-"
+    parts = [milliseconds(row["ms"])]
+    if "ratio" in row and row["ratio"] != 1:
+        parts.append(f"{row['ratio']:.2f}x")
+    if row.get("fraction"):
+        parts.append(f"{row['fraction']:.0%}")
+    return " ".join(parts)
+
+
+def milliseconds(ms: float) -> str:
+    """Three digits."""
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.{2 if ms < 10 else 1}f}" if ms >= 1 else f"{ms:.3g}"
+
+
+def notes(rows: list[Row], title: str) -> list[str]:
+    """What could not be measured, and why, a line for each reason."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        if row["table"] == title and row.get("note"):
+            reason = "left out, too slow" if row["note"].startswith("left out") else row["note"]
+            found.setdefault(reason, {}).setdefault(row["rival"], []).append(f"{row['x']:,}")
+    every = {
+        reason: ", ".join(f"{name} ({' '.join(sizes)})" for name, sizes in names.items())
+        for reason, names in found.items()
+    }
+    return [f"  {reason}: {names}" for reason, names in every.items()]
+
+
+def conditions(result: dict[str, Any]) -> list[str]:
+    limits, versions = result["ceilings"], result["versions"]
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return [
+        f"{result['device']}, {result['dtype']}, {named}, {result['date']}; copy {limits['copy'] / 1e12:.2f} TB/s, "
+        f"matrix product {limits['rate'] / 1e12:,.1f} TFLOP/s" + ("" if result["complete"] else "; stopped early")
+    ]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """What docs/performance.md shows of a result."""
+    lines = []
+    for title, columns, rows in grids(result["rows"]):
+        lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
+        lines += ["| --- |" + " --- |" * len(columns)]
+        lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
+        lines += ["", *(f"-{note[1:]}" for note in notes(result["rows"], title)), ""]
+    return "\n".join([*conditions(result), "", *lines])
+
+
+def plotted(result: dict[str, Any], path: Path) -> None:
+    """ms against size, a picture for each table."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SurgeryError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [grid for grid in grids(result["rows"]) if len(grid[1]) > 1] or grids(result["rows"])
+    across = min(2, len(shown))
+    down = -(-len(shown) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(7.5 * across, 5 * down), squeeze=False)
+    for (title, _, rows), axis in zip(shown, axes.flat):
+        for name, _ in rows:
+            points = [
+                (r["x"], r["ms"]) for r in result["rows"] if (r["table"], r["rival"]) == (title, name) and r["ms"]
+            ]
+            axis.plot(*zip(*sorted(points)), marker=".", label=name, linestyle="--" if "reference" in name else "-")
+        axis.set(xscale="log", yscale="log", title=title, ylabel="ms")
+        axis.legend(fontsize=6)
+    figure.suptitle(conditions(result)[0], fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,55 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
+Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
+Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
+Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
+
+# -- of surgery convert and demo
+Calibration = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
+Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")]
+Demo = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        "--out", "-o", help="Folder for the demo's files; must not exist. Default: surgery-demo, or surgery-demo-2 .."
+    ),
+]
+
+# -- of surgery bench
+Peers = Annotated[bool, typer.Option("--peers", help="flash-linear-attention as well, where it is installed.")]
+Sizes = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="full, main (fewer), small (a CPU's); default: full on a GPU, else small."),
+]
+Only = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="WORDS", help="Rivals whose names have one of these words, e.g. mlr,kernel."),
+]
+Results = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
+Plot = Annotated[Optional[Path], typer.Option(help="PNG or SVG file for a plot; needs matplotlib.")]  # noqa: UP045
+TimeLimit = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many; what is measured is shown."),
+]

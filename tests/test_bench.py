@@ -1,0 +1,135 @@
+"""`surgery bench`: fair, robust, and honest about what did not run."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from surgery.bench import run as runs
+from surgery.bench.floors import linear_work, softmax_work
+from surgery.bench.race import Heat, Race, Rival, Work, backward
+from surgery.bench.run import KINDS, bench
+from surgery.bench.shown import cell, grids, markdown, milliseconds, plotted, tables
+from surgery.cli import main
+from surgery.errors import SurgeryError
+
+CPU = torch.device("cpu")
+
+
+def raced(*rivals, x=1, **options):
+    race = Race(CPU, spend=1.0, patience=options.pop("patience", 1000.0), **options)
+    return race, race.run(Heat("t", x, {}, list(rivals)))
+
+
+def fails(error):
+    def make():
+        raise error
+
+    return make
+
+
+def test_what_goes_wrong_with_one_stops_no_other():
+    rivals = [
+        Rival("none", fails(torch.OutOfMemoryError("CUDA out of memory"))),
+        Rival("refuses", fails(ValueError("not on Hopper\nsecond line"))),
+        Rival("runs", lambda: lambda: None),
+    ]
+    _, rows = raced(*rivals)
+    assert [row.get("note") for row in rows] == ["out of memory", "ValueError: not on Hopper", None]
+    assert rows[2]["ms"] > 0 and rows[2]["runs"] >= 3
+
+
+def test_a_reference_is_not_timed_as_a_kernel():
+    _, rows = raced(Rival("k", lambda: lambda: None, choice="kernel"))
+    assert rows[0]["note"] == "no kernel" and rows[0]["ms"] is None
+
+
+def test_the_slow_are_left_out_at_larger_sizes():
+    slow = Rival("slow", lambda: lambda: time.sleep(0.02))
+    race, rows = raced(slow, x=10, patience=30.0)
+    assert rows[0]["ms"] > 19
+    assert race.run(Heat("t", 100, {}, [slow]))[0]["note"].startswith("left out")
+
+
+def test_time_is_over_at_once():
+    _, rows = raced(Rival("r", lambda: lambda: None), ends=time.monotonic() - 1)
+    assert rows[0]["note"] == "time limit"
+
+
+def test_several_calls_in_a_run_count_as_several():
+    _, rows = raced(
+        Rival("one", lambda: lambda: time.sleep(0.01)), Rival("ten", lambda: lambda: time.sleep(0.01), times=10)
+    )
+    assert rows[0]["ms"] > 5 * rows[1]["ms"]
+
+
+def test_backward_reaches_every_leaf():
+    x, unused = torch.ones(3), torch.ones(2)
+    backward(lambda: 2 * x, [x, unused])()
+    assert x.requires_grad and x.grad is None
+
+
+def test_floors_are_the_bytes_and_operations_of_the_definition():
+    assert linear_work(8, 4, 2, 8, back=False, width=2) == Work(2 * (8 * 6 + 8), 2 * 8 * 8)
+    # every pair, key and value, a multiplication and an addition, half of them behind the diagonal
+    assert softmax_work(1, 1, 128, 64, 64, back=False, width=2).flops == 128 * 128 * 128
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_runs_on_a_cpu(kind, tmp_path):
+    out = tmp_path / "out.json"
+    result = bench(kind, sizes="small", device="cpu", out=out, time_limit=60)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
+    assert all(row["ms"] for row in result["rows"]), [row for row in result["rows"] if not row["ms"]]
+    assert {"device", "date", "versions", "ceilings"} <= result.keys()
+    titles = {title for title, _, _ in grids(result["rows"])}
+    assert len(titles) >= 2 and all(title in markdown(result) for title in titles)
+    assert tables(result)
+
+
+def test_bytes_of_a_cache_are_the_state_s():
+    rows = bench("decode", sizes="small", device="cpu", only="mlr")["rows"]
+    at = {(row["rival"], row["x"]): row["cache"] for row in rows if row["sizes"]["batch"] == 1}
+    assert at["SDPA, room laid out", 128] == 2 * 2 * 128 * 16 * 4
+    assert at["MLR attention, reference", 128] < at["SDPA, room laid out", 128]
+
+
+def test_cells():
+    assert [milliseconds(ms) for ms in (0.0123456, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
+    assert cell({"ms": 0.5, "ratio": 2.0, "fraction": 0.5}) == "0.5 2.00x 50%"
+    assert cell(None) == cell({"ms": None}) == "-"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"table": "t", "x": x, "rival": "r", "ms": 1.0} for x in (1, 2)]
+    limits = {"copy": 1e9, "rate": 1e9}
+    result = {
+        "rows": rows,
+        "ceilings": limits,
+        "versions": {},
+        "device": "d",
+        "dtype": "f",
+        "date": "",
+        "complete": True,
+    }
+    plotted(result, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_slips_are_refused_in_a_sentence():
+    with pytest.raises(SurgeryError, match="'linaer' is none of linear, attention"):
+        bench("linaer")
+    with pytest.raises(SurgeryError, match="--sizes 'huge'"):
+        bench("linear", sizes="huge")
+
+
+def test_command(monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "linear", "--sizes", "small", "--only", "low rank", "--json", "--out", str(tmp_path / "o.json")])
+    assert left.value.code == 0
+    assert {row["rival"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"dense", "low rank, half"}
+    assert (tmp_path / "o.json").is_file() and runs.KINDS
