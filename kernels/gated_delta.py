@@ -1,0 +1,101 @@
+"""Gated delta rule in chunks on a GPU: masks of gates with the delta rule's scores (`semiseparable` with beta).
+
+    S_t = e^(g_t) (I - beta_t k_t k_t^T) S_t-1 + beta_t k_t v_t^T      o_t = q_t S_t
+
+Yang et al. 2025, "Gated Delta Networks", eq. 10 and section 3.3. Inside chunks WY form (gated_delta_wy.py), states pass
+from chunk to chunk (gated_delta_states.py), then every chunk reads its own (gated_delta_chunks.py). Backwards the
+states are computed once more: saved are the inputs alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.kernels import gated_delta_chunks as chunks
+from surgery.kernels import gated_delta_states as states
+from surgery.kernels import gated_delta_wy as wy
+from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.mixers.masks.semiseparable import semiseparable
+from surgery.op import kernel_for
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEATURES, CHUNK = 256, 64
+
+
+def packed(x: Tensor) -> Tensor:
+    """With its last axis packed; others as they lie, groups that share their keys too."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, first: Tensor | None, s: Sizes
+    ) -> Any:
+        c, _, w, u = wy.forward(k, v, beta, gates, s)
+        before, x, last = states.forward(k, c, w, u, first, s)
+        ctx.save_for_backward(q, k, v, beta, gates, first)
+        ctx.sizes = s
+        return chunks.forward(q, k, c, before, x, s), last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, beta, gates, first = ctx.saved_tensors
+        s, do, dlast = ctx.sizes, packed(grads[0]), grads[1].contiguous()
+        c, y, w, u = wy.forward(k, v, beta, gates, s)
+        before, x, _ = states.forward(k, c, w, u, first, s)
+        dstates, dx, dfirst = states.backward(q, k, do, c, w, dlast, s)
+        dq, dk, dw, dc = chunks.backward(q, k, do, c, before, x, dstates, dx, s)
+        dk, dv, dbeta, dgates = wy.backward(k, v, beta, c, y, dw, dx, None, dk, dc, None, s)
+        return dq, dk, dv, dbeta.to(beta.dtype), dgates.to(gates.dtype), None if first is None else dfirst, None
+
+
+def gated_delta(
+    q_BGJTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor,
+    gates_BGT: Tensor,
+    first_RGKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV in v's dtype, last_RGKV in float32). With cu_seqlens (R + 1 borders, B = 1) each of the R packed
+    sequences has its own state; else R = B."""
+    s = sizes(q_BGJTK, v_BGTV, chunk, None, cu_seqlens)
+    first = None if first_RGKV is None else first_RGKV.float().contiguous()
+    gates = gates_BGT.expand(v_BGTV.shape[:3])
+    return _GatedDelta.apply(packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, first, s)
+
+
+def accepts(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gates: Tensor, weight: Tensor | None, first: Tensor | None,
+    chunk: int,
+) -> bool:  # fmt: skip
+    alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
+    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
+
+
+@kernel_for(semiseparable, accepts=accepts)
+def semiseparable_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    weight: Tensor | None,
+    first: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """A component at a time: they share no state."""
+    outs, lasts = [], []
+    gates = gates if weight is None else gates.expand(-1, len(weight), -1, -1)
+    for r, gates_BGT in enumerate(gates.unbind(1)):
+        first_BGFV = None if first is None else first[:, r]
+        out, last = gated_delta(q, k, v, beta, gates_BGT, first_BGFV, chunk=min(chunk, CHUNK))
+        outs.append(out if weight is None else out * weight[r, :, :, None, None].to(out.dtype))
+        lasts.append(last)
+    return sum(outs[1:], outs[0]), torch.stack(lasts, 1)

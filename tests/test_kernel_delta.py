@@ -1,0 +1,118 @@
+"""Kernels with the delta rule's scores against the references in float64: outputs and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from surgery.mixers.masks.semiseparable import semiseparable
+from surgery.op import choose
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+gpu = pytest.mark.skipif(not CUDA, reason="too slow under the interpreter")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def bounds_of_loops(monkeypatch):
+    """Loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        name, index = "__index__", lambda self: int(self.handle.data.item())
+        scope[0].set_attr(tensor, name, index) if scope else setattr(tensor, name, index)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+# B, G, J, T, F, V, keys shared by the groups
+SMALL = [(1, 1, 1, 1, 16, 16, False), (1, 2, 1, 21, 16, 17, True), (2, 1, 2, 37, 24, 16, False)]
+LARGE = [
+    (2, 3, 1, 1000, 128, 64, True),
+    (1, 2, 3, 517, 64, 65, False),
+    (1, 1, 2, 300, 256, 128, False),
+    (1, 2, 1, 4160, 128, 64, True),
+]
+
+
+def draw(B, G, J, T, F, V, shared, gates="mild", dtype=torch.float32, seed=0):
+    """q, k, v, beta, gates: every one a leaf, k of unit norm, strided as mixers hand them over. Values are those of
+    `dtype`."""
+    torch.manual_seed(seed)
+    q = torch.randn(B, T, G, J, F)
+    k = torch.nn.functional.normalize(torch.randn(B, T, 1 if shared else G, F) + 0.5, dim=-1)
+    v, beta = torch.randn(B, T, G, V), torch.rand(B, T, G)
+    rate = {"none": torch.zeros(B, T, G), "mild": -0.1 * torch.rand(B, T, G)}
+    sudden = torch.where(torch.rand(B, T, G) < 0.2, -1e4, -1e-3 * torch.rand(B, T, G))
+    g = {**rate, "extreme": torch.where(torch.rand(B, T, G) < 0.2, 0.0, sudden)}[gates]
+    half = lambda x: x.to(dtype).to(DEVICE)  # noqa: E731
+    return {"q": half(q), "k": half(k), "v": half(v), "beta": beta.to(DEVICE), "gates": g.to(DEVICE)}
+
+
+def laid_out(leaves, G):
+    """As the ops take them."""
+    k = leaves["k"].transpose(1, 2)
+    k = k.expand(-1, G, -1, -1)
+    return leaves["q"].permute(0, 2, 3, 1, 4), k, leaves["v"].transpose(1, 2), leaves["beta"].mT, leaves["gates"].mT
+
+
+def run(call, leaves, dtype, choice):
+    """(outputs, gradients) of `call(leaves)`, a fixed random direction back."""
+    leaves = {
+        n: t.detach().to(dtype[n] if isinstance(dtype, dict) else dtype).requires_grad_() for n, t in leaves.items()
+    }
+    with choose(choice):
+        outs = [o for o in call(leaves) if o is not None]
+    torch.manual_seed(1)
+    total = sum((o.double() * torch.randn(o.shape, dtype=torch.float64).to(DEVICE)).sum() for o in outs)
+    total.backward()
+    grads = {n: t.grad for n, t in leaves.items()}
+    return dict(zip(["out", "state"], outs)) | {f"d{n}": t for n, t in grads.items()}
+
+
+def judge(call, leaves, tolerance, slack=()):
+    right = run(call, leaves, torch.float64, "reference")
+    ours = run(call, leaves, {n: t.dtype for n, t in leaves.items()}, "kernel")
+    errors = {}
+    for name, want in right.items():
+        got = ours[name].double()
+        assert got.isfinite().all(), name
+        errors[name] = (got - want).norm().item() / max(want.norm().item(), 1e-9 * want.numel() ** 0.5)
+    wrong = {n: e for n, e in errors.items() if e > tolerance * (10 if n == "dgates" or n in slack else 1)}
+    assert not wrong, (wrong, errors)
+
+
+def gated(G, chunk):
+    def call(leaves):
+        q, k, v, beta, gates = laid_out(leaves, G)
+        return semiseparable(q, k, v, beta, gates.unsqueeze(1), leaves.get("weight"), leaves.get("first"), chunk)
+
+    return call
+
+
+def check_gated(shape, gates, dtype, first, chunk=64):
+    leaves = draw(*shape, gates, dtype)
+    B, G, _, _, F, V, _ = shape
+    if first:
+        leaves["first"] = torch.randn(B, 1, G, F, V, device=DEVICE)
+    judge(gated(G, chunk), leaves, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "extreme"])
+@pytest.mark.parametrize("shape", SMALL)
+def test_gated_delta(shape, gates):
+    check_gated(shape, gates, torch.float32, gates != "none", chunk=16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gates", ["mild", "extreme"])
+@pytest.mark.parametrize("shape", LARGE)
+def test_gated_delta_large(shape, gates, dtype):
+    check_gated(shape, gates, dtype, first=gates == "mild")
