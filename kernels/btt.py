@@ -1,0 +1,101 @@
+"""BTT and Monarch linears on a GPU: stands in for `btt_linear`, forward and backward.
+
+    z[n,b,c,s] = sum_d x[n,c,d] right[c,d,b,s]        y[n,b,a] = sum_cs z[n,b,c,s] left[b,c,s,a] + bias
+
+dx is the same map with the cores exchanged; the gradients of the cores pair z, recomputed, with dy, and x with dz:
+
+    dz[n,b,c,s] = sum_a dy[n,b,a] left[b,c,s,a]       dx[n,c,d]      = sum_bs dz[n,b,c,s] right[c,d,b,s]
+    dleft[b,c,s,a] = sum_n z[n,b,c,s] dy[n,b,a]       dright[c,d,b,s] = sum_n dz[n,b,c,s] x[n,c,d]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from surgery.kernels import btt_launch as launch
+from surgery.kernels.btt_decode import decode, fits
+from surgery.op import kernel_for
+from surgery.structures.btt import btt_linear
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Numbers of z and dz that the backward holds at a time.
+HELD = 2**29
+
+
+def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
+    dtype = x.dtype
+    same = right_cdbs.dtype == dtype and left_bcsa.dtype == dtype and (bias is None or bias.dtype == dtype)
+    return same and dtype in DTYPES and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
+
+
+@kernel_for(btt_linear, accepts=accepts)
+def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    x_NI = x.reshape(-1, x.shape[-1])
+    cores = right_cdbs.contiguous(), left_bcsa.contiguous()
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, right_cdbs, left_bcsa, bias)):
+        y_NO = Product.apply(x_NI, *cores, bias, out)
+    else:
+        y_NO = product(x_NI, *cores, bias, out)
+    return y_NO.view(*x.shape[:-1], out)
+
+
+def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    y_NO = x_NI.new_empty(len(x_NI), out)
+    if fits(len(x_NI), right_cdbs, left_bcsa):
+        decode(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+        return y_NO
+    near, far = launch.right_side(right_cdbs), launch.left_side(left_bcsa)
+    tiles = launch.tiles_for(len(x_NI), near, far)
+    launch.ring(x_NI, near, far, right_cdbs.shape[3], bias, y_NO, tiles)
+    return y_NO
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> Tensor:
+        ctx.save_for_backward(x_NI, right, left)
+        return product(x_NI, right, left, bias, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, right, left = ctx.saved_tensors
+        need_x, need_right, need_left, need_bias, _ = ctx.needs_input_grad
+        dx = torch.empty_like(x_NI) if need_x else None
+        sums = [torch.zeros_like(core, dtype=torch.float32) for core in (right, left)]
+        if need_x and not (need_right or need_left):
+            transposed(dy_NO, right, left, dx)
+        else:
+            size = max(128, HELD // right.shape[0] // left.shape[0] // left.shape[2] // 128 * 128)
+            for n in range(0, len(x_NI), size):
+                part = slice(n, n + size)
+                gradients(x_NI[part], right, left, dy_NO[part], None if dx is None else dx[part], sums)
+        dright, dleft = (g.to(x_NI.dtype) if need else None for g, need in zip(sums, (need_right, need_left)))
+        return dx, dright, dleft, dy_NO.sum(0) if need_bias else None, None
+
+
+def transposed(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tensor) -> None:
+    near, far = launch.left_side(left_bcsa), launch.right_side(right_cdbs)
+    tiles = launch.tiles_for(len(dy_NO), near, far)
+    launch.ring(dy_NO, near, far, right_cdbs.shape[3], None, dx_NI, tiles)
+
+
+def gradients(
+    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None, sums: list[Tensor]
+) -> None:
+    """Into dx, and onto the sums of right's and left's gradients."""
+    of_right, of_left, rank = launch.right_side(right), launch.left_side(left), right.shape[3]
+    tiles = launch.tiles_for(len(x_NI), of_right, of_left)
+    z = launch.spread(x_NI, of_right, rank, tiles)
+    sums[1] += launch.pair(z, dy_NO, of_left, tiles.BN)
+    del z
+    tiles = launch.tiles_for(len(x_NI), of_left, of_right)
+    dz = launch.spread(dy_NO, of_left, rank, tiles)
+    sums[0] += launch.pair(dz, x_NI, of_right, tiles.BN)
+    if dx_NI is not None:
+        launch.gather(dz, of_right, None, dx_NI, tiles)

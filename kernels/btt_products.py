@@ -1,0 +1,237 @@
+"""The two products of BTT and the gradients of its cores, as Triton kernels.
+
+    spread   z[b, c, s, n] = sum_d x[n, c, d] right[c, d, b, s]        a group: one c, its rows j = (b, s)
+    gather   y[n, b, a]    = sum_cs z[b, c, s, n] left[b, c, s, a]     a group: one b, its terms k = (c, s)
+    pair     g[k, a]       = sum_n z[b, k, n] y[n, b, a]               a group: one b; gradient of left
+
+Between them z lies transposed, tokens last: spread writes and gather reads whole lines, so neither permutation
+costs anything. z is kept in tiles of BN tokens: z[tile][row][BN], row = (b, c, s).
+
+`ring` does both products in one launch. Its programs are ordered by slabs of tokens, the second product of a slab
+LAG slabs behind the first; z is a ring of RING slabs, so it stays in the L2 cache and device memory sees x once and
+y once. A program waits only for programs of lower index, which are started first, so the waiting ends.
+
+The transposed map has the same form with the cores exchanged, b <-> c and a <-> d: dz and dx are spread and gather.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _spread(
+    x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
+    BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
+    FLIP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
+    j = tile_j * BJ + tl.arange(0, BJ)
+    d = tl.arange(0, BD)
+    n = tl.arange(0, BN)
+    rows = J * groups
+    row = (j // S) * (groups * S) + group * S + j % S
+    x += first.to(tl.int64) * BN * x_n + group * D * x_i
+    right += group * r_g
+    left_n = N - first * BN  # tokens from here on
+    left_i = IN - group * D
+    if D_ONCE:
+        r_dj = _core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
+    for t in tl.range(0, count):
+        if D_ONCE:
+            inside = (n[:, None] < left_n - t * BN) & (d[None, :] < D) & (d[None, :] < left_i)
+            x_nd = _rows(x + (t * BN + n)[:, None] * x_n + d[None, :] * x_i, inside, n[:, None] < left_n - t * BN, EVEN)
+            if FLIP:
+                z_jn = tl.dot(tl.trans(r_dj), tl.trans(x_nd), input_precision=PRECISION)
+            else:
+                z_jn = tl.trans(tl.dot(x_nd, r_dj, input_precision=PRECISION))
+        else:
+            z_nj = tl.zeros([BN, BJ], tl.float32)
+            for k in tl.range(0, D, BD):
+                inside = (n[:, None] < left_n - t * BN) & (d[None, :] < D - k) & (d[None, :] < left_i - k)
+                at = x + (t * BN + n)[:, None] * x_n + (k + d)[None, :] * x_i
+                x_nd = _rows(at, inside, n[:, None] < left_n - t * BN, EVEN)
+                inside_dj = (d[:, None] < D - k) & (j[None, :] < J)
+                r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
+                z_nj = tl.dot(x_nd, r_dj, z_nj, input_precision=PRECISION)
+            z_jn = tl.trans(z_nj)
+        at = z + t * rows.to(tl.int64) * BN + row[:, None] * BN + n[None, :]
+        if EVEN:
+            tl.store(at, z_jn.to(z.dtype.element_ty))
+        else:
+            tl.store(at, z_jn.to(z.dtype.element_ty), mask=j[:, None] < J)
+
+
+@triton.jit
+def _gather(
+    z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
+    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
+    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
+    a = tile_a * BA + tl.arange(0, BA)
+    k = tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    rows = K * groups
+    z += group * K * BN
+    y += first.to(tl.int64) * BN * y_n + group * A * y_o
+    left += group * l_g
+    left_n = N - first * BN
+    inside_a = (a < A) & (a < OUT - group * A)
+    if BIAS:
+        b_a = tl.load(bias + group * A + a, mask=inside_a, other=0.0).to(tl.float32)
+    if K_ONCE:
+        l_ka = _core(left + k[:, None] * l_k + a[None, :] * l_a, (k[:, None] < K) & (a[None, :] < A), EVEN)
+    for t in tl.range(0, count):
+        at_z = z + t * rows.to(tl.int64) * BN + k[:, None] * BN + n[None, :]
+        if K_ONCE:
+            z_kn = _fresh(at_z, k[:, None] < K, EVEN)
+            if FLIP:
+                y_na = tl.trans(tl.dot(tl.trans(l_ka), z_kn, input_precision=PRECISION))
+            else:
+                y_na = tl.dot(tl.trans(z_kn), l_ka, input_precision=PRECISION)
+        else:
+            y_na = tl.zeros([BN, BA], tl.float32)
+            for first_k in tl.range(0, K, BK):
+                z_kn = _fresh(at_z + first_k * BN, k[:, None] < K - first_k, EVEN)
+                inside = (k[:, None] < K - first_k) & (a[None, :] < A)
+                l_ka = _core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside, EVEN)
+                y_na = tl.dot(tl.trans(z_kn), l_ka, y_na, input_precision=PRECISION)
+        if BIAS:
+            y_na += b_a[None, :]
+        at = y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o
+        inside = n[:, None] < left_n - t * BN
+        if not EVEN:
+            inside = inside & inside_a[None, :]
+        tl.store(at, y_na.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _core(at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _rows(at, inside, inside_n, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at, mask=inside_n, other=0.0)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _fresh(at, inside, EVEN: tl.constexpr):
+    """Past the L1 cache: other programs of the same launch wrote it."""
+    if EVEN:
+        return tl.load(at, cache_modifier=".cg")
+    else:
+        return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def spread_kernel(
+    x, right, z, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j, tiles_j,
+    TILES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr,
+    EVEN: tl.constexpr, FLIP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups * tiles_j, slabs of TILES tiles)."""
+    first = tl.program_id(1) * TILES
+    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    group, tile_j = tl.program_id(0) // tiles_j, tl.program_id(0) % tiles_j
+    z += first.to(tl.int64) * (J * groups) * BN
+    _spread(x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
+            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def gather_kernel(
+    z, left, bias, y, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o, tiles_a,
+    TILES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr,
+    EVEN: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups * tiles_a, slabs of TILES tiles)."""
+    first = tl.program_id(1) * TILES
+    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    group, tile_a = tl.program_id(0) // tiles_a, tl.program_id(0) % tiles_a
+    z += first.to(tl.int64) * (K * groups) * BN
+    _gather(z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
+            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def _await(flag, needed):
+    while tl.atomic_add(flag, 0, sem="acquire") < needed:
+        pass
+
+
+@triton.jit
+def _signal(flag):
+    tl.debug_barrier()  # every thread's reads and writes come before
+    tl.atomic_add(flag, 1, sem="release")
+
+
+@triton.jit
+def ring_kernel(
+    x, right, left, bias, y, z, flags, N, IN, OUT, D, A, S, J, K, C, B,
+    x_n, x_i, r_g, r_d, r_j, l_g, l_k, l_a, y_n, y_o, tiles_j, tiles_a, slabs,
+    LAG: tl.constexpr, RING: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
+    BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr, K_ONCE: tl.constexpr, EVEN_1: tl.constexpr,
+    EVEN_2: tl.constexpr, FLIP_1: tl.constexpr, FLIP_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (slabs + LAG) * (C * tiles_j + B * tiles_a). flags: zeros, two a slab, of spreads and gathers done."""
+    spreads, gathers = C * tiles_j, B * tiles_a
+    step, work = tl.program_id(0) // (spreads + gathers), tl.program_id(0) % (spreads + gathers)
+    # Alternating while both last: reading x and writing z goes beside reading z and writing y.
+    both = 2 * tl.minimum(spreads, gathers)
+    is_spread = tl.where(work < both, work % 2 == 0, spreads > gathers)
+    item = tl.where(work < both, work // 2, work - both // 2)
+    slab = tl.where(is_spread, step, step - LAG)
+    if slab >= 0 and slab < slabs:
+        first = slab * TILES
+        count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+        z += (slab % RING).to(tl.int64) * TILES * (J * C) * BN
+        if is_spread:
+            if slab >= RING:
+                _await(flags + slabs + slab - RING, gathers)
+            _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
+                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION)  # fmt: skip
+            _signal(flags + slab)
+        else:
+            _await(flags + slab, spreads)
+            _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
+                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION)  # fmt: skip
+            if slab + RING < slabs:
+                _signal(flags + slabs + slab)
+
+
+@triton.jit
+def pair_kernel(
+    z, y, g, N, OUT, A, K, groups, y_n, y_o, g_p, g_g, g_k, g_a, tiles_k, tiles_a,
+    TILES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups * tiles_k * tiles_a, parts of TILES tiles); g[part, group, k, a] sums its part of the tokens."""
+    part, item = tl.program_id(1), tl.program_id(0)
+    group, tile_k, tile_a = item // (tiles_k * tiles_a), item // tiles_a % tiles_k, item % tiles_a
+    first = part * TILES
+    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    k = tile_k * BK + tl.arange(0, BK)
+    a = tile_a * BA + tl.arange(0, BA)
+    n = tl.arange(0, BN)
+    rows = (K * groups).to(tl.int64)
+    z += first * rows * BN + group * K * BN
+    y += first.to(tl.int64) * BN * y_n + group * A * y_o
+    left_n = N - first * BN
+    inside_a = (a < A) & (a < OUT - group * A)
+    g_ka = tl.zeros([BK, BA], tl.float32)
+    for t in tl.range(0, count):
+        z_kn = _core(z + t * rows * BN + k[:, None] * BN + n[None, :], k[:, None] < K, EVEN)
+        inside_n = n[:, None] < left_n - t * BN
+        y_na = _rows(y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN)
+        g_ka = tl.dot(z_kn, y_na, g_ka, input_precision=PRECISION)
+    at = g + part.to(tl.int64) * g_p + group * g_g + k[:, None] * g_k + a[None, :] * g_a
+    tl.store(at, g_ka.to(g.dtype.element_ty), mask=(k[:, None] < K) & (a[None, :] < A))
