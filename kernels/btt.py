@@ -21,26 +21,29 @@ from surgery.kernels.btt_decode import decode, fits
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 # Numbers of z and dz that the backward holds at a time.
 HELD = 2**29
 
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
-    dtype = x.dtype
-    same = right_cdbs.dtype == dtype and left_bcsa.dtype == dtype and (bias is None or bias.dtype == dtype)
-    return same and dtype in DTYPES and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
+    dtypes = {t.dtype for t in (x, right_cdbs, left_bcsa, bias) if t is not None}
+    one = len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type)
+    return one and dtypes <= DTYPES and x.numel() > 0
 
 
 @kernel_for(btt_linear, accepts=accepts)
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    x_NI = x.reshape(-1, x.shape[-1])
-    cores = right_cdbs.contiguous(), left_bcsa.contiguous()
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, right_cdbs, left_bcsa, bias)):
-        y_NO = Product.apply(x_NI, *cores, bias, out)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, right_cdbs, left_bcsa = x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    inputs = x.reshape(-1, x.shape[-1]), right_cdbs.contiguous(), left_bcsa.contiguous(), bias
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        y_NO = Product.apply(*inputs, out)
     else:
-        y_NO = product(x_NI, *cores, bias, out)
+        y_NO = product(*inputs, out)
     return y_NO.view(*x.shape[:-1], out)
 
 

@@ -29,6 +29,8 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     found()
+    if DEVICE == "cpu":  # fewer programs with more to do: quicker in the interpreter
+        monkeypatch.setattr("surgery.kernels.btt_decode.PROGRAMS", 16)
 
 
 def relative(x, expected):
@@ -149,6 +151,21 @@ def test_a_linear_takes_it():
     with choose("kernel"):
         y = linear(x)
     assert relative(y, x.double() @ linear.dense().double().mT + linear.bias.double()) < 1e-5
+
+
+def test_autocast():
+    """A trainer's bf16: parameters stay float32, and so do their gradients."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    x, right, left, bias, dy = drawn(20, 2, 16, 3, 16, 2)
+    inputs = [t.requires_grad_() for t in (x, right, left, bias)]
+    with choose("kernel"), torch.autocast(DEVICE, dtype):
+        y = btt_linear(*inputs, 48)
+    assert y.dtype == dtype
+    expected = btt_linear(*(t.double() for t in inputs), 48)
+    gradients = (torch.autograd.grad(out, inputs, dy.to(out.dtype)) for out in (y, expected))
+    for got, wanted in zip((y, *next(gradients)), (expected, *next(gradients))):
+        assert relative(got, wanted) < 1e-2
+        assert got is y or got.dtype == torch.float32
 
 
 def test_what_it_declines():
