@@ -60,11 +60,13 @@ def pow2(n: int) -> int:
 
 
 def tiles_for(N: int, near: Side, far: Side) -> Tiles:
-    BN = min(128, pow2(N))
+    single = near.core.dtype == torch.float32
     inner = [pow2(side.inner) if side.inner <= INNER else 64 for side in (near, far)]
+    if single:
+        return Tiles(min(64, pow2(N)), (inner[0], 64), (inner[1], 64), 2, 2, 4, 8, 2)
     near_rows = min(256 if inner[0] <= 64 else 128, pow2(near.rows))
     far_rows = pow2(far.rows) if far.rows <= ROWS and inner[1] <= 64 else 64
-    return Tiles(BN, (inner[0], near_rows), (inner[1], far_rows), 2, 2, 4, 8, 2)
+    return Tiles(min(128, pow2(N)), (inner[0], near_rows), (inner[1], far_rows), 2, 2, 4, 8, 2)
 
 
 def precision(x: Tensor) -> str:
@@ -133,7 +135,8 @@ PROGRAMS = 528
 
 def pair(z: Tensor, y_NO: Tensor, side: Side, BN: int) -> Tensor:
     """The gradient of the side's core, float32: sums over parts of the tokens, then over the parts."""
-    N, BK, BA = len(y_NO), min(128, pow2(side.rows)), min(64, pow2(side.inner))
+    single = z.dtype == torch.float32
+    N, BK, BA = len(y_NO), min(64 if single else 128, pow2(side.rows)), min(64, pow2(side.inner))
     tiles_k, tiles_a, total = triton.cdiv(side.rows, BK), triton.cdiv(side.inner, BA), triton.cdiv(N, BN)
     programs = side.groups * tiles_k * tiles_a
     count = triton.cdiv(total, max(1, min(PROGRAMS // programs, total // 4)))
@@ -142,6 +145,6 @@ def pair(z: Tensor, y_NO: Tensor, side: Side, BN: int) -> Tensor:
         z, y_NO, g, N, y_NO.shape[1], side.inner, side.rows, side.groups, *y_NO.stride(),
         g[0].numel(), side.step_group, side.step_row, side.step_inner, tiles_k, tiles_a,
         TILES=count, BN=BN, BK=BK, BA=BA, EVEN=even(y_NO, side, (BA, BK)), PRECISION=precision(z),
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2 if single else 3,
     )  # fmt: skip
     return g[0] if len(g) == 1 else g.sum(0)
