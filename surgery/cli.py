@@ -76,6 +76,7 @@ def plan(
 
     surgery plan SRC --recipe btt-half --set keep=0.75
     """
+    from surgery.bench.advice import plan_notes
     from surgery.plan import make_plan
     from surgery.recipe import load_recipe
     from surgery.report import plan_dict
@@ -86,7 +87,8 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     opened = open_source(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), chosen))
-    print(json.dumps(data, indent=2)) if as_json else _show(plan_table(data))
+    data["speed"] = plan_notes(data)
+    print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *data["speed"]])
 
 
 @app.command()
@@ -139,6 +141,7 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what was replaced: stored parameters, multiply-accumulates per token, errors."""
+    from surgery.bench.advice import report_notes
     from surgery.report import inspect as run
     from surgery.tables import inspect_table, module_table
 
@@ -146,7 +149,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    _show(module_table(report) if modules else inspect_table(report))
+    _show([*(module_table(report) if modules else inspect_table(report)), *report_notes(report)])
 
 
 @app.command(name="eval")

@@ -8,13 +8,16 @@ import time
 import pytest
 import torch
 
+from surgery.bench import publish
 from surgery.bench import run as runs
+from surgery.bench.advice import plan_notes, report_notes
 from surgery.bench.floors import linear_work, softmax_work
 from surgery.bench.race import Heat, Race, Rival, Work, backward
 from surgery.bench.run import KINDS, bench
 from surgery.bench.shown import cell, grids, markdown, milliseconds, plotted, tables
 from surgery.cli import main
 from surgery.errors import SurgeryError
+from surgery.kernels import measured
 
 CPU = torch.device("cpu")
 
@@ -133,3 +136,86 @@ def test_command(monkeypatch, capsys, tmp_path):
     assert left.value.code == 0
     assert {row["rival"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"dense", "low rank, half"}
     assert (tmp_path / "o.json").is_file() and runs.KINDS
+
+
+# -- the measured table ------------------------------------------------------------------------------------
+def test_the_table_in_the_repository_is_well_formed():
+    for row in measured.table()["rows"]:
+        assert row["pass"] in ("forward", "backward", "step") and set(row["sizes"]) <= {
+            *publish.NAMED,
+            "rank",
+            "rows",
+            "columns",
+        }
+        assert set(measured.WAYS) & row.keys() and all(row[way] > 0 for way in measured.WAYS if way in row)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """btt wins at many tokens, its reference at few, dense between; log-linear attention wins from 8K."""
+    sizes = {"inputs": 4096, "outputs": 4096, "rank": 4}
+    rows = [
+        {
+            "op": "btt",
+            "pass": "forward",
+            "sizes": {**sizes, "tokens": 1},
+            "kernel": 2.0,
+            "reference": 1.0,
+            "dense": 3.0,
+        },
+        {
+            "op": "btt",
+            "pass": "forward",
+            "sizes": {**sizes, "tokens": 512},
+            "kernel": 2.0,
+            "reference": 4.0,
+            "dense": 1.0,
+        },
+        {
+            "op": "btt",
+            "pass": "forward",
+            "sizes": {**sizes, "tokens": 8192},
+            "kernel": 1.0,
+            "reference": 2.0,
+            "dense": 3.0,
+        },
+    ]
+    rows += [
+        {"op": "hierarchical", "pass": "forward", "sizes": {"tokens": n}, "kernel": float(n), "dense": n * n / 8000}
+        for n in (1024, 8192)
+    ]
+    monkeypatch.setattr(measured, "table", lambda: {"device": "X1", "rows": rows})
+    monkeypatch.setattr("surgery.bench.advice.table", measured.table)
+    for cached in (measured.choice, measured.nearest):
+        cached.cache_clear()
+    yield
+    for cached in (measured.choice, measured.nearest):
+        cached.cache_clear()
+
+
+def test_the_nearest_row_decides(table):
+    at = {"inputs": 5120, "outputs": 4096, "rank": 4}
+    assert [measured.choice("btt", tokens=n, **at) for n in (1, 700, 65536)] == ["reference", "dense", "kernel"]
+    assert measured.choice("btt", "backward", tokens=1, **at) == measured.choice("unknown", tokens=1) == "kernel"
+
+
+def test_what_is_slower_is_said(table):
+    first = {"structure": "btt", "blocks": [64, 64], "rank": 4}
+    mixers = [{"mixer": "linear: hierarchical mask, identity features"}]
+    plan = {"cuts": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
+    linear, attention = plan_notes(plan)
+    assert linear == "note: speed on one X1: btt for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
+    assert "slower than SDPA in prefill up to 2,048 tokens" in attention
+    assert report_notes({"mixer_rows": mixers}) == [attention] and report_notes({}) == []
+    assert plan_notes({"cuts": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []  # nothing near was measured
+
+
+def test_results_become_the_table_and_the_page(tmp_path):
+    results = [bench(kind, sizes="small", device="cpu", only="btt,mlr") for kind in ("linear", "attention")]
+    rows = publish.measured(results)["rows"]
+    assert {row["op"] for row in rows} == {"btt", "mlr"} and {row["pass"] for row in rows} == {"forward", "backward"}
+    assert all({"reference", "dense"} <= row.keys() for row in rows)
+    text = f"before\n{publish.BEGIN}old\n{publish.END}after\n"
+    page = publish.page(publish.page(text, results), results)
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert page.count("### attention, forward + backward") == 1

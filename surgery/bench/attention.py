@@ -33,7 +33,7 @@ TOKENS = {
 WIDTHS = {"full": (2, 48, 64, 128), "main": (2, 48, 64, 128), "small": (1, 2, 16, 16)}  # B, H, V, K of the linear ones
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 CHUNK = 64
-Makers = list[tuple[str, Any, Callable[[], Made], Work | None]]
+Makers = list[tuple[str, Any, Callable[[], Made], Work, str | None]]
 
 
 @dataclass
@@ -73,8 +73,8 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) ->
         for back in (False, True):
             tokens = Tokens.drawn(sizes, length, device, dtype)
             rivals = [
-                Rival(name, lambda m=make, b=back: _run(m, b), choice, work)  # type: ignore[misc]
-                for name, choice, make, work in _makers(tokens, sizes, back, others)
+                Rival(name, lambda m=make, b=back: _run(m, b), choice, work, op=op)  # type: ignore[misc]
+                for name, choice, make, work, op in _makers(tokens, back, others)
             ]
             name = f"attention, forward{' + backward' if back else ''}"
             yield Heat(name, length, {**where, "tokens": length}, rivals)
@@ -85,37 +85,34 @@ def _run(make: Callable[[], Made], back: bool) -> Any:
     return backward(call, leaves) if back else forward(call)
 
 
-def _makers(tokens: Tokens, sizes: str, back: bool, others: bool) -> Makers:
+def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
     batch, heads, length, value = tokens.v_BHTV.shape
-    width, key = tokens.v_BHTV.element_size(), tokens.q_BT1K.shape[-1]
+    width, key, levels = tokens.v_BHTV.element_size(), tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
     full = softmax_work(batch, heads, length, value, value, back, width)
     far = softmax_work(batch, heads, length, mean_rank(value, length), value, back, width)
-    levels = tokens.level_BTH1L.shape[-1]
     linear = lambda groups, key, extra: linear_attention_work(  # noqa: E731
         batch, heads, groups, length, key, value, back, width, extra
     )
     ranks, extents = split(value, length)
-    made: Makers = [
-        ("SDPA flash", "measured", lambda: sdpa(tokens, SDPBackend.FLASH_ATTENTION), full),
-        ("SDPA cuDNN", "measured", lambda: sdpa(tokens, SDPBackend.CUDNN_ATTENTION), full),
-    ]
-    if tokens.v_BHTV.device.type != "cuda":
-        made = [("SDPA", "measured", lambda: sdpa(tokens, None), full)]
-    both: list[tuple[str, Callable[[], Made], Work]] = [
-        ("MLR attention, one level", lambda: mlr(tokens, (value // 2, value // 2), (2 * length,)), full),
-        ("MLR attention", lambda: mlr(tokens, ranks, extents), far),
-        ("SSD", lambda: masked(tokens, "gates"), linear(1, key, 1)),
-        ("log-linear Mamba-2", lambda: masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
-        ("Gated DeltaNet", lambda: masked(tokens, "gates", delta=True), linear(1, key, 2)),
-        ("log-linear GDN", lambda: masked(tokens, "hierarchical", delta=True), linear(1, key, 2 + levels)),
-        ("TBM, R = 8", lambda: blocked(tokens, "toeplitz_blocks", {"components": 8}), linear(heads, value, 0)),
-        ("MHLA", lambda: blocked(tokens, "blocks", {"count": -(-length // CHUNK)}), linear(heads, value, 0)),
-    ]
-    made += [
-        (f"{name}, {choice}", choice, make, work) for name, make, work in both for choice in ("kernel", "reference")
-    ]
+    backends = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    torchs = backends if tokens.v_BHTV.is_cuda else {"SDPA": None}
+    whole = (value // 2, value // 2), (2 * length,)
+    ours: list[tuple[str, str | None, Callable[[], Made], Work]] = [
+        ("MLR attention, one level", None, lambda: mlr(tokens, *whole), full),
+        ("MLR attention", "mlr", lambda: mlr(tokens, ranks, extents), far),
+        ("SSD", "gates", lambda: masked(tokens, "gates"), linear(1, key, 1)),
+        ("log-linear Mamba-2", "hierarchical", lambda: masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
+        ("Gated DeltaNet", "gates delta", lambda: masked(tokens, "gates", True), linear(1, key, 2)),
+        ("log-linear GDN", "hierarchical delta", lambda: masked(tokens, "hierarchical", True), linear(1, key, 2 + levels)),
+        ("TBM, R = 8", "toeplitz_blocks", lambda: blocked(tokens, "toeplitz_blocks", components=8), linear(heads, value, 0)),
+        ("MHLA", "blocks", lambda: blocked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
+    ]  # fmt: skip
     works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
-    return made + [(name, "measured", make, w) for (name, make), w in zip(peers(tokens), works) if others]
+    return [
+        *((name, "measured", lambda b=backend: sdpa(tokens, b), full, "dense") for name, backend in torchs.items()),
+        *((f"{name}, {way}", way, make, work, op) for name, op, make, work in ours for way in ("kernel", "reference")),
+        *((name, "measured", make, work, None) for (name, make), work in zip(peers(tokens), works) if others),
+    ]
 
 
 def sdpa(t: Tokens, backend: Any) -> Made:
@@ -172,7 +169,7 @@ def masked(t: Tokens, mask: str, delta: bool = False) -> Made:
     return call, [t.q_BT1K, k_BT1K, t.v_BHTV, *signals.values(), *([] if beta is None else [beta])]
 
 
-def blocked(t: Tokens, mask: str, options: dict[str, Any]) -> Made:
+def blocked(t: Tokens, mask: str, **options: int) -> Made:
     """q, k of a feature map, nonnegative, in every head."""
     config = LinearAttention(mask={"name": mask, "block": CHUNK, **options})
     heads, value = t.v_BHTV.shape[1], t.v_BHTV.shape[-1]

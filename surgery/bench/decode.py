@@ -30,23 +30,23 @@ RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 PIECE = 4096  # tokens at once while a cache is filled
 
 
-def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any]]:
+def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str | None]]:
     """MLR attention's extents are those of the longest context."""
     ranks = RANKS if key == sum(RANKS) else (key // 2, key // 4, key // 4)
     extents = tuple(longest >> level for level in range(1, len(ranks)))
     whole = MLR(ranks=(key // 2, key // 2), extents=(4 * longest,))
     tbm = {"name": "toeplitz_blocks", "components": 8}
-    every: list[tuple[str, Any]] = [
-        ("MLR attention, one level", whole),
-        ("MLR attention", MLR(ranks=ranks, extents=extents)),
-        ("SSD", LinearAttention()),
-        ("log-linear Mamba-2", LinearAttention(mask="hierarchical")),
-        ("Gated DeltaNet", LinearAttention(scores="delta")),
-        ("log-linear GDN", LinearAttention(mask="hierarchical", scores="delta")),
-        ("TBM, R = 8", LinearAttention(mask=tbm, features="relu", normalise=True)),
+    every: list[tuple[str, str | None, Any]] = [
+        ("MLR attention, one level", None, whole),
+        ("MLR attention", "mlr", MLR(ranks=ranks, extents=extents)),
+        ("SSD", "gates", LinearAttention()),
+        ("log-linear Mamba-2", "hierarchical", LinearAttention(mask="hierarchical")),
+        ("Gated DeltaNet", "gates delta", LinearAttention(scores="delta")),
+        ("log-linear GDN", "hierarchical delta", LinearAttention(mask="hierarchical", scores="delta")),
+        ("TBM, R = 8", "toeplitz_blocks", LinearAttention(mask=tbm, features="relu", normalise=True)),
     ]
     choices: tuple[Choice, ...] = ("kernel", "reference")
-    return [(f"{name}, {choice}", choice, config) for name, config in every for choice in choices]
+    return [(f"{name}, {choice}", choice, config, op) for name, op, config in every for choice in choices]
 
 
 @dataclass
@@ -97,13 +97,15 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
 def _rivals(bench: Bench, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> list[Rival]:
     full = 2 * batch * bench.shape.groups * length * bench.shape.key * bench.dtype.itemsize
     sized["cache"] = {"SDPA, room laid out": full, "SDPA, grown as in transformers": full}
-    rivals = [Rival("SDPA, room laid out", lambda: _sdpa(bench, batch, length, True, graph), work=Work(full, 0))]
+    rivals = [
+        Rival("SDPA, room laid out", lambda: _sdpa(bench, batch, length, True, graph), work=Work(full, 0), op="dense")
+    ]
     if not graph:
         grown = lambda: _sdpa(bench, batch, length, False, graph)  # noqa: E731
         rivals.append(Rival("SDPA, grown as in transformers", grown, work=Work(full, 0)))
-    for name, choice, config in mixers(bench.shape.key, bench.longest):
+    for name, choice, config, op in mixers(bench.shape.key, bench.longest):
         make = lambda n=name, c=config: _step(bench, n, c, batch, length, graph, sized)  # noqa: E731
-        rivals.append(Rival(name, make, choice))
+        rivals.append(Rival(name, make, choice, op=op))
     return rivals
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from surgery.bench.floors import linear_work
 from surgery.bench.race import Call, Heat, Rival, backward, forward, graphed
+from surgery.op import Choice
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.structures.low_rank import LowRank
@@ -31,7 +33,7 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
     for in_, out in SHAPES[sizes]:
         entries = list(linears(in_, out, device, dtype))
         for tokens in TOKENS[sizes]:
-            where = {"in": in_, "out": out, "tokens": tokens}
+            where = {"inputs": in_, "outputs": out, "tokens": tokens}
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _graph_heat(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
@@ -41,21 +43,37 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
                 yield _heat(name, where, entries, back, device, dtype)
 
 
-def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Any, nn.Module, int]]:
-    """(name, choice, module, numbers used a token)."""
+class Entry(NamedTuple):
+    """A linear under one choice; numbers: stored, each used once a token."""
+
+    name: str
+    choice: Choice
+    module: nn.Module
+    numbers: int
+    op: str | None = None
+    options: dict[str, int] = {}  # noqa: RUF012
+
+
+def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[Entry]:
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    yield "dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out
+    yield Entry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "dense")
+    choices: tuple[Choice, ...] = ("kernel", "reference", "measured")
     for rank in (1, 4):
         btt = structured(BTT(rank=rank), in_, out, factory)
-        name = f"BTT s={rank}{' (Monarch)' if rank == 1 else ''}"
-        for choice in ("kernel", "reference", "measured"):
-            shown = {"measured": "as chosen"}.get(choice, choice)
-            yield f"{name}, {shown}", choice, btt, btt.macs()
-        yield f"{name}, multiplied out", "measured", MultipliedOut(btt), btt.macs()
+        name, options = f"BTT s={rank}{' (Monarch)' if rank == 1 else ''}", grid(btt)
+        for choice in choices:
+            shown, op = ("as chosen", None) if choice == "measured" else (choice, "btt")
+            yield Entry(f"{name}, {shown}", choice, btt, btt.macs(), op, options)
+        yield Entry(f"{name}, multiplied out", "measured", MultipliedOut(btt), btt.macs())
     half = structured(BTT(blocks=(4, 4)), in_, out, factory)
-    yield "BTT 4 x 4, half, as chosen", "measured", half, half.macs()
+    yield Entry("BTT 4 x 4, half, kernel", "kernel", half, half.macs(), "btt", grid(half))
+    yield Entry("BTT 4 x 4, half, reference", "reference", half, half.macs(), "btt", grid(half))
     low = structured(LowRank(), in_, out, factory)
-    yield "low rank, half", "measured", low, low.macs()
+    yield Entry("low rank, half", "reference", low, low.macs(), "low_rank", {"rank": low.config.rank})
+
+
+def grid(btt: Any) -> dict[str, int]:
+    return {"rank": btt.config.rank, "rows": btt.config.blocks[0], "columns": btt.config.blocks[1]}
 
 
 def structured(config: Any, in_: int, out: int, factory: dict[str, Any]) -> Any:
@@ -75,43 +93,40 @@ class MultipliedOut(nn.Module):
         return F.linear(x, self.linear.dense())
 
 
-def _heat(name: str, where: dict[str, int], entries: Any, back: bool, device: torch.device, dtype: torch.dtype) -> Heat:
-    x_NI = torch.randn(where["tokens"], where["in"], device=device, dtype=dtype)
+def _heat(
+    name: str, where: dict[str, int], entries: list[Entry], back: bool, device: torch.device, dtype: torch.dtype
+) -> Heat:
+    x_NI = torch.randn(where["tokens"], where["inputs"], device=device, dtype=dtype)
 
     def run(module: nn.Module) -> Call:
         call = lambda: module(x_NI)  # noqa: E731
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
-    rivals = [
-        Rival(shown, lambda m=module: run(m), choice, _work(where, macs, back, dtype))  # type: ignore[misc]
-        for shown, choice, module, macs in entries
-    ]
+    rivals = [_rival(entry, lambda m=entry.module: run(m), where, back, dtype) for entry in entries]  # type: ignore[misc]
     return Heat(name, where["tokens"], where, rivals)
 
 
-def _graph_heat(name: str, where: dict[str, int], entries: Any, device: torch.device, dtype: torch.dtype) -> Heat:
+def _graph_heat(
+    name: str, where: dict[str, int], entries: list[Entry], device: torch.device, dtype: torch.dtype
+) -> Heat:
     """One token. Weights take turns so that they come from memory, as in a model."""
-    x_1I = torch.randn(1, where["in"], device=device, dtype=dtype)
+    x_1I = torch.randn(1, where["inputs"], device=device, dtype=dtype)
 
     def run(module: nn.Module, copies: int) -> Call:
-        turns = [module, *(twin(module) for _ in range(copies - 1))]
+        turns = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
         return forward(graphed([forward(lambda m=m: m(x_1I)) for m in turns], device))  # type: ignore[misc]
 
     rivals = []
-    for shown, choice, module, macs in entries:
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
+    for entry in entries:
+        size = sum(p.numel() * p.element_size() for p in entry.module.parameters())
         copies = max(1, min(COPIES, ROTATED // size)) if device.type == "cuda" else 1
-        make = lambda m=module, n=copies: run(m, n)  # noqa: E731
-        rivals.append(Rival(shown, make, choice, _work(where, macs, False, dtype), copies))
+        make = lambda m=entry.module, n=copies: run(m, n)  # noqa: E731
+        rivals.append(_rival(entry, make, where, False, dtype, copies))
     return Heat(name, 1, where, rivals)
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """The same with parameters of its own."""
-    import copy
-
-    return copy.deepcopy(module)
-
-
-def _work(where: dict[str, int], macs: int, back: bool, dtype: torch.dtype) -> Any:
-    return linear_work(where["tokens"], where["in"], where["out"], macs, back, dtype.itemsize)
+def _rival(
+    entry: Entry, make: Callable[[], Call], where: dict[str, int], back: bool, dtype: torch.dtype, times: int = 1
+) -> Rival:
+    work = linear_work(where["tokens"], where["inputs"], where["outputs"], entry.numbers, back, dtype.itemsize)
+    return Rival(entry.name, make, entry.choice, work, times, entry.op, entry.options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,14 +34,17 @@ class Work(NamedTuple):
 
 @dataclass
 class Rival:
-    """make: lays out what a run needs and returns the run. times: calls in one run. A rival of the choice "kernel" for
-    which no kernel came by is not timed: the reference would pass for it."""
+    """make: lays out what a run needs and returns the run. times: calls in one run. op, options: what kernels/measured.json
+    calls this, and what it depends on beside the heat's sizes; "dense" is what others replace. A rival of the choice
+    "kernel" for which no kernel came by is not timed: the reference would pass for it."""
 
     name: str
     make: Callable[[], Call]
     choice: Choice = "measured"
     work: Work | None = None
     times: int = 1
+    op: str | None = None
+    options: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Race:
         rows, calls = [], []
         for rival in heat.rivals:
             row: Row = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
+            if rival.op is not None:
+                row |= {"op": rival.op, "way": rival.choice, "options": rival.options}
             rows.append(row)
             if note := self._left_out(heat, rival):
                 row["note"] = note

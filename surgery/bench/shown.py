@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from surgery.bench.race import Row
 from surgery.errors import SurgeryError
 
@@ -17,6 +15,8 @@ EXPLAINED = (
 
 
 def tables(result: dict[str, Any]) -> list[Any]:
+    from rich.table import Table
+
     parts: list[Any] = []
     for title, columns, rows in grids(result["rows"]):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
