@@ -103,7 +103,11 @@ def test_bytes_of_a_cache_are_the_state_s():
 def test_cells():
     assert [milliseconds(ms) for ms in (0.0123456, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
     assert cell({"ms": 0.5, "ratio": 2.0, "fraction": 0.5}) == "0.5 2.00x 50%"
-    assert cell(None) == cell({"ms": None}) == "-"
+    rows = [
+        {"table": "model, prefill", "rival": r, "x": 2000, "ms": ms, "peak": 3e9}
+        for r, ms in (("a", 10.0), ("b", None))
+    ]
+    assert [grid[1:] for grid in grids(rows)] == [([2000], [("a", [c])]) for c in ("10.0", "200,000", "3.00")]
 
 
 def test_plot(tmp_path):

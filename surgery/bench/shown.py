@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,41 @@ def tables(result: dict[str, Any]) -> list[Any]:
 
 
 def grids(rows: list[Row]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
-    """(title, sizes, (rival, a cell for each size))"""
+    """(title, sizes, (rival, a cell for each size)): the times, then what else is known of a table's rows."""
     found = []
     for title in dict.fromkeys(row["table"] for row in rows):
         here = [row for row in rows if row["table"] == title]
-        columns = sorted({row["x"] for row in here})
-        by_place = {(row["rival"], row["x"]): row for row in here}
-        names = dict.fromkeys(row["rival"] for row in here)
-        lines = [(name, [cell(by_place.get((name, x))) for x in columns]) for name in names]
-        found.append((title, columns, [line for line in lines if set(line[1]) != {"-"}]))
+        found.append(_grid(title, here, cell))
+        kind = title.split(",")[0]
+        if kind == "model":
+            found.append(_grid(f"{title}, tokens a second", here, a_second))
+        if title == "model, prefill":
+            found.append(_grid(f"{title}, peak GB beside weights", here, lambda row: in_units(row.get("peak"), 1e9)))
+        if kind == "decode" and "graph" not in title:
+            found.append(_grid(f"{title}, cache in MB", here, lambda row: in_units(row.get("cache"), 1e6)))
     return found
 
 
-def cell(row: Row | None) -> str:
-    if row is None or not row["ms"]:
-        return "-"
+def _grid(
+    title: str, rows: list[Row], shown: Callable[[Row], str]
+) -> tuple[str, list[int], list[tuple[str, list[str]]]]:
+    columns = sorted({row["x"] for row in rows})
+    at = {(row["rival"], row["x"]): shown(row) for row in rows if row["ms"]}
+    names = dict.fromkeys(row["rival"] for row in rows)
+    lines = [(name, [at.get((name, x), "-") for x in columns]) for name in names]
+    return title, columns, [line for line in lines if set(line[1]) != {"-"}]
+
+
+def a_second(row: Row) -> str:
+    tokens = row["x"] if "prefill" in row["table"] else 1
+    return f"{tokens / row['ms'] * 1e3:,.0f}"
+
+
+def in_units(count: float | None, unit: float) -> str:
+    return "-" if count is None else f"{count / unit:,.{0 if count >= 100 * unit else 2}f}"
+
+
+def cell(row: Row) -> str:
     parts = [milliseconds(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
@@ -101,7 +122,9 @@ def plotted(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [grid for grid in grids(result["rows"]) if len(grid[1]) > 1] or grids(result["rows"])
+    titles = {row["table"] for row in result["rows"]}
+    every = [grid for grid in grids(result["rows"]) if grid[0] in titles]
+    shown = [grid for grid in every if len(grid[1]) > 1] or every
     across = min(2, len(shown))
     down = -(-len(shown) // across)
     figure, axes = pyplot.subplots(down, across, figsize=(7.5 * across, 5 * down), squeeze=False)
