@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from surgery.mixers.masks.hierarchical import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import choose
 
@@ -116,3 +117,39 @@ def test_gated_delta(shape, gates):
 @pytest.mark.parametrize("shape", LARGE)
 def test_gated_delta_large(shape, gates, dtype):
     check_gated(shape, gates, dtype, first=gates == "mild")
+
+
+def log_linear_call(G, starts, chunk, levels):
+    def call(leaves):
+        q, k, v, beta, gates = laid_out(leaves, G)
+        start = torch.tensor(starts, device=DEVICE)
+        count = torch.full_like(start, v.shape[2])
+        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves.get("buckets"), count, chunk)
+
+    return call
+
+
+def check_log_linear(shape, gates, dtype, starts, levels=12, chunk=64):
+    leaves = draw(*shape, gates, dtype)
+    B, G, J, T, _, _, _ = shape
+    leaves["level"] = 0.1 + torch.rand(B, T, G, J, levels, device=DEVICE)
+    judge(log_linear_call(G, starts[:B], chunk, levels), leaves, TOLERANCE[dtype])
+
+
+# B, G, J, T, F, V, shared; levels
+TREES = [((1, 1, 1, 1, 16, 16, False), 4), ((1, 2, 1, 100, 16, 17, True), 12), ((2, 1, 2, 37, 24, 16, False), 3)]
+
+
+@pytest.mark.parametrize("gates", ["mild", "extreme"])
+@pytest.mark.parametrize("starts", [(0, 0), (21, 1009)])
+@pytest.mark.parametrize("shape, levels", TREES)
+def test_log_linear_delta(shape, levels, starts, gates):
+    check_log_linear(shape, gates, torch.float32, starts, levels, chunk=16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("starts", [(0, 0), (4090, 77)])
+@pytest.mark.parametrize("shape", LARGE)
+def test_log_linear_delta_large(shape, starts, dtype):
+    check_log_linear(shape, "mild" if starts[0] else "extreme", dtype, starts)

@@ -1,0 +1,80 @@
+"""Log-linear Gated DeltaNet on a GPU: the hierarchical mask with the delta rule's scores (`log_linear` with beta).
+
+    o_t = sum_l lambda_t^(l) q_t S_t^(l)      S_t^(l): the gated delta rule's state of Fenwick bucket l of t's past
+
+Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. Chunks by themselves (log_linear_delta_chunks.py), then
+the Fenwick tree over chunks, level by level (log_linear_delta_levels.py). Backwards the states are computed once more:
+saved are the inputs alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.gated_delta import CHUNK, DTYPES, FEATURES, packed
+from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.kernels.log_linear_delta_launch import Call
+from surgery.mixers.masks.hierarchical import log_linear
+from surgery.op import kernel_for
+
+ALL = 48  # bits of a chunk's index, where no bit may be dropped
+
+
+class _LogLinearDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, bucket: Tensor | None,
+        extra: Tensor | None, end: Tensor | None, s: Sizes, levels: int, top: int,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(q, k, v, beta, gates, level, bucket, extra, end)
+        ctx.sizes = s, levels, top
+        return Call(q, k, v, beta, gates, level, bucket, extra, end, s, levels, top).forward()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors = ctx.saved_tensors
+        bucket = tensors[6]
+        dafter = None if bucket is None else grads[1].contiguous()
+        made = Call(*tensors, *ctx.sizes).backward(packed(grads[0]), dafter)
+        made = (None if made_one is None else made_one.to(t.dtype) for made_one, t in zip(made, tensors))
+        return *made, None, None, None, None
+
+
+def log_linear_delta(
+    q_BGJTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    start_B: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """out_BGJTV in v's dtype, nothing before the tokens. start: positions of the rows' first tokens, None: 0.
+    cu_seqlens: borders of sequences packed in one row (B = 1), each with a past of its own."""
+    s = sizes(q_BGJTK, v_BGTV, chunk, start_B, cu_seqlens, extra=1)
+    top = (s.N - 1).bit_length()
+    gates = gates_BGT.expand(v_BGTV.shape[:3])
+    inputs = packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, level_BTGJL
+    levels = top if start_B is None else top + 1
+    return _LogLinearDelta.apply(*inputs, None, None, None, s, levels, top)[0]
+
+
+def accepts(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gates: Tensor, level: Tensor, start: Tensor,
+    buckets: Tensor | None, count: Tensor, chunk: int,
+) -> bool:  # fmt: skip
+    alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
+    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0 and buckets is None
+
+
+@kernel_for(log_linear, accepts=accepts)
+def log_linear_with_delta(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, start: Tensor,
+    buckets: Tensor | None, count: Tensor, chunk: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    return log_linear_delta(q, k, v, beta, gates, level, start, chunk=chunk), None

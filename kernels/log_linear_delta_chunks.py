@@ -1,0 +1,145 @@
+"""Chunks of log-linear Gated DeltaNet by themselves (terms: gated_delta_wy.py).
+
+    P = tril(Q K^T . M)     R = D Q - P w: queries as a state carried to the chunk's start sees them
+    O = (P Y diag(beta) . Lambda) V inside the chunk, Lambda_ts = lambda_t^(level(t, s)), level = bit_length(t xor s)
+
+Backwards, from dO and dR, with E = dO V^T . Lambda and T = Y diag(beta):
+    dP = E T^T - dR w^T     dT = P^T E     dw -= P^T dR     dlambda_t^(l) = sum of (dO V^T . P T)_ts of that level
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from surgery.kernels.gated_delta_rows import (
+    chunks_of,
+    fade_of,
+    mask_of,
+    matrix,
+    put,
+    put_matrix,
+    row_of,
+    tile,
+    tokens_of,
+)
+
+
+@triton.jit
+def of_level(lev: tl.constexpr, C: tl.constexpr):
+    """Whether bit_length(t xor s) is `lev`."""
+    differ_CC = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
+    return ((differ_CC << 1) >> lev) == 1 if lev > 0 else differ_CC == 0
+
+
+@triton.jit
+def lambdas(level, t_C, l_t, l_l, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
+    lambda_CC = tl.zeros([C, C], tl.float32)
+    for lev in tl.static_range(LOG_C + 1):
+        lambda_C = tl.load(level + t_C * l_t + min(lev, LAMBDAS - 1) * l_l, mask=here_C, other=0.0)
+        lambda_CC = tl.where(of_level(lev, C), lambda_C[:, None], lambda_CC)
+    return lambda_CC
+
+
+@triton.jit
+def _forward(
+    q, k, v, beta, level, rows, c, y, w, read, acc,
+    q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, READ: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    r, n = tl.program_id(0) // N, tl.program_id(0) % N
+    g, j = tl.program_id(1) // J, tl.program_id(1) % J
+    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    if n >= chunks_of(length, start, C):
+        return
+    at = (base + n) * G + g
+    t_C, here_C = tokens_of(n, bos, length, start, C)
+    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
+    if READ:
+        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
+        read_CK = q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
+        put_matrix(read + (at * J + j) * C * K, C, K, 0, read_CK, C, BK)
+    if OUT:
+        beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
+        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(k_CK.dtype)
+        lambda_CC = lambdas(level + batch * l_b + g * l_g + j * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
+        inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(k_CK.dtype)
+        for at_v in range(0, V, BV):
+            v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+            out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
+            put(acc + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
+
+
+@triton.jit
+def _backward(
+    q, k, v, beta, level, do, rows, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
+    q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
+    do_b, do_g, do_j, do_t, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+):  # fmt: skip
+    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
+    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    if n >= chunks_of(length, start, C):
+        return
+    at = (base + n) * G + g
+    t_C, here_C = tokens_of(n, bos, length, start, C)
+    at_C = tl.arange(0, C)
+    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
+    mask_CC = mask_of(c, at, C)
+    dt_CC = tl.zeros([C, C], tl.float32)
+    dc_C = tl.load(dc + at * C + at_C)
+    for j in range(J):
+        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+        qk_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=P)
+        p_CC = (qk_CC * mask_CC).to(k_CK.dtype)
+        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(k_CK.dtype)
+        inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
+        lambda_CC = lambdas(level + batch * l_b + g * l_g + j * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
+        mixed_CC = (inner_CC * lambda_CC).to(k_CK.dtype)
+        e_CC = tl.zeros([C, C], tl.float32)
+        for at_v in range(0, V, BV):
+            do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+            v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+            e_CC = tl.dot(do_CV, tl.trans(v_CV), e_CC, input_precision=P)
+            dv_CV = tl.dot(tl.trans(mixed_CC), do_CV, input_precision=P)
+            out = dv + (batch * G + g) * T * V
+            if j > 0:
+                dv_CV += tile(out, t_C, V, here_C, V, at_v, BV)
+            put(out, t_C, V, here_C, V, at_v, dv_CV, BV)
+        inner_CC *= e_CC
+        last_C = tl.zeros([C], tl.float32)
+        dlambda = dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
+        for lev in tl.static_range(LOG_C + 1):
+            dlambda_C = tl.sum(tl.where(of_level(lev, C) & (at_C[:, None] >= at_C[None, :]), inner_CC, 0.0), 1)
+            if lev < LAMBDAS - 1:
+                tl.store(dlambda + lev, dlambda_C, mask=here_C)
+            else:
+                last_C += dlambda_C
+        if LOG_C >= LAMBDAS - 1:
+            last_C += tl.load(dlambda + LAMBDAS - 1, mask=here_C, other=0.0)
+            tl.store(dlambda + LAMBDAS - 1, last_C, mask=here_C)
+        e_CC = (tl.where(at_C[:, None] >= at_C[None, :], e_CC, 0.0) * lambda_CC).to(k_CK.dtype)
+        dt_CC = tl.dot(tl.trans(p_CC), e_CC, dt_CC, input_precision=P)
+        dread_CK = matrix(dread + (at * J + j) * C * K, C, K, 0, C, BK)
+        dq_CK = dread_CK * fade_of(c, at, C)[:, None]
+        half_CK = dread_CK.to(k_CK.dtype)
+        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
+        dp_CC = tl.dot(e_CC, tl.trans(t_CC), input_precision=P) - tl.dot(half_CK, tl.trans(w_CK), input_precision=P)
+        dw_CK = matrix(dw + at * C * K, C, K, 0, C, BK) - tl.dot(tl.trans(p_CC), half_CK, input_precision=P)
+        put_matrix(dw + at * C * K, C, K, 0, dw_CK, C, BK)
+        dp_CC *= mask_CC
+        z_CC = dp_CC * qk_CC
+        dc_C += tl.sum(dq_CK * q_CK, 1) + tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
+        dp_CC = dp_CC.to(k_CK.dtype)
+        dq_CK = tl.dot(dp_CC, k_CK, dq_CK, input_precision=P)
+        put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
+        dk_CK = matrix(dk + at * C * K, C, K, 0, C, BK) + tl.dot(tl.trans(dp_CC), q_CK, input_precision=P)
+        put_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
+        tl.debug_barrier()  # the next head adds to what this one stored
+    put_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
+    tl.store(dc + at * C + at_C, dc_C)
