@@ -27,7 +27,7 @@ def _log_linear(t: Any) -> Made:
     from fla.ops.log_linear_attn import chunk_log_linear_attn  # type: ignore[import-not-found,unused-ignore]
 
     q, k, v = t.q_BT1K, t.k_BT1K, t.v_BHTV.transpose(1, 2).contiguous()
-    gate, level = t.gate_BTH, t.level_BTH1L.squeeze(3).contiguous()
+    gate, level = t.gate_BTH, t.level_BTH1L.squeeze(3).to(v.dtype)  # it takes lambdas in no other dtype
     return lambda: chunk_log_linear_attn(q, k, v, gate, level)[0], [q, k, v, gate, level]
 
 

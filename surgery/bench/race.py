@@ -94,17 +94,17 @@ class Race:
         return None
 
     def _started(self, rival: Rival, row: Row) -> Call | None:
-        """Warms up and takes a first time; None where that goes wrong."""
+        """Warms up, which compiles, and takes a first time; None where that goes wrong."""
         try:
             with choose(rival.choice), watched() as used:
                 call = rival.make()
-                first = self._ms(call)
+                self._ms(call)
             if rival.choice == "kernel" and not used:
                 row["note"] = "no kernel"
                 return None
             row["kernels"] = sorted(used)
             with choose(rival.choice):
-                row["ms"], row["peak"] = (first, None) if first > 4 * self.patience else self._second(call)
+                row["ms"], row["peak"] = self._second(call)
             return call
         except torch.OutOfMemoryError:
             row["note"] = "out of memory"
