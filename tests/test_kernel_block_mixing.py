@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from surgery.mixers.masks.block_scan import block_scan, block_scan_both
+from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
 from surgery.op import choose, found
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="too large for Triton's interpreter")
-TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 1.5e-2), torch.float16: (2e-3, 4e-3)}
+TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.5e-2, 3e-2), torch.float16: (2e-3, 4e-3)}
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +54,9 @@ def judged(run, inputs, dtype, kept=()):
     with choose("kernel"):
         outs = run(*quick)
     pairs = [(f"out {n}", out, want) for n, (out, want) in enumerate(zip(outs, expected))]
-    wanted = [torch.randn_like(x) for x in expected]
-    torch.autograd.backward(expected, wanted)
-    torch.autograd.backward(outs, [w.to(o.dtype) for w, o in zip(wanted, outs)])
+    wanted = [torch.randn_like(x) for x in outs]
+    torch.autograd.backward(expected, [w.double() for w in wanted])
+    torch.autograd.backward(outs, wanted)
     grads = [(f"gradient {n}", a.grad, b.grad) for n, (a, b) in enumerate(zip(quick, exact)) if hasattr(b, "grad")]
     grads = [(name, a, b) for name, a, b in grads if b is not None]
     tight, loose = TOLERANCE[dtype]
@@ -71,7 +72,7 @@ def kernel_of(components, groups, per_group, rates=(1e-3, 2.0)):
     return rate_RG * (1 + 0.1 * torch.rand_like(rate_RG)), torch.rand(components, groups, per_group) + 0.1
 
 
-SMALL = [(1, 1, 1, 1, 2, 3, 1), (2, 2, 1, 37, 5, 7, 3), (1, 2, 2, 70, 4, 17, 4), (1, 1, 3, 130, 8, 9, 16)]
+SMALL = [(1, 1, 1, 1, 2, 3, 1), (2, 1, 1, 37, 5, 7, 3), (1, 1, 2, 70, 4, 17, 4), (1, 1, 3, 40, 3, 9, 16)]
 LARGE = [(2, 3, 1, 1024, 64, 64, 8), (1, 2, 4, 515, 64, 65, 4), (1, 12, 1, 128, 64, 64, 16), (2, 1, 2, 2100, 33, 65, 8)]
 CASES = [(torch.float32, s) for s in SMALL] + [(torch.bfloat16, SMALL[1]), (torch.float16, SMALL[2])]
 ON_CARD = [pytest.param(d, s, marks=ON_GPU) for d in TOLERANCE for s in LARGE]
@@ -102,7 +103,7 @@ def test_scan_of_ragged_rows(shape):
 @pytest.mark.parametrize("rates", EXTREME)
 @pytest.mark.parametrize("both", [False, True])
 def test_scan_of_extreme_rates(rates, both):
-    inputs = [x.to(DEVICE) for x in sums_of(1, 2, 1, 67, 4, 5, 3, rates)]
+    inputs = [x.to(DEVICE) for x in sums_of(1, 1, 1, 67, 4, 5, 3, rates)]
     if both:
         judged(lambda *given: [block_scan_both(*given)], inputs[:3], torch.float32, kept=(1, 2))
     else:
@@ -116,6 +117,51 @@ def test_scan_both_ways(dtype, shape):
 
 
 def test_scan_without_a_state_of_a_view():
-    x, rate, weight, _ = (x.to(DEVICE) for x in sums_of(2, 2, 1, 21, 6, 5, 2))
+    x, rate, weight, _ = (x.to(DEVICE) for x in sums_of(2, 2, 1, 21, 4, 5, 2))
     judged(lambda x, *given: block_scan(x.transpose(1, 2)[:, :, ::2].transpose(3, 4), *given)[:1],
            [x.transpose(1, 2).contiguous(), rate, weight], torch.float32, kept=(1, 2))  # fmt: skip
+
+
+def tokens_of(batch, groups, per_group, length, features, values, components):
+    torch.manual_seed(length)
+    q = torch.randn(batch, groups, per_group, length, features)
+    k, v = torch.randn(batch, groups, length, features), torch.randn(batch, groups, length, values)
+    state = torch.randn(batch, components, groups, features, values)
+    return q, k, v, *kernel_of(components, groups, per_group, (0.02, 1.5)), state
+
+
+# batch, groups, per group, tokens, features, values, components, block
+SHORT = [(1, 1, 1, 1, 3, 2, 1, 16), (2, 1, 1, 37, 3, 17, 3, 16), (1, 1, 2, 70, 20, 3, 2, 70)]
+LONG = [(2, 3, 1, 1000, 64, 65, 8, 64), (1, 2, 4, 2048, 128, 128, 4, 128), (1, 12, 1, 4096, 64, 64, 16, 64)]
+TOKENS = [(torch.float32, s) for s in SHORT] + [(torch.bfloat16, SHORT[1])]
+TOKENS += [pytest.param(d, s, marks=ON_GPU) for d in TOLERANCE for s in LONG]
+
+
+@pytest.mark.parametrize("dtype, shape", TOKENS)
+def test_causal_attention(dtype, shape):
+    inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])]
+    batch, length, block = shape[0], shape[3], shape[-1]
+    start_B = torch.tensor([5 + block, 2 * block][:batch], device=DEVICE)
+    count_B = torch.full_like(start_B, length)
+    judged(lambda *given: toeplitz_causal(*given, start_B, count_B, block, 16), inputs, dtype, kept=(3, 4, 5))
+    zero_B = torch.zeros_like(start_B)
+    judged(lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, 16)[:1], inputs[:5], dtype, kept=(3, 4))
+
+
+@pytest.mark.parametrize("dtype, shape", TOKENS)
+def test_attention_both_ways(dtype, shape):
+    inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])[:5]]
+    judged(lambda *given: [toeplitz_both_ways(*given, shape[-1])], inputs, dtype, kept=(3, 4))
+
+
+@pytest.mark.parametrize("count", [[37, 0], [16, 31]])
+def test_states_of_ragged_rows(count):
+    q, k, v, *kernel, state = (x.to(DEVICE) for x in tokens_of(2, 1, 1, 40, 3, 2, 2))
+    start_B, count_B = torch.tensor([16, 7], device=DEVICE), torch.tensor(count, device=DEVICE)
+    real = (torch.arange(40, device=DEVICE) < count_B[:, None])[:, None, :, None]
+
+    def run(q, k, v, *given):
+        out, last = toeplitz_causal(q, k * real, v * real, *given, start_B, count_B, 16, 16)
+        return out * real.unsqueeze(2), last
+
+    judged(run, (q, k, v, *kernel, state), torch.float32, kept=(3, 4, 5))
