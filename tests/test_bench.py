@@ -14,7 +14,7 @@ from surgery.bench.advice import plan_notes, report_notes
 from surgery.bench.floors import linear_work, softmax_work
 from surgery.bench.race import Heat, Race, Rival, Work, backward
 from surgery.bench.run import KINDS, bench
-from surgery.bench.shown import cell, grids, markdown, milliseconds, plotted, tables
+from surgery.bench.shown import cell, crossovers, grids, markdown, milliseconds, plotted, tables
 from surgery.cli import main
 from surgery.errors import SurgeryError
 from surgery.kernels import measured
@@ -108,6 +108,16 @@ def test_cells():
         for r, ms in (("a", 10.0), ("b", None))
     ]
     assert [grid[1:] for grid in grids(rows)] == [([2000], [("a", [c])]) for c in ("10.0", "200,000", "3.00")]
+
+
+def test_crossovers():
+    times = {"SDPA flash": (1.0, 4.0, 16.0), "SDPA cuDNN": (1.0, 3.0, 9.0), "a": (2.0, 3.5, 4.0), "b": (9.0, 9.0, 9.5)}
+    rows = [
+        {"table": "t", "rival": name, "x": x, "ms": ms, "op": "dense" if "SDPA" in name else None}
+        for name, all_ms in times.items()
+        for x, ms in zip((1024, 2048, 4096), all_ms)
+    ]
+    assert crossovers(rows) == ["t, ahead of the fastest that torch has: from 4,096: a; nowhere: b"]
 
 
 def test_plot(tmp_path):

@@ -27,7 +27,7 @@ def tables(result: dict[str, Any]) -> list[Any]:
         for name, cells in rows:
             table.add_row(name, *cells)
         parts += [table, *notes(result["rows"], title), ""]
-    return [*parts, EXPLAINED, *conditions(result)]
+    return [*parts, *crossovers(result["rows"]), "", EXPLAINED, *conditions(result)]
 
 
 def grids(rows: list[Row]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
@@ -93,6 +93,24 @@ def notes(rows: list[Row], title: str) -> list[str]:
     return [f"  {reason}: {names}" for reason, names in every.items()]
 
 
+def crossovers(rows: list[Row]) -> list[str]:
+    """From which size on rivals stay ahead of all that torch has for the job, a line a table."""
+    lines = []
+    for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
+        here = [row for row in rows if row["table"] == title and row["ms"]]
+        torchs = [row for row in here if row.get("op") == "dense" or row["rival"] == here[0]["rival"]]
+        best = {x: min(r["ms"] for r in torchs if r["x"] == x) for x in {r["x"] for r in torchs}}
+        ahead: dict[str, list[str]] = {}
+        for name in dict.fromkeys(row["rival"] for row in here if row not in torchs):
+            at = sorted((r["x"], r["ms"] < best[r["x"]]) for r in here if r["rival"] == name and r["x"] in best)
+            behind = [x for x, wins in at if not wins]
+            since = [x for x, _ in at if not behind or x > behind[-1]]
+            ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name)
+        said = "; ".join(f"{where}: {', '.join(names)}" for where, names in ahead.items())
+        lines.append(f"{title}, ahead of the fastest that torch has: {said}")
+    return lines
+
+
 def conditions(result: dict[str, Any]) -> list[str]:
     limits, versions = result["ceilings"], result["versions"]
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -110,7 +128,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
         lines += ["", *(f"-{note[1:]}" for note in notes(result["rows"], title)), ""]
-    return "\n".join([*conditions(result), "", *lines])
+    ahead = [f"- {line}" for line in crossovers(result["rows"])]
+    return "\n".join([*conditions(result), "", *ahead, *([""] if ahead else []), *lines])
 
 
 def plotted(result: dict[str, Any], path: Path) -> None:
