@@ -142,10 +142,10 @@ class Sizes:
 
 
 def sizes(
-    q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None, extra: int = 0
+    q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None, levels: int = 0
 ) -> Sizes:
-    """start None: rows begin at position 0. No word of what is on the device is waited for. `extra`: levels of buffers
-    above those that N chunks have."""
+    """start None: rows begin at position 0. No word of what is on the device is waited for. `levels`: of the
+    table, at least."""
     batch, G, J, T, K = q_BGJTF.shape
     device = q_BGJTF.device
     if cu_seqlens is None:
@@ -162,7 +162,7 @@ def sizes(
     N = max(1, -(-(T + spare) // C))
     chunks_R = (start_R % C + count_R + C - 1) // C
     bases, most = [], []
-    for level in range((N - 1).bit_length() + 1 + extra):
+    for level in range(max((N - 1).bit_length() + 2, levels + 1)):
         every_R = (chunks_R >> level) + 2 if level else chunks_R
         bases.append(every_R.cumsum(0) - every_R)
         bound = R * N if cu_seqlens is None else -(-T // C) + 2 * R

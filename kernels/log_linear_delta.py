@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.gated_delta import CHUNK, DTYPES, FEATURES, packed
 from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.op import kernel_for
@@ -56,7 +58,7 @@ def log_linear_delta(
 ) -> Tensor:
     """out_BGJTV in v's dtype, nothing before the tokens. start: positions of the rows' first tokens, None: 0.
     cu_seqlens: borders of sequences packed in one row (B = 1), each with a past of its own."""
-    s = sizes(q_BGJTK, v_BGTV, chunk, start_B, cu_seqlens, extra=1)
+    s = sizes(q_BGJTK, v_BGTV, chunk, start_B, cu_seqlens)
     top = (s.N - 1).bit_length()
     gates = gates_BGT.expand(v_BGTV.shape[:3])
     inputs = packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, level_BTGJL
@@ -64,12 +66,34 @@ def log_linear_delta(
     return _LogLinearDelta.apply(*inputs, None, None, None, s, levels, top)[0]
 
 
+def with_buckets(
+    tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, buckets_BLGKV: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, the buckets after the tokens): those of chunks by the kernels, smaller ones beside them. How many
+    there are then depends on the longest row: it is waited for."""
+    q, k, v, beta, gates = tokens
+    T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
+    levels = max(int(end_B.max()).bit_length(), buckets.shape[1])
+    s = sizes(q, v, chunk, start_B, None, levels)
+    bits, high = s.C.bit_length() - 1, max(0, levels - s.C.bit_length() + 1)
+    at_B, slot_B, low = start_B >> bits, start_B % s.C, buckets[:, :bits]
+    first = Edge.of(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)
+    low_BlGKV = first.through(low)
+    brought = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
+    inputs = packed(q), packed(k), packed(v), beta, gates, level_BTGJL, brought.transpose(0, 1).contiguous()
+    out, after = _LogLinearDelta.apply(*inputs, low_BlGKV.sum(1), end_B, s, high, ALL)
+    last = Edge.of(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % s.C, bits)
+    own = last.low() + falls(first, low_BlGKV, end_B, at_B)
+    out = out + first.reads(low, T).to(out.dtype) if low.shape[1] else out
+    return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]
+
+
 def accepts(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gates: Tensor, level: Tensor, start: Tensor,
     buckets: Tensor | None, count: Tensor, chunk: int,
 ) -> bool:  # fmt: skip
     alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
-    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0 and buckets is None
+    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
 
 
 @kernel_for(log_linear, accepts=accepts)
@@ -77,4 +101,7 @@ def log_linear_with_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, start: Tensor,
     buckets: Tensor | None, count: Tensor, chunk: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return log_linear_delta(q, k, v, beta, gates, level, start, chunk=chunk), None
+    gates = gates.expand(v.shape[:3])
+    if buckets is not None:
+        return with_buckets((q, k, v, beta, gates), level, start, count, buckets, min(chunk, CHUNK))
+    return log_linear_delta(q, k, v, beta, gates, level, start, chunk=min(chunk, CHUNK)), None
