@@ -17,14 +17,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from surgery.kernels import btt_launch as launch
-from surgery.kernels.btt_decode import decode, fits
+from surgery.kernels.btt_cores import LARGEST, from_dense
+from surgery.kernels.btt_decode import TOKENS, decode, few, one_launch
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
-# Numbers of z and dz that the backward holds at a time.
+# Numbers of z that the backward holds at a time.
 HELD = 2**29
+
+# Stored numbers of the cores, times this, beyond which their gradients go by that of the dense matrix.
+DENSE_PAYS = 9
 
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -49,8 +53,9 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
 
 def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     y_NO = x_NI.new_empty(len(x_NI), out)
-    if fits(len(x_NI), right_cdbs, left_bcsa):
-        decode(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    if len(x_NI) <= TOKENS:
+        run = decode if one_launch(right_cdbs, left_bcsa) else few
+        run(x_NI, right_cdbs, left_bcsa, bias, y_NO)
         return y_NO
     near, far = launch.right_side(right_cdbs), launch.left_side(left_bcsa)
     tiles = launch.tiles_for(len(x_NI), near, far)
@@ -70,16 +75,22 @@ class Product(torch.autograd.Function):
         x_NI, right, left = ctx.saved_tensors
         need_x, need_right, need_left, need_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(x_NI) if need_x else None
-        sums = [torch.zeros_like(core, dtype=torch.float32) for core in (right, left)]
-        if need_x and not (need_right or need_left):
-            transposed(dy_NO, right, left, dx)
+        dbias = dy_NO.sum(0) if need_bias else None
+        if not (need_right or need_left):
+            dright = dleft = None
+        elif through_dense(x_NI, right, left, dy_NO):
+            dright, dleft = from_dense(dy_NO.mT @ x_NI, right, left)
         else:
-            size = max(128, HELD // right.shape[0] // left.shape[0] // left.shape[2] // 128 * 128)
-            for n in range(0, len(x_NI), size):
-                part = slice(n, n + size)
-                gradients(x_NI[part], right, left, dy_NO[part], None if dx is None else dx[part], sums)
-        dright, dleft = (g.to(x_NI.dtype) if need else None for g, need in zip(sums, (need_right, need_left)))
-        return dx, dright, dleft, dy_NO.sum(0) if need_bias else None, None
+            return *by_pairs(x_NI, right, left, dy_NO, dx), dbias, None
+        if dx is not None:
+            transposed(dy_NO, right, left, dx)
+        return dx, dright, dleft, dbias, None
+
+
+def through_dense(x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor) -> bool:
+    """Whether the gradient of the dense matrix is the shorter way to those of the cores."""
+    dense = x_NI.shape[1] * dy_NO.shape[1]
+    return max(right.shape[1], left.shape[3]) <= LARGEST and DENSE_PAYS * (right.numel() + left.numel()) > dense
 
 
 def transposed(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tensor) -> None:
@@ -88,17 +99,22 @@ def transposed(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tens
     launch.ring(dy_NO, near, far, right_cdbs.shape[3], None, dx_NI, tiles)
 
 
-def gradients(
-    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None, sums: list[Tensor]
-) -> None:
-    """Into dx, and onto the sums of right's and left's gradients."""
+def by_pairs(
+    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """dx, dright and dleft from z and dz, a stretch of tokens at a time."""
+    dright, dleft = (torch.zeros_like(core, dtype=torch.float32) for core in (right, left))
     of_right, of_left, rank = launch.right_side(right), launch.left_side(left), right.shape[3]
-    tiles = launch.tiles_for(len(x_NI), of_right, of_left)
-    z = launch.spread(x_NI, of_right, rank, tiles)
-    sums[1] += launch.pair(z, dy_NO, of_left, tiles.BN)
-    del z
-    tiles = launch.tiles_for(len(x_NI), of_left, of_right)
-    dz = launch.spread(dy_NO, of_left, rank, tiles)
-    sums[0] += launch.pair(dz, x_NI, of_right, tiles.BN)
-    if dx_NI is not None:
-        launch.gather(dz, of_right, None, dx_NI, tiles)
+    size = max(128, HELD // (of_right.groups * of_right.rows) // 128 * 128)
+    for n in range(0, len(x_NI), size):
+        x, dy = x_NI[n : n + size], dy_NO[n : n + size]
+        tiles = launch.tiles_for(len(x), of_right, of_left)
+        z = launch.spread(x, of_right, rank, tiles)
+        dleft += launch.pair(z, dy, of_left, tiles.BN)
+        del z
+        tiles = launch.tiles_for(len(x), of_left, of_right)
+        dz = launch.spread(dy, of_left, rank, tiles)
+        dright += launch.pair(dz, x, of_right, tiles.BN)
+        if dx_NI is not None:
+            launch.gather(dz, of_right, None, dx_NI[n : n + size], tiles)
+    return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)

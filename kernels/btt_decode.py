@@ -8,6 +8,7 @@ units: what takes the time is reading the cores.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,10 +55,36 @@ def decode_kernel(
     tl.store(y + (first + n)[:, None] * y_n + o[None, :], y_na.to(y.dtype.element_ty), mask=inside)
 
 
-def fits(N: int, right_cdbs: Tensor, left_bcsa: Tensor) -> bool:
-    """Few tokens, and enough rows of blocks to share the reading among."""
+@triton.jit
+def few_kernel(
+    x, core, bias, out, N, IN, D, R, S, OUT, x_n, x_i, c_g, o_n, o_g, o_s, tiles,
+    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[n, g, r] = sum_d x[n, g, d] core[g, d, r], one of the two products. Grid: (groups * tiles, tokens / BN)."""
+    group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    r = tile * BR + tl.arange(0, BR)
+    d = tl.arange(0, BD)
+    out_nr = tl.zeros([BN, BR], tl.float32)
+    for first in tl.range(0, D, BD):
+        i = group * D + first + d
+        inside = (n[:, None] < N) & (first + d < D)[None, :] & (i < IN)[None, :]
+        x_nd = tl.load(x + n[:, None] * x_n + i[None, :] * x_i, mask=inside, other=0.0)
+        at = core + group * c_g + (first + d)[:, None] * R + r[None, :]
+        c_dr = tl.load(at, mask=(first + d < D)[:, None] & (r < R)[None, :], other=0.0)
+        out_nr = tl.dot(x_nd, c_dr, out_nr, input_precision=PRECISION)
+    o = group * o_g + r // S * o_s + r % S
+    inside_r = (r < R) & (o < OUT)
+    if BIAS:
+        out_nr += tl.load(bias + o, mask=inside_r, other=0.0).to(tl.float32)[None, :]
+    at = out + n[:, None] * o_n + o[None, :]
+    tl.store(at, out_nr.to(out.dtype.element_ty), mask=(n[:, None] < N) & inside_r[None, :])
+
+
+def one_launch(right_cdbs: Tensor, left_bcsa: Tensor) -> bool:
+    """Enough rows of blocks to share the reading among."""
     (_, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
-    return 0 < N <= TOKENS and b >= 16 and triton.next_power_of_2(s) * max(a, d) <= HELD
+    return b >= 16 and triton.next_power_of_2(s) * max(a, d) <= HELD
 
 
 def decode(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
@@ -69,4 +96,33 @@ def decode(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | N
         x_NI, right_cdbs, left_bcsa, y_NO if bias is None else bias, y_NO, N, IN, y_NO.shape[1], c, d, b, s, a,
         *x_NI.stride(), y_NO.stride(0), BN=BN, BC=BC, BS=BS, BD=BD, BA=BA, BIAS=bias is not None,
         num_warps=min(16, max(4, BC * BS * max(BD, BA) // 1024)), num_stages=1,
+    )  # fmt: skip
+
+
+def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
+    """One launch for each product, z between them as the second reads it."""
+    (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
+    z_NK = x_NI.new_empty(len(x_NI), b * c * s)
+    _few(x_NI, right_cdbs, None, z_NK, c, d, b * s, s, (s, c * s))
+    _few(z_NK, left_bcsa, bias, y_NO, b, c * s, a, a, (a, a))
+
+
+def _few(
+    x_NI: Tensor,
+    core: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    groups: int,
+    d: int,
+    rows: int,
+    s: int,
+    steps: tuple[int, int],
+) -> None:
+    BD, BR = min(128, max(16, triton.next_power_of_2(d))), 32
+    tiles = triton.cdiv(rows, BR)
+    few_kernel[(groups * tiles, triton.cdiv(len(x_NI), 16))](
+        x_NI, core, out if bias is None else bias, out, len(x_NI), x_NI.shape[1], d, rows, s, out.shape[1],
+        *x_NI.stride(), d * rows, out.stride(0), *steps, tiles,
+        BN=16, BD=BD, BR=BR, BIAS=bias is not None, PRECISION="tf32x3" if x_NI.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -49,6 +49,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     flip: tuple[bool, bool] = (False, False)
+    once: str = ""  # the cache's policy for x and y
 
 
 # A core's tile that fits is loaded once a program: inner and rows up to these.
@@ -125,7 +126,7 @@ def ring(x_NI: Tensor, near: Side, far: Side, rank: int, bias: Tensor | None, y_
         LAG=t.lag, RING=t.ring, TILES=t.count, BN=t.BN, BJ=BJ, BD=BD, BK=BK, BA=BA,
         D_ONCE=near.inner <= BD, K_ONCE=far.rows <= BK, EVEN_1=even(x_NI, near, t.near), EVEN_2=even(y_NO, far, t.far),
         FLIP_1=t.flip[0], FLIP_2=t.flip[1], BIAS=bias is not None, PRECISION=precision(x_NI),
-        num_warps=t.warps, num_stages=t.stages,
+        ONCE=t.once, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
 
 

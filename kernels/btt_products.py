@@ -24,7 +24,7 @@ import triton.language as tl
 def _spread(
     x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, PRECISION: tl.constexpr,
+    FLIP: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
     j = tile_j * BJ + tl.arange(0, BJ)
@@ -38,36 +38,43 @@ def _spread(
     left_i = IN - group * D
     if D_ONCE:
         r_dj = _core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
-    for t in tl.range(0, count):
+    z_nj = tl.zeros([BN, BJ], tl.float32)
+    steps = 1 if D_ONCE else tl.cdiv(D, BD)
+    for i in tl.range(0, count * steps):  # tokens and d in one loop: loads run ahead across the tiles
+        t, k = i // steps, i % steps * BD
+        inside_n = n[:, None] < left_n - t * BN
+        inside = inside_n & (d[None, :] < D - k) & (d[None, :] < left_i - k)
+        x_nd = _rows(x + (t * BN + n)[:, None] * x_n + (k + d)[None, :] * x_i, inside, inside_n, EVEN, ONCE)
+        if not D_ONCE:
+            inside_dj = (d[:, None] < D - k) & (j[None, :] < J)
+            r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
+        at = z + t * rows.to(tl.int64) * BN + row[:, None] * BN + n[None, :]
         if D_ONCE:
-            inside = (n[:, None] < left_n - t * BN) & (d[None, :] < D) & (d[None, :] < left_i)
-            x_nd = _rows(x + (t * BN + n)[:, None] * x_n + d[None, :] * x_i, inside, n[:, None] < left_n - t * BN, EVEN)
             if FLIP:
                 z_jn = tl.dot(tl.trans(r_dj), tl.trans(x_nd), input_precision=PRECISION)
             else:
                 z_jn = tl.trans(tl.dot(x_nd, r_dj, input_precision=PRECISION))
+            _store_z(at, z_jn, j, J, z, EVEN)
         else:
-            z_nj = tl.zeros([BN, BJ], tl.float32)
-            for k in tl.range(0, D, BD):
-                inside = (n[:, None] < left_n - t * BN) & (d[None, :] < D - k) & (d[None, :] < left_i - k)
-                at = x + (t * BN + n)[:, None] * x_n + (k + d)[None, :] * x_i
-                x_nd = _rows(at, inside, n[:, None] < left_n - t * BN, EVEN)
-                inside_dj = (d[:, None] < D - k) & (j[None, :] < J)
-                r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
-                z_nj = tl.dot(x_nd, r_dj, z_nj, input_precision=PRECISION)
-            z_jn = tl.trans(z_nj)
-        at = z + t * rows.to(tl.int64) * BN + row[:, None] * BN + n[None, :]
-        if EVEN:
-            tl.store(at, z_jn.to(z.dtype.element_ty))
-        else:
-            tl.store(at, z_jn.to(z.dtype.element_ty), mask=j[:, None] < J)
+            z_nj = tl.dot(x_nd, r_dj, z_nj, input_precision=PRECISION)
+            if k + BD >= D:
+                _store_z(at, tl.trans(z_nj), j, J, z, EVEN)
+                z_nj = tl.zeros([BN, BJ], tl.float32)
+
+
+@triton.jit
+def _store_z(at, z_jn, j, J, z, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(at, z_jn.to(z.dtype.element_ty))
+    else:
+        tl.store(at, z_jn.to(z.dtype.element_ty), mask=j[:, None] < J)
 
 
 @triton.jit
 def _gather(
     z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
     a = tile_a * BA + tl.arange(0, BA)
@@ -83,28 +90,40 @@ def _gather(
         b_a = tl.load(bias + group * A + a, mask=inside_a, other=0.0).to(tl.float32)
     if K_ONCE:
         l_ka = _core(left + k[:, None] * l_k + a[None, :] * l_a, (k[:, None] < K) & (a[None, :] < A), EVEN)
-    for t in tl.range(0, count):
-        at_z = z + t * rows.to(tl.int64) * BN + k[:, None] * BN + n[None, :]
+    y_na = tl.zeros([BN, BA], tl.float32)
+    steps = 1 if K_ONCE else tl.cdiv(K, BK)
+    for i in tl.range(0, count * steps):
+        t, first_k = i // steps, i % steps * BK
+        z_kn = _fresh(
+            z + t * rows.to(tl.int64) * BN + (first_k + k)[:, None] * BN + n[None, :], k[:, None] < K - first_k, EVEN
+        )
+        if not K_ONCE:
+            inside_ka = (k[:, None] < K - first_k) & (a[None, :] < A)
+            l_ka = _core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside_ka, EVEN)
+        at = y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o
+        inside_n = n[:, None] < left_n - t * BN
         if K_ONCE:
-            z_kn = _fresh(at_z, k[:, None] < K, EVEN)
             if FLIP:
                 y_na = tl.trans(tl.dot(tl.trans(l_ka), z_kn, input_precision=PRECISION))
             else:
                 y_na = tl.dot(tl.trans(z_kn), l_ka, input_precision=PRECISION)
+            if BIAS:
+                y_na += b_a[None, :]
+            _store_y(at, y_na, inside_n, inside_a, y, EVEN, ONCE)
         else:
-            y_na = tl.zeros([BN, BA], tl.float32)
-            for first_k in tl.range(0, K, BK):
-                z_kn = _fresh(at_z + first_k * BN, k[:, None] < K - first_k, EVEN)
-                inside = (k[:, None] < K - first_k) & (a[None, :] < A)
-                l_ka = _core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside, EVEN)
-                y_na = tl.dot(tl.trans(z_kn), l_ka, y_na, input_precision=PRECISION)
-        if BIAS:
-            y_na += b_a[None, :]
-        at = y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o
-        inside = n[:, None] < left_n - t * BN
-        if not EVEN:
-            inside = inside & inside_a[None, :]
-        tl.store(at, y_na.to(y.dtype.element_ty), mask=inside)
+            y_na = tl.dot(tl.trans(z_kn), l_ka, y_na, input_precision=PRECISION)
+            if first_k + BK >= K:
+                if BIAS:
+                    y_na += b_a[None, :]
+                _store_y(at, y_na, inside_n, inside_a, y, EVEN, ONCE)
+                y_na = tl.zeros([BN, BA], tl.float32)
+
+
+@triton.jit
+def _store_y(at, y_na, inside_n, inside_a, y, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    if not EVEN:
+        inside_n = inside_n & inside_a[None, :]
+    tl.store(at, y_na.to(y.dtype.element_ty), mask=inside_n, eviction_policy=ONCE)
 
 
 @triton.jit
@@ -116,11 +135,11 @@ def _core(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _rows(at, inside, inside_n, EVEN: tl.constexpr):
+def _rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
     if EVEN:
-        return tl.load(at, mask=inside_n, other=0.0)
+        return tl.load(at, mask=inside_n, other=0.0, eviction_policy=ONCE)
     else:
-        return tl.load(at, mask=inside, other=0.0)
+        return tl.load(at, mask=inside, other=0.0, eviction_policy=ONCE)
 
 
 @triton.jit
@@ -144,7 +163,7 @@ def spread_kernel(
     group, tile_j = tl.program_id(0) // tiles_j, tl.program_id(0) % tiles_j
     z += first.to(tl.int64) * (J * groups) * BN
     _spread(x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
-            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION)  # fmt: skip
+            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION, "")  # fmt: skip
 
 
 @triton.jit
@@ -159,7 +178,7 @@ def gather_kernel(
     group, tile_a = tl.program_id(0) // tiles_a, tl.program_id(0) % tiles_a
     z += first.to(tl.int64) * (K * groups) * BN
     _gather(z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
-            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION)  # fmt: skip
+            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION, "")  # fmt: skip
 
 
 @triton.jit
@@ -181,6 +200,7 @@ def ring_kernel(
     LAG: tl.constexpr, RING: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
     BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr, K_ONCE: tl.constexpr, EVEN_1: tl.constexpr,
     EVEN_2: tl.constexpr, FLIP_1: tl.constexpr, FLIP_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (slabs + LAG) * (C * tiles_j + B * tiles_a). flags: zeros, two a slab, of spreads and gathers done."""
     spreads, gathers = C * tiles_j, B * tiles_a
@@ -198,12 +218,12 @@ def ring_kernel(
             if slab >= RING:
                 _await(flags + slabs + slab - RING, gathers)
             _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
-                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION)  # fmt: skip
+                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION, ONCE)  # fmt: skip
             _signal(flags + slab)
         else:
             _await(flags + slab, spreads)
             _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
-                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION)  # fmt: skip
+                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION, ONCE)  # fmt: skip
             if slab + RING < slabs:
                 _signal(flags + slabs + slab)
 
@@ -231,7 +251,9 @@ def pair_kernel(
     for t in tl.range(0, count):
         z_kn = _core(z + t * rows * BN + k[:, None] * BN + n[None, :], k[:, None] < K, EVEN)
         inside_n = n[:, None] < left_n - t * BN
-        y_na = _rows(y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN)
+        y_na = _rows(
+            y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, ""
+        )
         g_ka = tl.dot(z_kn, y_na, g_ka, input_precision=PRECISION)
     at = g + part.to(tl.int64) * g_p + group * g_g + k[:, None] * g_k + a[None, :] * g_a
     tl.store(at, g_ka.to(g.dtype.element_ty), mask=(k[:, None] < K) & (a[None, :] < A))
