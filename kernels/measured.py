@@ -1,8 +1,9 @@
-"""Who was measured to be fastest: rows of measured.json, one for each op, pass and size.
+"""Which way was measured to be fastest: rows of measured.json, one for each op, pass and size.
 
     choice("btt", "forward", tokens=512, inputs=4096, outputs=4096, rank=4)  ->  "kernel", "reference" or "dense"
 
-ms of the kernel, of the reference it stands in for, and of what both replace (a dense linear, SDPA). `surgery bench` measures
+ms of the kernel, of the reference it stands in for, of the matrix multiplied out (BTT: "dense"), and of the original that
+all of them replace (a dense linear, SDPA: another function, so never the choice). `surgery bench` measures
 the rows and surgery.bench.publish writes them. The row nearest in log space speaks for sizes that were not measured, and, for want
 of others, on every device. Without a row the kernel is taken.
 """
@@ -22,8 +23,8 @@ WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
 
 @cache
 def table() -> dict[str, Any]:
-    """{"device": .., "rows": [{"op", "pass", "sizes": {name: number}, "kernel": ms, "reference": ms, "dense": ms}]},
-    a pass being forward, backward (with its forward) or step."""
+    """{"device": .., "rows": [{"op", "pass", "sizes": {name: number}, "kernel": ms, "reference": ms, "dense": ms,
+    "original": ms}]}, a pass being forward, backward (with its forward) or step."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from surgery.kernels.measured import distance, nearest, table
+from surgery.kernels.measured import WAYS, distance, nearest, table
 
 TOKENS = (1, 16, 512, 8192)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -35,12 +35,12 @@ def report_notes(report: dict[str, Any]) -> list[str]:
 
 
 def ratio(op: str, pass_: str, **sizes: int) -> float | None:
-    """Times as fast as what it replaces, the faster of kernel and reference; None where nothing near was measured."""
+    """Times as fast as what it replaces, its fastest way; None where nothing near was measured."""
     row = nearest(op, pass_, **sizes)
-    if row is None or "dense" not in row or distance(row["sizes"], sizes) > FAR:
+    if row is None or "original" not in row or distance(row["sizes"], sizes) > FAR:
         return None
-    ours = [row[way] for way in ("kernel", "reference") if row.get(way)]
-    return row["dense"] / min(ours) if ours else None
+    ours = [row[way] for way in WAYS if row.get(way)]
+    return row["original"] / min(ours) if ours else None
 
 
 def _linear(config: dict[str, Any], out: int, in_: int) -> str:

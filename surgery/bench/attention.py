@@ -109,7 +109,7 @@ def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
     ]  # fmt: skip
     works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
     return [
-        *((name, "measured", lambda b=backend: sdpa(tokens, b), full, "dense") for name, backend in torchs.items()),
+        *((name, "measured", lambda b=backend: sdpa(tokens, b), full, "original") for name, backend in torchs.items()),
         *((f"{name}, {way}", way, make, work, op) for name, op, make, work in ours for way in ("kernel", "reference")),
         *((name, "measured", make, work, None) for (name, make), work in zip(peers(tokens), works) if others),
     ]

@@ -98,7 +98,9 @@ def _rivals(bench: Bench, batch: int, length: int, graph: bool, sized: dict[str,
     full = 2 * batch * bench.shape.groups * length * bench.shape.key * bench.dtype.itemsize
     sized["cache"] = {"SDPA, room laid out": full, "SDPA, grown as in transformers": full}
     rivals = [
-        Rival("SDPA, room laid out", lambda: _sdpa(bench, batch, length, True, graph), work=Work(full, 0), op="dense")
+        Rival(
+            "SDPA, room laid out", lambda: _sdpa(bench, batch, length, True, graph), work=Work(full, 0), op="original"
+        )
     ]
     if not graph:
         grown = lambda: _sdpa(bench, batch, length, False, graph)  # noqa: E731

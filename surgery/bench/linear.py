@@ -52,11 +52,12 @@ class Entry(NamedTuple):
     numbers: int
     op: str | None = None
     options: dict[str, int] = {}  # noqa: RUF012
+    way: str | None = None
 
 
 def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[Entry]:
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    yield Entry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "dense")
+    yield Entry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     choices: tuple[Choice, ...] = ("kernel", "reference", "measured")
     for rank in (1, 4):
         btt = structured(BTT(rank=rank), in_, out, factory)
@@ -64,7 +65,7 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
         for choice in choices:
             shown, op = ("as chosen", None) if choice == "measured" else (choice, "btt")
             yield Entry(f"{name}, {shown}", choice, btt, btt.macs(), op, options)
-        yield Entry(f"{name}, multiplied out", "measured", MultipliedOut(btt), btt.macs())
+        yield Entry(f"{name}, multiplied out", "measured", MultipliedOut(btt), btt.macs(), "btt", options, "dense")
     half = structured(BTT(blocks=(4, 4)), in_, out, factory)
     yield Entry("BTT 4 x 4, half, kernel", "kernel", half, half.macs(), "btt", grid(half))
     yield Entry("BTT 4 x 4, half, reference", "reference", half, half.macs(), "btt", grid(half))
@@ -129,4 +130,4 @@ def _rival(
     entry: Entry, make: Callable[[], Call], where: dict[str, int], back: bool, dtype: torch.dtype, times: int = 1
 ) -> Rival:
     work = linear_work(where["tokens"], where["inputs"], where["outputs"], entry.numbers, back, dtype.itemsize)
-    return Rival(entry.name, make, entry.choice, work, times, entry.op, entry.options)
+    return Rival(entry.name, make, entry.choice, work, times, entry.op, entry.options, entry.way)

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
 def measured(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table of kernels/measured.py: what each op took as a kernel, by its reference, and what it replaces."""
+    """The table of kernels/measured.py: what each op took in each way, and what it replaces."""
     rows = []
     for result in results:
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
@@ -40,14 +40,14 @@ def kind_of(table: str) -> str:
 
 
 def _of_one(heat: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """One heat's rows, an op and its options each. Dense is the fastest that torch has."""
-    dense = min((row["ms"] for row in heat if row.get("op") == "dense"), default=None)
+    """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has."""
+    original = min((row["ms"] for row in heat if row.get("op") == "original"), default=None)
     found: dict[str, dict[str, Any]] = {}
     for row in heat:
-        if row.get("op") in (None, "dense"):
+        if row.get("op") in (None, "original"):
             continue
         sizes = {**{k: v for k, v in row["sizes"].items() if k in NAMED}, **row["options"]}
-        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"dense": rounded(dense)} if dense else {})}
+        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": rounded(original)} if original else {})}
         found.setdefault(json.dumps(entry), entry)[row["way"]] = rounded(row["ms"])
     return list(found.values())
 

@@ -35,7 +35,8 @@ class Work(NamedTuple):
 @dataclass
 class Rival:
     """make: lays out what a run needs and returns the run. times: calls in one run. op, options: what kernels/measured.json
-    calls this, and what it depends on beside the heat's sizes; "dense" is what others replace. A rival of the choice
+    calls this, and what it depends on beside the heat's sizes; way: where it is not the choice. "original" is what others
+    replace. A rival of the choice
     "kernel" for which no kernel came by is not timed: the reference would pass for it."""
 
     name: str
@@ -45,6 +46,7 @@ class Rival:
     times: int = 1
     op: str | None = None
     options: dict[str, int] = field(default_factory=dict)
+    way: str | None = None
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Race:
         for rival in heat.rivals:
             row: Row = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
             if rival.op is not None:
-                row |= {"op": rival.op, "way": rival.choice, "options": rival.options}
+                row |= {"op": rival.op, "way": rival.way or rival.choice, "options": rival.options}
             rows.append(row)
             if note := self._left_out(heat, rival):
                 row["note"] = note

@@ -98,7 +98,7 @@ def crossovers(rows: list[Row]) -> list[str]:
     lines = []
     for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
         here = [row for row in rows if row["table"] == title and row["ms"]]
-        torchs = [row for row in here if row.get("op") == "dense" or row["rival"] == here[0]["rival"]]
+        torchs = [row for row in here if row.get("op") == "original" or row["rival"] == here[0]["rival"]]
         best = {x: min(r["ms"] for r in torchs if r["x"] == x) for x in {r["x"] for r in torchs}}
         ahead: dict[str, list[str]] = {}
         for name in dict.fromkeys(row["rival"] for row in here if row not in torchs):
