@@ -18,7 +18,7 @@ HELD = 16384  # numbers of a core that a program holds at a time
 PROGRAMS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def decode_kernel(
     x, right, left, bias, y, N, IN, OUT, C, D, B, S, A, x_n, x_i, y_n,
     BN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BA: tl.constexpr, BIAS: tl.constexpr,
@@ -55,7 +55,7 @@ def decode_kernel(
     tl.store(y + (first + n)[:, None] * y_n + o[None, :], y_na.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def few_kernel(
     x, core, bias, out, N, IN, D, R, S, OUT, x_n, x_i, c_g, o_n, o_g, o_s, tiles,
     BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,

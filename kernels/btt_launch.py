@@ -92,8 +92,8 @@ def spread(x_NI: Tensor, side: Side, rank: int, t: Tiles) -> Tensor:
     z = room_for_z(x_NI, side, total, t.BN)
     products.spread_kernel[(side.groups * tiles_j, triton.cdiv(total, t.count))](
         x_NI, side.core, z, N, x_NI.shape[1], side.inner, side.rows, rank, side.groups, *x_NI.stride(),
-        side.step_group, side.step_inner, side.step_row, tiles_j,
-        TILES=t.count, BN=t.BN, BJ=BJ, BD=BD, D_ONCE=side.inner <= BD, EVEN=even(x_NI, side, t.near), FLIP=t.flip[0],
+        side.step_group, side.step_inner, side.step_row, tiles_j, t.count,
+        BN=t.BN, BJ=BJ, BD=BD, D_ONCE=side.inner <= BD, EVEN=even(x_NI, side, t.near), FLIP=t.flip[0],
         PRECISION=precision(x_NI), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return z
@@ -105,8 +105,8 @@ def gather(z: Tensor, side: Side, bias: Tensor | None, y_NO: Tensor, t: Tiles) -
     total, tiles_a = triton.cdiv(N, t.BN), triton.cdiv(side.inner, BA)
     products.gather_kernel[(side.groups * tiles_a, triton.cdiv(total, t.count))](
         z, side.core, z if bias is None else bias, y_NO, N, y_NO.shape[1], side.inner, side.rows, side.groups,
-        side.step_group, side.step_row, side.step_inner, *y_NO.stride(), tiles_a,
-        TILES=t.count, BN=t.BN, BK=BK, BA=BA, K_ONCE=side.rows <= BK, EVEN=even(y_NO, side, t.far), FLIP=t.flip[1],
+        side.step_group, side.step_row, side.step_inner, *y_NO.stride(), tiles_a, t.count,
+        BN=t.BN, BK=BK, BA=BA, K_ONCE=side.rows <= BK, EVEN=even(y_NO, side, t.far), FLIP=t.flip[1],
         BIAS=bias is not None, PRECISION=precision(y_NO), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
 
@@ -122,8 +122,8 @@ def ring(x_NI: Tensor, near: Side, far: Side, rank: int, bias: Tensor | None, y_
         x_NI, near.core, far.core, z if bias is None else bias, y_NO, z, flags, N, x_NI.shape[1], y_NO.shape[1],
         near.inner, far.inner, rank, near.rows, far.rows, near.groups, far.groups, *x_NI.stride(),
         near.step_group, near.step_inner, near.step_row, far.step_group, far.step_row, far.step_inner,
-        *y_NO.stride(), tiles_j, tiles_a, slabs,
-        LAG=t.lag, RING=t.ring, TILES=t.count, BN=t.BN, BJ=BJ, BD=BD, BK=BK, BA=BA,
+        *y_NO.stride(), tiles_j, tiles_a, slabs, t.lag, t.ring, t.count,
+        BN=t.BN, BJ=BJ, BD=BD, BK=BK, BA=BA,
         D_ONCE=near.inner <= BD, K_ONCE=far.rows <= BK, EVEN_1=even(x_NI, near, t.near), EVEN_2=even(y_NO, far, t.far),
         FLIP_1=t.flip[0], FLIP_2=t.flip[1], BIAS=bias is not None, PRECISION=precision(x_NI),
         ONCE=t.once, num_warps=t.warps, num_stages=t.stages,
@@ -144,8 +144,8 @@ def pair(z: Tensor, y_NO: Tensor, side: Side, BN: int) -> Tensor:
     g = torch.empty(triton.cdiv(total, count), *side.core.shape, dtype=torch.float32, device=z.device)
     products.pair_kernel[(programs, len(g))](
         z, y_NO, g, N, y_NO.shape[1], side.inner, side.rows, side.groups, *y_NO.stride(),
-        g[0].numel(), side.step_group, side.step_row, side.step_inner, tiles_k, tiles_a,
-        TILES=count, BN=BN, BK=BK, BA=BA, EVEN=even(y_NO, side, (BA, BK)), PRECISION=precision(z),
+        g[0].numel(), side.step_group, side.step_row, side.step_inner, tiles_k, tiles_a, count,
+        BN=BN, BK=BK, BA=BA, EVEN=even(y_NO, side, (BA, BK)), PRECISION=precision(z),
         num_warps=4, num_stages=2 if single else 3,
     )  # fmt: skip
     return g[0] if len(g) == 1 else g.sum(0)

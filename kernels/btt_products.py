@@ -151,30 +151,30 @@ def _fresh(at, inside, EVEN: tl.constexpr):
         return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def spread_kernel(
-    x, right, z, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j, tiles_j,
-    TILES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr,
+    x, right, z, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j, tiles_j, tiles,
+    BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr,
     EVEN: tl.constexpr, FLIP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * tiles_j, slabs of TILES tiles)."""
-    first = tl.program_id(1) * TILES
-    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    """Grid: (groups * tiles_j, slabs of tiles tiles)."""
+    first = tl.program_id(1) * tiles
+    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
     group, tile_j = tl.program_id(0) // tiles_j, tl.program_id(0) % tiles_j
     z += first.to(tl.int64) * (J * groups) * BN
     _spread(x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
             BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION, "")  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def gather_kernel(
-    z, left, bias, y, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o, tiles_a,
-    TILES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr,
+    z, left, bias, y, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o, tiles_a, tiles,
+    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr,
     EVEN: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * tiles_a, slabs of TILES tiles)."""
-    first = tl.program_id(1) * TILES
-    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    """Grid: (groups * tiles_a, slabs of tiles tiles)."""
+    first = tl.program_id(1) * tiles
+    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
     group, tile_a = tl.program_id(0) // tiles_a, tl.program_id(0) % tiles_a
     z += first.to(tl.int64) * (K * groups) * BN
     _gather(z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
@@ -193,30 +193,30 @@ def _signal(flag):
     tl.atomic_add(flag, 1, sem="release")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles", "slabs", "lag", "ring"])
 def ring_kernel(
     x, right, left, bias, y, z, flags, N, IN, OUT, D, A, S, J, K, C, B,
-    x_n, x_i, r_g, r_d, r_j, l_g, l_k, l_a, y_n, y_o, tiles_j, tiles_a, slabs,
-    LAG: tl.constexpr, RING: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
+    x_n, x_i, r_g, r_d, r_j, l_g, l_k, l_a, y_n, y_o, tiles_j, tiles_a, slabs, lag, ring, tiles,
+    BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
     BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr, K_ONCE: tl.constexpr, EVEN_1: tl.constexpr,
     EVEN_2: tl.constexpr, FLIP_1: tl.constexpr, FLIP_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (slabs + LAG) * (C * tiles_j + B * tiles_a). flags: zeros, two a slab, of spreads and gathers done."""
+    """Grid: (slabs + lag) * (C * tiles_j + B * tiles_a). flags: zeros, two a slab, of spreads and gathers done."""
     spreads, gathers = C * tiles_j, B * tiles_a
     step, work = tl.program_id(0) // (spreads + gathers), tl.program_id(0) % (spreads + gathers)
     # Alternating while both last: reading x and writing z goes beside reading z and writing y.
     both = 2 * tl.minimum(spreads, gathers)
     is_spread = tl.where(work < both, work % 2 == 0, spreads > gathers)
     item = tl.where(work < both, work // 2, work - both // 2)
-    slab = tl.where(is_spread, step, step - LAG)
+    slab = tl.where(is_spread, step, step - lag)
     if slab >= 0 and slab < slabs:
-        first = slab * TILES
-        count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
-        z += (slab % RING).to(tl.int64) * TILES * (J * C) * BN
+        first = slab * tiles
+        count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
+        z += (slab % ring).to(tl.int64) * tiles * (J * C) * BN
         if is_spread:
-            if slab >= RING:
-                _await(flags + slabs + slab - RING, gathers)
+            if slab >= ring:
+                _await(flags + slabs + slab - ring, gathers)
             _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
                     BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION, ONCE)  # fmt: skip
             _signal(flags + slab)
@@ -224,21 +224,21 @@ def ring_kernel(
             _await(flags + slab, spreads)
             _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
                     BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION, ONCE)  # fmt: skip
-            if slab + RING < slabs:
+            if slab + ring < slabs:
                 _signal(flags + slabs + slab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def pair_kernel(
-    z, y, g, N, OUT, A, K, groups, y_n, y_o, g_p, g_g, g_k, g_a, tiles_k, tiles_a,
-    TILES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr,
+    z, y, g, N, OUT, A, K, groups, y_n, y_o, g_p, g_g, g_k, g_a, tiles_k, tiles_a, tiles,
+    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * tiles_k * tiles_a, parts of TILES tiles); g[part, group, k, a] sums its part of the tokens."""
+    """Grid: (groups * tiles_k * tiles_a, parts of tiles tiles); g[part, group, k, a] sums its part of the tokens."""
     part, item = tl.program_id(1), tl.program_id(0)
     group, tile_k, tile_a = item // (tiles_k * tiles_a), item // tiles_a % tiles_k, item % tiles_a
-    first = part * TILES
-    count = tl.minimum(TILES, tl.cdiv(N, BN) - first)
+    first = part * tiles
+    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)
