@@ -37,26 +37,27 @@ class Tile:
     stages: int
 
 
-SCAN = {torch.bfloat16: Tile(64, 64, 4, 3), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 64, 4, 2)}
-WEIGH = {torch.bfloat16: Tile(64, 64, 4, 2), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 32, 4, 2)}
+SCAN = {torch.bfloat16: Tile(32, 128, 4, 3), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 64, 4, 2)}
+WEIGH = {torch.bfloat16: Tile(32, 64, 4, 3), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 32, 4, 2)}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """K(d) of every query head: rate_GR, weight_GJR in float32."""
+    """K(d) of every query head, in float32."""
 
-    rate_GR: Tensor
-    weight_GJR: Tensor
+    rate_RG: Tensor
+    weight_RGJ: Tensor
 
     @classmethod
     def of(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> Kernel:
-        return cls(rate_RG.detach().float().T.contiguous(), weight_RGJ.detach().float().permute(1, 2, 0).contiguous())
+        return cls(rate_RG.detach().float().contiguous(), weight_RGJ.detach().float().contiguous())
 
     def table(self, dtype: torch.dtype, diagonal: bool, blocks: int) -> Tensor:
-        groups, per_group, components = self.weight_GJR.shape
-        table = torch.empty(groups, per_group, blocks, blocks, dtype=OPERANDS[dtype][0], device=self.rate_GR.device)
+        """K written out for tiles of that many blocks."""
+        components, groups, per_group = self.weight_RGJ.shape
+        table = torch.empty(groups, per_group, blocks, blocks, dtype=OPERANDS[dtype][0], device=self.rate_RG.device)
         toeplitz_tables[(groups * per_group,)](
-            table, self.rate_GR, self.weight_GJR, groups, per_group, components, diagonal, blocks
+            table, self.rate_RG, self.weight_RGJ, groups, per_group, components, diagonal, blocks
         )
         return table
 
@@ -76,7 +77,7 @@ def scan(
     """x (B, G, M, E) -> mixed (B, G, J, M, E) and the state behind its last block; the adjoint the other way round.
     onto: added to, in place. States are (B, R, G, E)."""
     batch, groups, blocks, numbers = x.shape[0], x.shape[1], x.shape[-2], x.shape[-1]
-    _, per_group, components = kernel.weight_GJR.shape
+    components, _, per_group = kernel.weight_RGJ.shape
     tile = tile or SCAN[x.dtype]
     shape = (batch, groups, blocks, numbers) if adjoint else (batch, groups, per_group, blocks, numbers)
     if onto is None:
@@ -88,10 +89,11 @@ def scan(
         last = torch.empty(batch, components, groups, numbers, dtype=torch.float32, device=x.device)
     heads = 1 if adjoint else per_group
     scan_tiles[(triton.cdiv(numbers, tile.numbers) * heads, batch * groups)](
-        x, kernel.table(x.dtype, diagonal, tile.blocks), kernel.rate_GR, kernel.weight_GJR,
+        x, kernel.table(x.dtype, diagonal, tile.blocks) if adjoint and per_group > 1 else x,
+        kernel.rate_RG, kernel.weight_RGJ,
         x if first is None else first, out, x if last is None else last, x if count_B is None else count_B,
-        groups, blocks, numbers, components,
-        J=per_group, ADJOINT=adjoint, REVERSE=reverse, ADD=onto is not None,
+        groups, blocks, numbers,
+        R=components, J=per_group, ADJOINT=adjoint, REVERSE=reverse, DIAGONAL=diagonal, ADD=onto is not None,
         INITIAL=first is not None, FINAL=final, COUNTED=count_B is not None,
         BM=tile.blocks, BE=tile.numbers, RP=16, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
         STAGES=tile.stages, num_warps=tile.warps,
@@ -112,20 +114,19 @@ def weigh(
 ) -> tuple[Tensor, Tensor]:
     """(drate_RG, dweight_RGJ) of a scan of x (B, G, M, E) whose result has the gradient grad (B, G, J, M, E)."""
     batch, groups, per_group, blocks, numbers = grad.shape
-    components = kernel.rate_GR.shape[1]
+    components = len(kernel.rate_RG)
     tile = tile or WEIGH[x.dtype]
     parts = triton.cdiv(numbers, tile.numbers)
-    sums = torch.empty(batch, groups, per_group, parts, 3, 16, dtype=torch.float32, device=x.device)
+    sums = torch.empty(batch, groups, per_group, parts, 2, 16, dtype=torch.float32, device=x.device)
     weigh_tiles[(parts * per_group, batch * groups)](
-        x, grad, kernel.rate_GR, x if first is None else first, x if grad_last is None else grad_last, sums,
-        x if count_B is None else count_B, groups, blocks, numbers, components, per_group,
-        REVERSE=reverse, DIAGONAL=diagonal, INITIAL=first is not None, FINAL=grad_last is not None,
+        x, grad, kernel.rate_RG, kernel.weight_RGJ, x if first is None else first, x if grad_last is None else grad_last, sums,
+        x if count_B is None else count_B, groups, blocks, numbers,
+        R=components, J=per_group, REVERSE=reverse, DIAGONAL=diagonal, INITIAL=first is not None, FINAL=grad_last is not None,
         COUNTED=count_B is not None, BM=tile.blocks, BE=tile.numbers, RP=16,
         OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2], STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    weight_GJR, slope_GJR, last_GJR = sums.sum((0, 3))[..., :components].unbind(2)
-    rate_GR = -(kernel.weight_GJR * slope_GJR).sum(1) - last_GJR.sum(1)
-    return rate_GR.T, weight_GJR.permute(2, 0, 1)
+    weight_GJR, rate_GJR = sums.sum((0, 3))[..., :components].unbind(2)
+    return rate_GJR.sum(1).T, weight_GJR.permute(2, 0, 1)
 
 
 class Scan(torch.autograd.Function):

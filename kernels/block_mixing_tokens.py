@@ -58,7 +58,7 @@ def sum_blocks(
     out += (head * N + n) * F * (V + 1 if MORE else V)
     inside = (f < F)[:, None] & (v < V)[None, :]
     tl.store(out + f[:, None] * V + v[None, :], total.to(out.dtype.element_ty), mask=inside)
-    if MORE:
+    if MORE:  # noqa: SIM102
         if v_tile == 0:
             tl.store(out + F * V + f, more.to(out.dtype.element_ty), mask=f < F)
 
@@ -143,6 +143,6 @@ def read_blocks(
     out += (head * T + t0) * (V + 1 if MORE_V else V)
     at = out + t[:, None] * (V + 1 if MORE_V else V) + v[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=here[:, None] & (v < V)[None, :])
-    if MORE_V:
+    if MORE_V:  # noqa: SIM102
         if v_tile == 0:
             tl.store(out + t * (V + 1) + V, last.to(out.dtype.element_ty), mask=here)
