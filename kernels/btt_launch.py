@@ -52,8 +52,8 @@ class Tiles(NamedTuple):
     once: str = ""  # the cache's policy for x and y
 
 
-# A core's tile that fits is loaded once a program: inner and rows up to these.
-INNER, ROWS = 128, 256
+# Cores' tiles: inner up to INNER is one step; z of a slab and of the ring, in bytes of the cache.
+INNER, SLAB, RING = 128, 2**22, 2**25
 
 
 def pow2(n: int) -> int:
@@ -62,12 +62,13 @@ def pow2(n: int) -> int:
 
 def tiles_for(N: int, near: Side, far: Side) -> Tiles:
     single = near.core.dtype == torch.float32
-    inner = [pow2(side.inner) if side.inner <= INNER else 64 for side in (near, far)]
-    if single:
-        return Tiles(min(64, pow2(N)), (inner[0], 64), (inner[1], 64), 2, 2, 4, 8, 2)
-    near_rows = min(256 if inner[0] <= 64 else 128, pow2(near.rows))
-    far_rows = pow2(far.rows) if far.rows <= ROWS and inner[1] <= 64 else 64
-    return Tiles(min(128, pow2(N)), (inner[0], near_rows), (inner[1], far_rows), 2, 2, 4, 8, 2)
+    inner = [pow2(side.inner) if side.inner <= (64 if single else INNER) else 64 for side in (near, far)]
+    BN, near_rows = min(64 if single else 128, pow2(N)), min(64 if single else 128, pow2(near.rows))
+    z = BN * near.groups * near.rows * near.core.element_size()
+    count = max(1, min(2, SLAB // z))
+    lag = max(2, min(4, RING // (count * z) - 2))
+    warps, stages = (8, 2) if single else (4, 3) if near_rows <= 64 else (8, 3)
+    return Tiles(BN, (inner[0], near_rows), (inner[1], 64), count, lag, 2 * lag, warps, stages)
 
 
 def precision(x: Tensor) -> str:
