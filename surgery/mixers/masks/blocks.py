@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from surgery.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS, Mask, Rows
-from surgery.mixers.masks.frame import Frame, inverse_softplus, widened
-from surgery.mixers.masks.grid import Grid, grown, only, rows_of
+from surgery.mixers.masks.frame import inverse_softplus, widened
+from surgery.mixers.masks.grid import Grid, blocks_both_ways, blocks_from_zero, grown, only, rows_of
 from surgery.mixers.masks.semiseparable import carried_by_one
 
 State = dict[str, Tensor]
@@ -111,18 +111,24 @@ class BlocksMask(Mask):
         return mask.tril() if self.shape.causal else mask
 
     def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        rows = widened(rows)
-        end = int((rows.start_B + rows.count_B).max())
+        end, furthest = torch.stack([rows.start_B + rows.count_B, rows.start_B]).amax(1).tolist()
         self._check(end)
+        qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
         if not self.shape.causal:
-            return self._both_ways(rows), state
+            return blocks_both_ways(*qkv, self.matrix(), block), state
+        behind = 0 if state is None else state["blocks"].shape[1]
+        if rows.beta_BGT is None and furthest == behind == 0:
+            out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk, state is not None)
+        else:
+            out, sums_BAGFV = self._further(widened(rows), state, chunk)
+        if state is None or sums_BAGFV is None:
+            return out, None
+        return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), behind)]}
+
+    def _further(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, Tensor]:
         grid = Grid.of(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
         before = grid.v_BGNCV.new_zeros(0) if state is None else state["blocks"].to(rows.v_BGTV.dtype)
-        out, sums_BAGFV = (grid.mixed if rows.beta_BGT is None else grid.passed)(before)
-        if state is None:
-            return out, None
-        reached = max(-(-end // self.config.block), before.shape[1])
-        return out, {"blocks": sums_BAGFV[:, :reached]}
+        return (grid.mixed if rows.beta_BGT is None else grid.passed)(before)
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
         rows, block = widened(rows), self.config.block
@@ -135,10 +141,3 @@ class BlocksMask(Mask):
         weight_BGJA = rows_of(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
         mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
         return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}
-
-    def _both_ways(self, rows: Rows) -> Tensor:
-        frame = Frame.plain(rows.start_B, rows.v_BGTV.shape[2], self.config.block)
-        sums_BGNFV = frame.cut(rows.k_BGTF, 2).mT @ frame.cut(rows.v_BGTV, 2)
-        weight_GJNN = self.matrix()[:, :, : frame.count, : frame.count].to(sums_BGNFV.dtype)
-        mixed_BGJNFV = torch.einsum("gjnm,bgmfv->bgjnfv", weight_GJNN, sums_BGNFV)
-        return frame.joined(frame.cut(rows.q_BGJTF, 3) @ mixed_BGJNFV, 3)

@@ -18,6 +18,31 @@ from torch import Tensor
 from surgery.mixers.masks.base import Rows
 from surgery.mixers.masks.frame import Frame
 from surgery.mixers.scores import Chunk, chunk_scores
+from surgery.op import op
+
+
+@op
+def blocks_from_zero(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, every block's sum (B, A, G, F, V) if they are to be kept), causal, of sequences that begin at position 0,
+    in float32 or wider (a kernel: or v's dtype)."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
+    rows = Rows(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
+    out, sums_BAGFV = Grid.of(rows, matrix_GJMM.to(wide), chunk, block).mixed(rows.v_BGTV.new_zeros(0))
+    return out, sums_BAGFV if keep else None
+
+
+@op
+def blocks_both_ways(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+    """out_BGJTV of the same where W is full."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    sums_BGNFV = frame.cut(k_BGTF.to(wide), 2).mT @ frame.cut(v_BGTV.to(wide), 2)
+    weight_GJNN = matrix_GJMM[:, :, : frame.count, : frame.count].to(wide)
+    mixed_BGJNFV = torch.einsum("gjnm,bgmfv->bgjnfv", weight_GJNN, sums_BGNFV)
+    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
 def grown(sums_BAGFV: Tensor, blocks: int) -> Tensor:
