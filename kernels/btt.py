@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from surgery.kernels import btt_launch as launch
-from surgery.kernels.btt_cores import LARGEST, from_dense
+from surgery.kernels.btt_cores import LARGEST, Dense, from_dense
 from surgery.kernels.btt_decode import TOKENS, decode, few, one_launch
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
@@ -49,6 +50,17 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
     else:
         y_NO = product(*inputs, out)
     return y_NO.view(*x.shape[:-1], out)
+
+
+def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
+    return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= LARGEST
+
+
+@kernel_for(btt_linear, accepts=accepts_dense)
+def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """The matrix multiplied out, then the library's product: for many tokens and high ranks."""
+    w_OI = Dense.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])
+    return F.linear(x, w_OI, bias)  # which casts where autocast says so
 
 
 def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:

@@ -1,17 +1,21 @@
-"""Gradients of BTT's cores from the gradient of the dense matrix, G = dy^T x: (b a, c d).
+"""From BTT's cores to the dense matrix W and back from its gradient G = dy^T x, both (b a, c d).
 
+    W[b,a,c,d] = sum_s right[c,d,b,s] left[b,c,s,a]
     dleft[b,c,s,a] = sum_d right[c,d,b,s] G[b,a,c,d]        dright[c,d,b,s] = sum_a G[b,a,c,d] left[b,c,s,a]
 
-For ranks at which pairing z with dy and x would cost more than G does: then G is one product of the library, whatever
-the rank, and this reads it once.
+For ranks at which z would cost more than W or G do: a product with either is one of the library's, whatever the rank,
+and W and G are written and read once.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LARGEST = 128  # blocks that a program holds
 
@@ -41,14 +45,66 @@ def cores_kernel(
     tl.store(dright + at_ds, tl.trans(dr_sd).to(dright.dtype.element_ty), mask=inside_ds)
 
 
+@triton.jit
+def dense_kernel(
+    right, left, w, IN, OUT, C, D, B, S, A, w_o,
+    BD: tl.constexpr, BA: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (C * B,)."""
+    c, b = tl.program_id(0) % C, tl.program_id(0) // C
+    d = tl.arange(0, BD)
+    a = tl.arange(0, BA)
+    w_ad = tl.zeros([BA, BD], tl.float32)
+    for first in tl.range(0, S, BS):
+        s = first + tl.arange(0, BS)
+        at_sd = (c * D + d)[None, :] * (B * S) + (b * S + s)[:, None]
+        at_as = ((b * C + c) * S + s)[None, :] * A + a[:, None]
+        r_sd = tl.load(right + at_sd, mask=(d < D)[None, :] & (s < S)[:, None], other=0.0)
+        l_as = tl.load(left + at_as, mask=(s < S)[None, :] & (a < A)[:, None], other=0.0)
+        w_ad = tl.dot(l_as, r_sd, w_ad, input_precision=PRECISION)
+    o, i = b * A + a, c * D + d
+    inside = ((a < A) & (o < OUT))[:, None] & ((d < D) & (i < IN))[None, :]
+    tl.store(w + o.to(tl.int64)[:, None] * w_o + i[None, :], w_ad.to(w.dtype.element_ty), mask=inside)
+
+
+def tile(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def to_dense(right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tensor:
+    """W without what is padded."""
+    (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
+    w_OI = right_cdbs.new_empty(out, in_)
+    dense_kernel[(c * b,)](
+        right_cdbs, left_bcsa, w_OI, in_, out, c, d, b, s, a, in_,
+        BD=tile(d), BA=tile(a), BS=min(32, tile(s)), PRECISION="tf32x3" if w_OI.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return w_OI
+
+
+class Dense(torch.autograd.Function):
+    """W, and the cores' gradients from its own."""
+
+    @staticmethod
+    def forward(ctx: Any, right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tensor:
+        ctx.save_for_backward(right_cdbs, left_bcsa)
+        return to_dense(right_cdbs, left_bcsa, out, in_)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_OI: Tensor) -> tuple[Tensor | None, ...]:
+        return *from_dense(g_OI, *ctx.saved_tensors), None, None
+
+
 def from_dense(g_OI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of right and left."""
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     dright, dleft = torch.empty_like(right_cdbs), torch.empty_like(left_bcsa)
-    BS = min(64, max(16, triton.next_power_of_2(s)))
+    BS = min(64, tile(s))
     cores_kernel[(c * b, triton.cdiv(s, BS))](
         g_OI, right_cdbs, left_bcsa, dright, dleft, g_OI.shape[1], g_OI.shape[0], c, d, b, s, a, *g_OI.stride(),
-        BD=max(16, triton.next_power_of_2(d)), BA=max(16, triton.next_power_of_2(a)), BS=BS,
+        BD=tile(d), BA=tile(a), BS=BS,
         PRECISION="tf32x3" if g_OI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
     return dright, dleft

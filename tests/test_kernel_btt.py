@@ -50,24 +50,22 @@ def drawn(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
     return x, right, left, b_O if bias else None, dy
 
 
-def judged(x, right, left, bias, dy, tolerance):
-    """y and the gradients of x, the cores and the bias by the kernel, within `tolerance` of the reference in float64."""
-    out = dy.shape[-1]
-    with choose("kernel"):
-        assert btt_linear.stand_in(x, right, left, bias, out) is not None
+def judged(x, right, left, bias, dy, tolerance, which=0):
+    """y and the gradients of x, the cores and the bias by a kernel, within `tolerance` of the reference in float64."""
+    out, kernel = dy.shape[-1], btt_linear.kernels[which]
+    assert kernel.accepts(x, right, left, bias, out)
 
-    def run(choice, dtype):
+    def run(function, dtype):
         inputs = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, right, left, bias)]
-        with choose(choice):
-            y = btt_linear(*inputs, out)
+        y = function(*inputs, out)
         wanted = [t for t in inputs if t is not None]
         return [y, *torch.autograd.grad(y, wanted, dy.to(dtype))]
 
-    right_ones = run("reference", torch.float64)
-    for got, expected in zip(run("kernel", x.dtype), right_ones):
+    right_ones = run(btt_linear.reference, torch.float64)
+    for got, expected in zip(run(kernel.run, x.dtype), right_ones):
         assert got.shape == expected.shape and relative(got, expected) < tolerance
-    with torch.no_grad(), choose("kernel"):
-        assert relative(btt_linear(x, right, left, bias, out), right_ones[0]) < tolerance
+    with torch.no_grad():
+        assert relative(kernel.run(x, right, left, bias, out), right_ones[0]) < tolerance
 
 
 SMALL = [  # N, c, d, b, a, s, in, out
@@ -86,6 +84,18 @@ SMALL = [  # N, c, d, b, a, s, in, out
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_small(shape, dtype):
     judged(*drawn(*shape, dtype=dtype, bias=shape[0] != 130), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("pays", [0, 1e9], ids=["pairs", "dense"])
+@pytest.mark.parametrize("shape", [SMALL[0], SMALL[2]], ids=str)
+def test_either_way_to_the_cores_gradients(shape, pays, monkeypatch):
+    monkeypatch.setattr("surgery.kernels.btt.DENSE_PAYS", pays)
+    judged(*drawn(*shape), 1e-5)
+
+
+@pytest.mark.parametrize("shape", [SMALL[1], SMALL[2], (20, 2, 16, 2, 9, 40, 32, 17)], ids=str)
+def test_multiplied_out(shape):
+    judged(*drawn(*shape), 1e-5, which=1)
 
 
 LARGE = [
