@@ -64,7 +64,7 @@ def _backward(
     q, k, do, rows, c, states, x, dstates, dx, dq, dk, dw, dc,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, do_b, do_g, do_j, do_t, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -73,44 +73,61 @@ def _backward(
     at = (base + n) * G + g
     t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    half = k.dtype.element_ty
     to_end_C, total = to_end_of(c, at, C)
     fade_C = fade_of(c, at, C)
-    dw_CK = tl.zeros([C, BK], tl.float32)
-    dk_CK = tl.zeros([C, BK], tl.float32)
-    both = 0.0
-    for at_v in range(0, V, BV):
-        s_KV = matrix(states + at * K * V, K, V, at_v, BK, BV)
-        ds_KV = matrix(dstates + at * K * V, K, V, at_v, BK, BV)
-        both += tl.sum(s_KV.to(tl.float32) * ds_KV)
-        dx_CV = matrix(dx + at * C * V, C, V, at_v, C, BV)
-        dw_CK -= tl.dot(dx_CV, tl.trans(s_KV), input_precision=P)
-        x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
-        dk_CK = tl.dot(x_CV, tl.trans(ds_KV), dk_CK, input_precision=P)
-    put_matrix(dw + at * C * K, C, K, 0, dw_CK, C, BK)
-    dk_CK *= to_end_C[:, None]
-    z_C = tl.sum(dk_CK * k_CK, 1)
-    dc_C = tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
     mask_CC = mask_of(c, at, C)
+    dc_C = tl.zeros([C], tl.float32)
+    z_C = tl.zeros([C], tl.float32)
+    both = 0.0
     for j in range(J):
-        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+        q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
+        qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
-        dq_CK = tl.zeros([C, BK], tl.float32)
+        for first in range(0, K, BX):
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
         for at_v in range(0, V, BV):
-            do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+            do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
             x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
-            s_KV = matrix(states + at * K * V, K, V, at_v, BK, BV)
             dp_CC = tl.dot(do_CV, tl.trans(x_CV), dp_CC, input_precision=P)
-            dq_CK = tl.dot(do_CV, tl.trans(s_KV), dq_CK, input_precision=P)
-        dq_CK *= fade_C[:, None]
         dp_CC *= mask_CC
-        z_CC = dp_CC * tl.dot(q_CK, tl.trans(k_CK), input_precision=P)
-        dc_C += tl.sum(dq_CK * q_CK, 1) + tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
-        dp_CC = dp_CC.to(k_CK.dtype)
-        dq_CK = tl.dot(dp_CC, k_CK, dq_CK, input_precision=P)
-        dk_CK = tl.dot(tl.trans(dp_CC), q_CK, dk_CK, input_precision=P)
-        put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
-    put_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
+        qk_CC *= dp_CC
+        dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
+        dp_CC = dp_CC.to(half)
+        for first in range(0, K, BX):
+            dq_CX = tl.zeros([C, BX], tl.float32)
+            dw_CX = tl.zeros([C, BX], tl.float32)
+            dk_CX = tl.zeros([C, BX], tl.float32)
+            for at_v in range(0, V, BV):
+                s_XV = matrix(states + at * K * V + first * V, K - first, V, at_v, BX, BV)
+                do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+                dq_CX = tl.dot(do_CV, tl.trans(s_XV), dq_CX, input_precision=P)
+                if j == 0:
+                    ds_XV = matrix(dstates + at * K * V + first * V, K - first, V, at_v, BX, BV)
+                    both += tl.sum(s_XV.to(tl.float32) * ds_XV)
+                    dx_CV = matrix(dx + at * C * V, C, V, at_v, C, BV)
+                    dw_CX = tl.dot(dx_CV, tl.trans(s_XV), dw_CX, input_precision=P)
+                    x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
+                    dk_CX = tl.dot(x_CV, tl.trans(ds_XV), dk_CX, input_precision=P)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            if j == 0:
+                put_matrix(dw + at * C * K, C, K, first, -dw_CX, C, BX)
+                dk_CX *= to_end_C[:, None]
+                z_C += tl.sum(dk_CX * k_CX, 1)
+            else:
+                dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            dq_CX *= fade_C[:, None]
+            dc_C += tl.sum(dq_CX * q_CX, 1)
+            dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
+            dk_CX = tl.dot(tl.trans(dp_CC), q_CX, dk_CX, input_precision=P)
+            put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+            put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+        tl.debug_barrier()  # the next head adds to what this one stored
+    at_C = tl.arange(0, C)
+    dc_C += tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
     tl.store(dc + at * C + at_C, dc_C)
 
 
@@ -124,6 +141,23 @@ def backward(
     strides = (*q.stride()[:4], *k.stride()[:3], *do.stride()[:4], q.shape[3], s.N, s.J)
     grid = (s.R * s.N, s.G)
     _backward[grid](
-        q, k, do, s.table, c, states, x, dstates, dx, dq, dk, dw, dc, *strides, **s.kernel, num_warps=8, num_stages=1
+        q,
+        k,
+        do,
+        s.table,
+        c,
+        states,
+        x,
+        dstates,
+        dx,
+        dq,
+        dk,
+        dw,
+        dc,
+        *strides,
+        **s.kernel,
+        BX=min(64, s.kernel["BK"]),
+        num_warps=4,
+        num_stages=1,
     )
     return dq, dk, dw, dc

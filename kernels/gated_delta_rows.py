@@ -124,9 +124,9 @@ class Sizes:
 
     @property
     def block(self) -> int:
-        """Of values: the one that pads least, of these the largest; what a state of it takes up is bounded."""
+        """Of values: few, without much padding; what a state of it takes up is bounded."""
         wide = self.K > 128 or self.dtype == torch.float32
-        return min((32, 16) if wide else (64, 32, 16), key=lambda b: (-(-self.V // b) * b, -b))
+        return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
     @property
     def blocks(self) -> int:
@@ -156,7 +156,7 @@ def sizes(
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    longest = 32 if v_BGTV.dtype == torch.float32 else 64  # of float32 no more fits a program
+    longest = 64 if v_BGTV.dtype != torch.float32 else 32 if K <= 128 else 16  # more does not fit a program
     C = max(16, min(longest, triton.next_power_of_2(T), 1 << (max(chunk, 16).bit_length() - 1)))
     spare = 0 if start_B is None else C - 1  # slots before the first token
     N = max(1, -(-(T + spare) // C))

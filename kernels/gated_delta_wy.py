@@ -33,24 +33,39 @@ from surgery.kernels.gated_delta_rows import (
 
 
 @triton.jit
-def inverse(a_CC, C: tl.constexpr, LOG_C: tl.constexpr, P: tl.constexpr):
-    """(I + A)^-1 of a strictly lower A: of diagonal blocks, twice as large at each step. Where L holds what joins the
-    two halves of the blocks and X inverts the halves, X - X L X inverts the blocks: no powers of A, which may grow."""
+def inverse(a_CC, scratch, C: tl.constexpr, P: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A: of its diagonal blocks of 16 by substitution, row after row, then of blocks
+    twice as large at each step. Where L holds what joins the two halves of the blocks and X inverts the halves,
+    X - X L X inverts the blocks. No powers of A, which may grow. scratch: C 16 float32, rows of the diagonal blocks."""
     i_C1, j_1C = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    diagonal_CC = (i_C1 >> 4) == (j_1C >> 4)
+    tl.store(scratch + i_C1 * 16 + j_1C % 16, a_CC, mask=diagonal_CC)
+    tl.debug_barrier()
+    block_b11 = tl.arange(0, C // 16)[:, None, None] * 256
+    i_1s1, j_11r = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    x_bsr = tl.where((i_1s1 == j_11r) & (block_b11 >= 0), 1.0, 0.0)  # [b, s, r]: entry (r, s) of block b's inverse
+    for row in tl.static_range(1, 16):
+        a_b1r = tl.load(scratch + block_b11 + row * 16 + j_11r)
+        x_bs = tl.sum(x_bsr * a_b1r, 2)
+        x_bsr = tl.where(j_11r == row, x_bsr - x_bs[:, :, None], x_bsr)
+    tl.debug_barrier()
+    tl.store(scratch + block_b11 + j_11r * 16 + i_1s1, x_bsr)
+    tl.debug_barrier()
+    x_CC = tl.load(scratch + i_C1 * 16 + j_1C % 16, mask=diagonal_CC, other=0.0)
     differ_CC = i_C1 ^ j_1C
-    x_CC = tl.where(i_C1 == j_1C, 1.0, 0.0) - tl.where((differ_CC == 1) & (i_C1 > j_1C), a_CC, 0.0)
-    for log_size in tl.static_range(1, LOG_C):
-        joins = ((differ_CC >> log_size) == 1) & (i_C1 > j_1C)
-        right_CC = tl.dot(tl.where(joins, a_CC, 0.0), x_CC, input_precision=P)
-        x_CC -= tl.dot(x_CC, right_CC, input_precision=P)
+    for log_size in tl.static_range(4, 6):
+        if (1 << log_size) < C:
+            joins_CC = ((differ_CC >> log_size) == 1) & (i_C1 > j_1C)
+            right_CC = tl.dot(tl.where(joins_CC, a_CC, 0.0), x_CC, input_precision=P)
+            x_CC -= tl.dot(x_CC, right_CC, input_precision=P)
     return x_CC
 
 
 @triton.jit
 def _forward(
-    k, v, beta, gates, rows, c, y, w, u, own,
+    k, v, beta, gates, rows, c, y, w, u, own, scratch,
     k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, gates_b, gates_g, gates_t, N,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
@@ -71,7 +86,7 @@ def _forward(
     log_CC = (hi_C[:, None] - hi_C[None, :]) + (lo_C[:, None] - lo_C[None, :])
     log_CC = tl.where(at_C[:, None] > at_C[None, :], log_CC, float("-inf"))
     a_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=P) * beta_C[:, None] * tl.exp(log_CC)
-    y_CC = inverse(a_CC, C, LOG_C, P).to(k_CK.dtype)
+    y_CC = inverse(a_CC, scratch + at * C * 16, C, P).to(k_CK.dtype)
     put_matrix(y + at * C * C, C, C, 0, y_CC, C, C)
     scale_C = beta_C * tl.exp(hi_C + lo_C)
     w_CK = tl.dot(y_CC, (k_CK * scale_C[:, None]).to(k_CK.dtype), input_precision=P)
@@ -94,8 +109,8 @@ def forward(
     c = s.buffer(2, s.C, dtype=torch.float32)
     y, w, u = s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.C, s.V)
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), *gates.stride(), s.N)
-    options: dict[str, Any] = {**s.kernel, "LOG_C": s.C.bit_length() - 1, "OWN": own is not None}
-    buffers = (c, y, w, u, c if own is None else own)
+    options: dict[str, Any] = {**s.kernel, "OWN": own is not None}
+    buffers = (c, y, w, u, c if own is None else own, s.buffer(s.C, 16, dtype=torch.float32))
     _forward[(s.R * s.N, s.G)](k, v, beta, gates, s.table, *buffers, *strides, **options, num_warps=s.warps(16384))
     return c, y, w, u
 
@@ -105,7 +120,7 @@ def _backward(
     k, v, beta, rows, c, y, dw, du, dt, dk_in, dc_in, dk, dv, dbeta, dgates,
     k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, T, N,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, INNER: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -116,41 +131,51 @@ def _backward(
     at_C = tl.arange(0, C)
     out = (batch * G + g) * T
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    half = k.dtype.element_ty
     y_CC = matrix(y + at * C * C, C, C, 0, C, C)
-    dw_CK = matrix(dw + at * C * K, C, K, 0, C, BK).to(k_CK.dtype)
-    scale_C = beta_C * fade_of(c, at, C)
-    dy_CC = tl.dot(dw_CK, tl.trans((k_CK * scale_C[:, None]).to(k_CK.dtype)), input_precision=P)
+    fade_C = fade_of(c, at, C)
+    scale_C = beta_C * fade_C
+    dy_CC = tl.zeros([C, C], tl.float32)
+    kk_CC = tl.zeros([C, C], tl.float32)
     dbeta_C = tl.zeros([C], tl.float32)
     for first in range(0, V, BV):
         v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, first, BV)
-        du_CV = matrix(du + at * C * V, C, V, first, C, BV).to(k_CK.dtype)
-        dy_CC += tl.dot(du_CV, tl.trans((v_CV * beta_C[:, None]).to(k_CK.dtype)), input_precision=P)
+        du_CV = matrix(du + at * C * V, C, V, first, C, BV).to(half)
+        dy_CC = tl.dot(du_CV, tl.trans((v_CV * beta_C[:, None]).to(half)), dy_CC, input_precision=P)
         dvb_CV = tl.dot(tl.trans(y_CC), du_CV, input_precision=P)
         dbeta_C += tl.sum(dvb_CV * v_CV, 1)
         dvb_CV *= beta_C[:, None]
         if INNER:
             dvb_CV += tile(dv + out * V, t_C, V, here_C, V, first, BV)
         put(dv + out * V, t_C, V, here_C, V, first, dvb_CV, BV)
+    for first in range(0, K, BX):
+        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(half)
+        dy_CC = tl.dot(dw_CX, tl.trans((k_CX * scale_C[:, None]).to(half)), dy_CC, input_precision=P)
+        kk_CC = tl.dot(k_CX, tl.trans(k_CX), kk_CC, input_precision=P)
     if INNER:
         dt_CC = matrix(dt + at * C * C, C, C, 0, C, C)
         dbeta_C += tl.sum(y_CC * dt_CC, 0)
         dy_CC += dt_CC * beta_C[None, :]
-    dkb_CK = tl.dot(tl.trans(y_CC), dw_CK, input_precision=P)
-    dscale_C = tl.sum(dkb_CK * k_CK, 1)
-    dbeta_C += dscale_C * fade_of(c, at, C)
-    dc_C = tl.load(dc_in + at * C + at_C) + dscale_C * scale_C
-    dk_CK = matrix(dk_in + at * C * K, C, K, 0, C, BK) + dkb_CK * scale_C[:, None]
-    da_CC = tl.dot(tl.trans(y_CC), dy_CC.to(k_CK.dtype), input_precision=P)
-    da_CC = tl.dot(da_CC.to(k_CK.dtype), tl.trans(y_CC), input_precision=P)
+    da_CC = tl.dot(tl.trans(y_CC), dy_CC.to(half), input_precision=P)
+    da_CC = tl.dot(da_CC.to(half), tl.trans(y_CC), input_precision=P)
     da_CC = tl.where(at_C[:, None] > at_C[None, :], -da_CC, 0.0) * mask_of(c, at, C)
-    z_CC = da_CC * tl.dot(k_CK, tl.trans(k_CK), input_precision=P)
+    z_CC = da_CC * kk_CC
     dbeta_C += tl.sum(z_CC, 1)
     z_CC *= beta_C[:, None]
-    dc_C += tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
-    dkk_CC = (da_CC * beta_C[:, None]).to(k_CK.dtype)
-    dk_CK += tl.dot(dkk_CC, k_CK, input_precision=P) + tl.dot(tl.trans(dkk_CC), k_CK, input_precision=P)
-    put(dk + out * K, t_C, K, here_C, K, 0, dk_CK, BK)
+    dc_C = tl.load(dc_in + at * C + at_C) + tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
+    dkk_CC = (da_CC * beta_C[:, None]).to(half)
+    for first in range(0, K, BX):
+        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(half)
+        dk_CX = tl.dot(tl.trans(y_CC), dw_CX, input_precision=P)
+        dscale_C = tl.sum(dk_CX * k_CX, 1)
+        dbeta_C += dscale_C * fade_C
+        dc_C += dscale_C * scale_C
+        dk_CX = dk_CX * scale_C[:, None] + matrix(dk_in + at * C * K, C, K, first, C, BX)
+        dk_CX = tl.dot(dkk_CC, k_CX, dk_CX, input_precision=P)
+        dk_CX = tl.dot(tl.trans(dkk_CC), k_CX, dk_CX, input_precision=P)
+        put(dk + out * K, t_C, K, here_C, K, first, dk_CX, BX)
     tl.store(dbeta + out + t_C, dbeta_C, mask=here_C)
     tl.store(dgates + out + t_C, tl.cumsum(dc_C, 0, reverse=True), mask=here_C)
 
@@ -168,6 +193,6 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), T, s.N)
     _backward[(s.R * s.N, s.G)](
         k, v, beta, s.table, c, y, dw, du, y if dt is None else dt, dk_in, dc_in, dk, dv, dbeta, dgates, *strides,
-        **s.kernel, INNER=dt is not None, num_warps=8,
+        **s.kernel, BX=min(64, s.kernel["BK"]), INNER=dt is not None, num_warps=4,
     )  # fmt: skip
     return dk, dv, dbeta, dgates

@@ -79,7 +79,7 @@ def _backward(
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
     do_b, do_g, do_j, do_t, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -88,22 +88,33 @@ def _backward(
     at = (base + n) * G + g
     t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    half = k.dtype.element_ty
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
+    fade_C = fade_of(c, at, C)
     mask_CC = mask_of(c, at, C)
+    lower_CC = at_C[:, None] >= at_C[None, :]
+    t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     dt_CC = tl.zeros([C, C], tl.float32)
     dc_C = tl.load(dc + at * C + at_C)
     for j in range(J):
-        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-        qk_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=P)
-        p_CC = (qk_CC * mask_CC).to(k_CK.dtype)
-        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(k_CK.dtype)
+        q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
+        dread_here = dread + (at * J + j) * C * K
+        qk_CC = tl.zeros([C, C], tl.float32)
+        dp_CC = tl.zeros([C, C], tl.float32)
+        for first in range(0, K, BX):
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
+            dread_CX = -matrix(dread_here, C, K, first, C, BX)
+            w_CX = matrix(w + at * C * K, C, K, first, C, BX)
+            dp_CC = tl.dot(dread_CX.to(half), tl.trans(w_CX), dp_CC, input_precision=P)
+        p_CC = (qk_CC * mask_CC).to(half)
         inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
         lambda_CC = lambdas(level + batch * l_b + g * l_g + j * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
-        mixed_CC = (inner_CC * lambda_CC).to(k_CK.dtype)
+        mixed_CC = (inner_CC * lambda_CC).to(half)
         e_CC = tl.zeros([C, C], tl.float32)
         for at_v in range(0, V, BV):
-            do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+            do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
             v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
             e_CC = tl.dot(do_CV, tl.trans(v_CV), e_CC, input_precision=P)
             dv_CV = tl.dot(tl.trans(mixed_CC), do_CV, input_precision=P)
@@ -111,11 +122,12 @@ def _backward(
             if j > 0:
                 dv_CV += tile(out, t_C, V, here_C, V, at_v, BV)
             put(out, t_C, V, here_C, V, at_v, dv_CV, BV)
+        e_CC = tl.where(lower_CC, e_CC, 0.0)
         inner_CC *= e_CC
         last_C = tl.zeros([C], tl.float32)
         dlambda = dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
         for lev in tl.static_range(LOG_C + 1):
-            dlambda_C = tl.sum(tl.where(of_level(lev, C) & (at_C[:, None] >= at_C[None, :]), inner_CC, 0.0), 1)
+            dlambda_C = tl.sum(tl.where(of_level(lev, C), inner_CC, 0.0), 1)
             if lev < LAMBDAS - 1:
                 tl.store(dlambda + lev, dlambda_C, mask=here_C)
             else:
@@ -123,23 +135,24 @@ def _backward(
         if LOG_C >= LAMBDAS - 1:
             last_C += tl.load(dlambda + LAMBDAS - 1, mask=here_C, other=0.0)
             tl.store(dlambda + LAMBDAS - 1, last_C, mask=here_C)
-        e_CC = (tl.where(at_C[:, None] >= at_C[None, :], e_CC, 0.0) * lambda_CC).to(k_CK.dtype)
+        e_CC = (e_CC * lambda_CC).to(half)
         dt_CC = tl.dot(tl.trans(p_CC), e_CC, dt_CC, input_precision=P)
-        dread_CK = matrix(dread + (at * J + j) * C * K, C, K, 0, C, BK)
-        dq_CK = dread_CK * fade_of(c, at, C)[:, None]
-        half_CK = dread_CK.to(k_CK.dtype)
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        dp_CC = tl.dot(e_CC, tl.trans(t_CC), input_precision=P) - tl.dot(half_CK, tl.trans(w_CK), input_precision=P)
-        dw_CK = matrix(dw + at * C * K, C, K, 0, C, BK) - tl.dot(tl.trans(p_CC), half_CK, input_precision=P)
-        put_matrix(dw + at * C * K, C, K, 0, dw_CK, C, BK)
-        dp_CC *= mask_CC
-        z_CC = dp_CC * qk_CC
-        dc_C += tl.sum(dq_CK * q_CK, 1) + tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
-        dp_CC = dp_CC.to(k_CK.dtype)
-        dq_CK = tl.dot(dp_CC, k_CK, dq_CK, input_precision=P)
-        put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
-        dk_CK = matrix(dk + at * C * K, C, K, 0, C, BK) + tl.dot(tl.trans(dp_CC), q_CK, input_precision=P)
-        put_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
+        dp_CC = tl.dot(e_CC, tl.trans(t_CC), dp_CC, input_precision=P) * mask_CC
+        qk_CC *= dp_CC
+        dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
+        dp_CC = dp_CC.to(half)
+        for first in range(0, K, BX):
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            dread_CX = matrix(dread_here, C, K, first, C, BX)
+            dw_CX = -tl.dot(tl.trans(p_CC), dread_CX.to(half), input_precision=P)
+            put_matrix(dw + at * C * K, C, K, first, dw_CX + matrix(dw + at * C * K, C, K, first, C, BX), C, BX)
+            dq_CX = dread_CX * fade_C[:, None]
+            dc_C += tl.sum(dq_CX * q_CX, 1)
+            dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
+            put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+            dk_CX = tl.dot(tl.trans(dp_CC), q_CX, input_precision=P)
+            put_matrix(dk + at * C * K, C, K, first, dk_CX + matrix(dk + at * C * K, C, K, first, C, BX), C, BX)
         tl.debug_barrier()  # the next head adds to what this one stored
     put_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
     tl.store(dc + at * C + at_C, dc_C)

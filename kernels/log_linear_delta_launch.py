@@ -173,6 +173,7 @@ class Call:
         strides = (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
         chunks._backward[(s.R * s.N, s.G)](
             self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
-            *strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options, num_warps=8,
+            *strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
+            BX=min(64, s.kernel["BK"]), num_warps=8,
             num_stages=1,
         )  # fmt: skip
