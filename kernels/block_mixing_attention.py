@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import triton
 from torch import Tensor
 
+from surgery.kernels.block_mixing_grid import Grid, packed, packed_rows, unpacked
 from surgery.kernels.block_mixing_scan import (
     MOST_HEADS,
     OPERANDS,
@@ -22,7 +22,7 @@ from surgery.kernels.block_mixing_scan import (
     scan_both,
     scan_both_backward,
 )
-from surgery.kernels.block_mixing_tokens import read_blocks, sum_blocks
+from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
 from surgery.op import kernel_for
 
@@ -61,75 +61,21 @@ class BothWays:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Tokens (B, G, [J,] T, F) in N blocks that begin where start_B + t is a multiple of block."""
+class Free:
+    """Parameter weight_GJNN (its upper triangle zero where attention is causal): one matrix product for each group.
+    more: the sums, if they are to be kept."""
 
-    start_B: Tensor
-    length: int
-    block: int
-    blocks: int
+    keep: bool
 
-    @classmethod
-    def of(cls, start_B: Tensor, length: int, block: int) -> Grid:
-        return cls(start_B, length, block, (block + length - 2) // block + 1)
+    def mix(self, sums: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        mixed = weight.flatten(1, 2) @ sums.to(weight.dtype)
+        return mixed.unflatten(2, weight.shape[1:3]), sums if self.keep else None
 
-    @property
-    def tokens(self) -> int:
-        """In a tile."""
-        return max(16, min(64, triton.next_power_of_2(self.block)))
-
-    def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """x (B, G, J, T, F), y (B, G, J, T, V) -> (B, G, J, N, F V), a last column apart (`apart`)."""
-        batch, groups, per_group, length, features = x.shape
-        more = apart(y.shape[-1])
-        values = y.shape[-1] - more
-        wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        out = x.new_empty(batch, groups, per_group, self.blocks, features * (values + more), dtype=wide)
-        f_tile, v_tile = side(features), side(values)
-        tiles = triton.cdiv(features, f_tile) * triton.cdiv(values, v_tile)
-        sum_blocks[(self.blocks * tiles, batch * groups * per_group)](
-            x, y, out, self.start_B, length, self.blocks, groups, per_group, *x.stride()[:4], *y.stride()[:4],
-            F=features, V=values, MORE=more, BLOCK=self.block, BT=self.tokens, BF=f_tile, BV=v_tile,
-            OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2], num_warps=4, num_stages=2,
-        )  # fmt: skip
-        return out
-
-    def read(
-        self,
-        x: Tensor,
-        y: Tensor,
-        z: Tensor,
-        mixed: Tensor | None,
-        weight_GJN: Tensor | None,
-        back: bool = False,
-        turned: bool = False,
-        compared: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `read_blocks`. weight None: nothing of the own block; turned: M^T. With `compared`, also the sums of
-        <compared_t, what t reads of its own block unweighted> over each block, (B, G, J, N)."""
-        batch, groups, heads, length = x.shape[:4]
-        per_group = y.shape[2] if back else heads
-        more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
-        features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
-        out = x.new_empty(batch, groups, heads, length, z.shape[-1])
-        v_tile = 16 * triton.cdiv(values, 16) if values <= 128 else 64
-        v_tile = triton.next_power_of_2(v_tile)
-        v_tiles, t_tiles = triton.cdiv(values, v_tile), triton.cdiv(self.block, self.tokens)
-        shares = None
-        if compared is not None:
-            shares = torch.zeros(batch, groups, heads, self.blocks, t_tiles * v_tiles, device=x.device)
-        stand_in = x if compared is None else compared
-        read_blocks[(self.blocks * t_tiles * v_tiles, batch * groups * heads)](
-            x, y, z, out if mixed is None else mixed, out if weight_GJN is None else weight_GJN, out, stand_in,
-            out if shares is None else shares, self.start_B, length, self.blocks, groups,
-            *x.stride()[:4], *y.stride()[:4], *z.stride()[:4], *((1, features) if turned else (values, 1)),
-            *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()), *stand_in.stride()[:4],
-            F=features, V=values, J=per_group, BACK=back, INNER=weight_GJN is not None, MIXED=mixed is not None,
-            SHARES=compared is not None, MORE_F=more_f, MORE_V=more_v, BLOCK=self.block, BT=self.tokens,
-            BF=side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
-            num_warps=4 if v_tile <= 64 else 8, num_stages=2,
-        )  # fmt: skip
-        return out, None if shares is None else shares.sum(-1)
+    def mix_back(self, sums: Tensor, grad: Tensor, kept: Any, weight: Tensor) -> tuple[Any, ...]:
+        grad = grad.flatten(2, 3).to(weight.dtype)
+        sums_grad = weight.flatten(1, 2).mT @ grad
+        weight_grad = (grad @ sums.to(grad.dtype).mT).sum(0, dtype=torch.float32)
+        return sums_grad if kept is None else sums_grad + kept, weight_grad.view_as(weight)
 
 
 class Attend(torch.autograd.Function):
@@ -165,45 +111,31 @@ class Attend(torch.autograd.Function):
         return None, None, grad_q, grad_k.squeeze(2), grad_v.squeeze(2), grad_own, *grads
 
 
-def side(size: int) -> int:
-    return max(16, min(64, triton.next_power_of_2(size)))
+def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
+    batch, groups, per_group, length, _ = q.shape
+    same = q.dtype == k.dtype == v.dtype and q.dtype in OPERANDS
+    return same and batch * groups * per_group < 2**16 and 0 < block <= LONGEST and length > 0
 
 
-def apart(values: int) -> bool:
-    """Whether the last column goes apart: a normaliser's, which would cost a tile of its own."""
-    return values > 16 and values % 16 == 1
+def takes_causal(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, *more: Any) -> bool:
+    return fits(q, k, v, more[3]) and len(rate) <= 16 and weight.shape[2] <= MOST_HEADS
 
 
-def packed(state: Tensor) -> Tensor:
-    """(.., F, V) -> (.., F V) as sums are stored."""
-    if not apart(state.shape[-1]):
-        return state.flatten(-2).contiguous()
-    return torch.cat([state[..., :-1].flatten(-2), state[..., -1]], -1)
+def takes_both_ways(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, block: int) -> bool:
+    return fits(q, k, v, block) and len(rate) <= 16 and weight.shape[2] <= MOST_HEADS
 
 
-def unpacked(state: Tensor, features: int, values: int) -> Tensor:
-    if not apart(values):
-        return state.unflatten(-1, (features, values))
-    main = state[..., : features * (values - 1)].unflatten(-1, (features, values - 1))
-    return torch.cat([main, state[..., features * (values - 1) :].unsqueeze(-1)], -1)
+def takes_free(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, block: int, *_: Any) -> bool:
+    return fits(q, k, v, block)
 
 
-def packed_rows(x: Tensor) -> Tensor:
-    """With rows of numbers side by side, as kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def operands(matrix_GJMM: Tensor, grid: Grid, q: Tensor) -> Tensor:
+    """W of the call's blocks, as its product takes it."""
+    dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+    return matrix_GJMM[:, :, : grid.blocks, : grid.blocks].to(dtype)
 
 
-def accepts(
-    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, *more: Any, **named: Any
-) -> bool:
-    batch, groups, per_group, length, _ = q_BGJTF.shape
-    block = named["block"] if "block" in named else more[-1] if len(more) < 3 else more[3]
-    same = q_BGJTF.dtype == k_BGTF.dtype == v_BGTV.dtype and q_BGJTF.dtype in OPERANDS
-    fits = len(rate_RG) <= 16 and per_group <= MOST_HEADS and batch * groups * per_group < 2**16
-    return same and fits and 0 < block <= LONGEST and length > 0
-
-
-@kernel_for(toeplitz_causal, accepts)
+@kernel_for(toeplitz_causal, takes_causal)
 def toeplitz_causal_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -230,11 +162,29 @@ def toeplitz_causal_triton(
     return out, None if last is None else unpacked(last, k_BGTF.shape[-1], v_BGTV.shape[-1])
 
 
-@kernel_for(toeplitz_both_ways, accepts)
+@kernel_for(toeplitz_both_ways, takes_both_ways)
 def toeplitz_both_ways_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
-    start_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
-    grid = Grid.of(start_B, v_BGTV.shape[2], block)
+    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block)
     qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
     return Attend.apply(BothWays(), grid, *qkv, None, rate_RG, weight_RGJ)[0]
+
+
+@kernel_for(blocks_from_zero, takes_free)
+def blocks_from_zero_triton(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block, wide=keep)
+    weight_GJNN = operands(matrix_GJMM, grid, q_BGJTF)
+    own_GJN = matrix_GJMM[:, :, : grid.blocks, : grid.blocks].diagonal(dim1=-2, dim2=-1).float()
+    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    out, sums = Attend.apply(Free(keep), grid, *qkv, own_GJN, weight_GJNN.tril(-1))
+    return out, unpacked(sums, k_BGTF.shape[-1], v_BGTV.shape[-1]).transpose(1, 2) if keep else None
+
+
+@kernel_for(blocks_both_ways, takes_free)
+def blocks_both_ways_triton(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block)
+    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    return Attend.apply(Free(False), grid, *qkv, None, operands(matrix_GJMM, grid, q_BGJTF))[0]

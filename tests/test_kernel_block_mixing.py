@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from surgery.mixers.masks.block_scan import block_scan, block_scan_both
+from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
 from surgery.op import choose, found
 
@@ -152,6 +153,21 @@ def test_causal_attention(dtype, shape):
 def test_attention_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])[:5]]
     judged(lambda *given: [toeplitz_both_ways(*given, shape[-1])], inputs, dtype, kept=(3, 4))
+
+
+@pytest.mark.parametrize("dtype, shape", TOKENS)
+def test_free_mixing(dtype, shape):
+    q, k, v = (x.to(DEVICE) for x in tokens_of(*shape[:-1])[:3])
+    (_, groups, per_group, length), block = q.shape[:4], shape[-1]
+    count = -(-length // block) + 1
+    matrix = torch.rand(groups, per_group, count, count, device=DEVICE).softmax(-1)
+    judged(lambda *given: [blocks_both_ways(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
+
+    def causal(q, k, v, matrix):
+        out, sums = blocks_from_zero(q, k, v, matrix.tril(), block, 16, True)
+        return out, sums[:, : -(-length // block)]
+
+    judged(causal, (q, k, v, matrix), dtype, kept=(3,))
 
 
 @pytest.mark.parametrize("count", [[37, 0], [16, 31]])

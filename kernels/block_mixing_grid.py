@@ -1,0 +1,118 @@
+"""Launches of the kernels between tokens and blocks, and how sums lie in memory (kernels/block_mixing_tokens.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from surgery.kernels.block_mixing_scan import OPERANDS
+from surgery.kernels.block_mixing_tokens import read_blocks, sum_blocks
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tokens (B, G, [J,] T, F) in N blocks that begin where start_B + t is a multiple of block. wide: sums in float32."""
+
+    start_B: Tensor
+    length: int
+    block: int
+    blocks: int
+    wide: bool = False
+
+    @classmethod
+    def of(cls, start_B: Tensor, length: int, block: int) -> Grid:
+        return cls(start_B, length, block, (block + length - 2) // block + 1)
+
+    @classmethod
+    def from_zero(cls, x: Tensor, length: int, block: int, wide: bool = False) -> Grid:
+        start_B = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return cls(start_B, length, block, -(-length // block), wide)
+
+    @property
+    def tokens(self) -> int:
+        """In a tile."""
+        return max(16, min(64, triton.next_power_of_2(self.block)))
+
+    def sums(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (B, G, J, T, F), y (B, G, J, T, V) -> (B, G, J, N, F V), a last column apart (`apart`)."""
+        batch, groups, per_group, length, features = x.shape
+        more = apart(y.shape[-1])
+        values = y.shape[-1] - more
+        wide = torch.float32 if self.wide or x.dtype != torch.bfloat16 else x.dtype
+        out = x.new_empty(batch, groups, per_group, self.blocks, features * (values + more), dtype=wide)
+        f_tile, v_tile = side(features), side(values)
+        tiles = triton.cdiv(features, f_tile) * triton.cdiv(values, v_tile)
+        sum_blocks[(self.blocks * tiles, batch * groups * per_group)](
+            x, y, out, self.start_B, length, self.blocks, groups, per_group, *x.stride()[:4], *y.stride()[:4],
+            F=features, V=values, MORE=more, BLOCK=self.block, BT=self.tokens, BF=f_tile, BV=v_tile,
+            OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2], num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
+
+    def read(
+        self,
+        x: Tensor,
+        y: Tensor,
+        z: Tensor,
+        mixed: Tensor | None,
+        weight_GJN: Tensor | None,
+        back: bool = False,
+        turned: bool = False,
+        compared: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `read_blocks`. weight None: nothing of the own block; turned: M^T. With `compared`, also the sums of
+        <compared_t, what t reads of its own block unweighted> over each block, (B, G, J, N)."""
+        batch, groups, heads, length = x.shape[:4]
+        per_group = y.shape[2] if back else heads
+        more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
+        features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
+        out = x.new_empty(batch, groups, heads, length, z.shape[-1])
+        v_tile = 16 * triton.cdiv(values, 16) if values <= 128 else 64
+        v_tile = triton.next_power_of_2(v_tile)
+        v_tiles, t_tiles = triton.cdiv(values, v_tile), triton.cdiv(self.block, self.tokens)
+        shares = None
+        if compared is not None:
+            shares = torch.zeros(batch, groups, heads, self.blocks, t_tiles * v_tiles, device=x.device)
+        stand_in = x if compared is None else compared
+        read_blocks[(self.blocks * t_tiles * v_tiles, batch * groups * heads)](
+            x, y, z, out if mixed is None else mixed, out if weight_GJN is None else weight_GJN, out, stand_in,
+            out if shares is None else shares, self.start_B, length, self.blocks, groups,
+            *x.stride()[:4], *y.stride()[:4], *z.stride()[:4], *((1, features) if turned else (values, 1)),
+            *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()), *stand_in.stride()[:4],
+            F=features, V=values, J=per_group, BACK=back, INNER=weight_GJN is not None, MIXED=mixed is not None,
+            SHARES=compared is not None, MORE_F=more_f, MORE_V=more_v, BLOCK=self.block, BT=self.tokens,
+            BF=side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
+            num_warps=4 if v_tile <= 64 else 8, num_stages=2,
+        )  # fmt: skip
+        return out, None if shares is None else shares.sum(-1)
+
+
+def side(size: int) -> int:
+    return max(16, min(64, triton.next_power_of_2(size)))
+
+
+def apart(values: int) -> bool:
+    """Whether the last column goes apart: a normaliser's, which would cost a tile of its own."""
+    return values > 16 and values % 16 == 1
+
+
+def packed(state: Tensor) -> Tensor:
+    """(.., F, V) -> (.., F V) as sums are stored."""
+    if not apart(state.shape[-1]):
+        return state.flatten(-2).contiguous()
+    return torch.cat([state[..., :-1].flatten(-2), state[..., -1]], -1)
+
+
+def unpacked(state: Tensor, features: int, values: int) -> Tensor:
+    if not apart(values):
+        return state.unflatten(-1, (features, values))
+    main = state[..., : features * (values - 1)].unflatten(-1, (features, values - 1))
+    return torch.cat([main, state[..., features * (values - 1) :].unsqueeze(-1)], -1)
+
+
+def packed_rows(x: Tensor) -> Tensor:
+    """With rows of numbers side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
