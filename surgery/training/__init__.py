@@ -1,0 +1,1 @@
+"""Healing a converted checkpoint: data, stages, the loop."""

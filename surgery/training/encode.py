@@ -1,0 +1,83 @@
+"""Documents to tokens, and which of them are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.training.documents import Document
+
+
+@dataclass(frozen=True)
+class Piece:
+    """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). whole: not to be cut into windows."""
+
+    ids_T: Tensor
+    trained_T: Tensor | None = None
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+
+class Encoder:
+    """Text with the specials the tokenizer puts around it, and an end of text behind it where the tokenizer has one."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.before, self.after = special_tokens(tokenizer)
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.end: int | None = end
+        if end is not None and self.after[-1:] != [end]:
+            self.after = [*self.after, end]
+        pads = (tokenizer.pad_token_id, end, self.before[0] if self.before else None, 0)
+        self.pad = int(next(p for p in pads if p is not None))
+
+    def texts(self, documents: list[Document]) -> list[Piece]:
+        """One piece a document, in their order; the parts of a long one are one piece."""
+        if not documents:
+            return []
+        texts = [document.content for document in documents]
+        for text in texts:
+            if not isinstance(text, str):
+                raise SurgeryError(f"data: a document is text, and one is a {type(text).__name__}: {str(text)[:80]!r}")
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        parts: list[list[Tensor]] = []
+        for row, document in zip(ids, documents):
+            if document.begins or not parts:
+                parts.append([])
+            parts[-1].append(self._framed(row, document))
+        return [Piece(torch.cat(some)) for some in parts]
+
+    def _framed(self, ids: list[int], document: Document) -> Tensor:
+        before = self.before if document.begins else []
+        return torch.tensor([*before, *ids, *(self.after if document.ends else [])], dtype=torch.int64)
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids the tokenizer puts before and after a text by itself ([CLS] .. [SEP], <s>)."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of everything that decides which ids a text becomes, and of the chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        model = json.loads(backend.to_str())
+        for passing in ("padding", "truncation"):  # of the last call, not of the tokenizer
+            model.pop(passing, None)
+    else:
+        model = {"vocabulary": tokenizer.get_vocab(), "kind": type(tokenizer).__name__}
+    told = {"model": model, "specials": tokenizer.special_tokens_map, "chat": tokenizer.chat_template}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
