@@ -7,7 +7,7 @@ import torch
 
 from surgery.mixers.masks.block_scan import block_scan, block_scan_both
 from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
-from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
+from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal, toeplitz_step
 from surgery.op import choose, found
 
 pytest.importorskip("triton")
@@ -181,3 +181,20 @@ def test_states_of_ragged_rows(count):
         return out * real.unsqueeze(2), last
 
     judged(run, (q, k, v, *kernel, state), torch.float32, kept=(3, 4, 5))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 5, 3, 2), (3, 2, 2, 9, 17, 4), (64, 12, 1, 64, 65, 8)])
+def test_steps(shape):
+    batch, groups, per_group = shape[:3]
+    if batch > 3 and DEVICE == "cpu":
+        pytest.skip("too large for Triton's interpreter")
+    q, k, v, *kernel, state = (x.to(DEVICE) for x in tokens_of(batch, groups, per_group, 1, *shape[3:]))
+    start_B = torch.tensor([16, 17, 32], device=DEVICE).repeat(batch)[:batch]
+    count_B = torch.tensor([1, 1, 0], device=DEVICE).repeat(batch)[:batch]
+    v = v * count_B[:, None, None, None]
+    with choose("kernel"):
+        outs = toeplitz_step(q, k, v, *kernel, state, start_B, count_B, 16)
+    with choose("reference"):
+        expected = toeplitz_step(*(x.double() for x in (q, k, v, *kernel, state)), start_B, count_B, 16)
+    for out, want in zip(outs, expected):
+        assert relative(out, want) < 1e-5

@@ -99,6 +99,13 @@ class ToeplitzBlocksMask(Semiseparable):
         out, last = toeplitz_causal(*qkv, *kernel, first, rows.start_B, rows.count_B, block, chunk)
         return out, None if state is None or last is None else {"sum": last}
 
+    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+        if rows.beta_BGT is not None:
+            return super().step(rows, state)
+        qkv, kernel = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), (_positive(self.rate_RG), self.amplitudes())
+        out, after = toeplitz_step(*qkv, *kernel, state["sum"], rows.start_B, rows.count_B, self.config.block)
+        return out, {"sum": after}
+
 
 @op
 def toeplitz_causal(
@@ -116,6 +123,27 @@ def toeplitz_causal(
     """(out_BGJTV, last_BRGFV) as `semiseparable` gives them; a kernel may leave `last` where no state came in."""
     gates_BRGT = gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
     return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
+
+
+@op
+def toeplitz_step(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    sum_BRGFV: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """The same of one token a row (T = 1)."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    gate_BRG1 = gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
+    written_BGFV = k_BGTF.to(wide).mT * v_BGTV.to(wide)
+    sum_BRGFV = gate_BRG1.unsqueeze(-1) * sum_BRGFV.to(wide) + written_BGFV.unsqueeze(1)
+    out_BRGJV = q_BGJTF.to(wide).squeeze(3).unsqueeze(1) @ sum_BRGFV
+    return (weight_RGJ.unsqueeze(-1) * out_BRGJV).sum(1).unsqueeze(3), sum_BRGFV
 
 
 @op
