@@ -1,0 +1,206 @@
+"""States of a Fenwick tree over chunks (Guo et al. 2025, section 3.3), each held once.
+
+A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l: so slot e - 1 holds the state of the segment
+that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1), .. > its
+sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.ssd_launch import Lay, Tokens, level_strides, options, power_of_two, products, stored
+from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence
+
+# One H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192, of what was measured the fastest.
+GROW: dict[str, Any] = {"block_k": 64, "block_v": 64, "num_warps": 4}
+GROW_GRAD: dict[str, Any] = {"block_k": 128, "block_v": 64, "num_warps": 4, "stages": 3}
+
+
+@triton.jit(do_not_specialize=["count", "T", "M", "U", "shift"])
+def grow(
+    k, v, gate, slots, totals, rights, tops, final, closing_S, start, ends, seq_of, first_of,
+    count, T, M, U, shift, G, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt,
+    F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
+    LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's segment
+    and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their last eight
+    chunks; final (seqs, LEVELS, G, F, V) float32: the slots that a token behind the last one would read."""
+    m = tl.program_id(0)
+    if VARLEN:
+        seq = tl.load(seq_of + m)
+    else:
+        seq = m // ((count >> (shift + 3)) + 2)
+    row, begin, length, first, off, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
+    if VARLEN:
+        unit = m - (base >> (shift + 3)) - seq
+    else:
+        unit = (first >> (shift + 3)) + m % ((count >> (shift + 3)) + 2)
+    chunks = (off + length + C - 1) // C
+    if ((unit << (shift + 3)) >= first + chunks) or (chunks <= 0):
+        return
+    g = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
+    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
+    tile_KV = kk_K[:, None] * V + vv_V[None, :]
+    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    wide, at = row.to(tl.int64), begin.to(tl.int64)
+    k += wide * skb + g * skg + at * skt
+    v += wide * svb + g * svg + at * svt
+    gate += wide * sgb + g * sgg + at * sgt
+    here = base + g * M - 1 - first  # slots are counted by the chunk behind them, from position 0
+    top = (base >> 3) + seq * (1 if VARLEN else 2) - (first >> 3) + g * U - 1
+    if LEVELS > 0:
+        closing = tl.load(closing_S + seq).to(tl.int32)
+    a_KV, b_KV, c_KV = inside_KV, inside_KV, inside_KV  # left siblings of 1, 2, 4 segments
+    a, b, c = 0.0, 0.0, 0.0
+    for i in tl.static_range(8):
+        e = (unit * 8 + i + 1) << shift
+        inside = (e > first) & (e <= first + chunks)
+        if LEAVES:
+            t0 = (e - 1 - first) * C - off
+            x_KV, total = chunk_state(
+                k, v, gate, t0, length, skt, svt, sgt, kk_K, vv_V, F, V, C, DOT, PRECISION
+            )  # fmt: skip
+        else:
+            x_KV = tl.load(tops + (top + (e >> 3)) * F * V + tile_KV, mask=inside_KV & inside, other=0.0)
+            total = tl.load(totals + here + e, mask=inside, other=0.0)
+        if i % 2 == 1:
+            tl.store(rights + here + e - (1 << shift), total, mask=inside & (e - (1 << shift) > first))
+            x_KV += tl.exp(total) * a_KV
+            total += a
+        if i % 4 == 3:
+            tl.store(rights + here + e - (2 << shift), total, mask=inside & (e - (2 << shift) > first))
+            x_KV += tl.exp(total) * b_KV
+            total += b
+        if i == 7:
+            tl.store(rights + here + e - (4 << shift), total, mask=inside & (e - (4 << shift) > first))
+            x_KV += tl.exp(total) * c_KV
+            total += c
+            tl.store(tops + (top + (e >> 3)) * F * V + tile_KV, x_KV, mask=inside_KV & inside)
+        elif i % 4 == 3:
+            c_KV, c = x_KV, total
+        elif i % 2 == 1:
+            b_KV, b = x_KV, total
+        else:
+            a_KV, a = x_KV, total
+        if LEAVES or (i % 2 == 1):
+            tl.store(slots + (here + e) * F * V + tile_KV, x_KV.to(slots.dtype.element_ty), mask=inside_KV & inside)
+            tl.store(totals + here + e, total, mask=inside)
+            if LEVELS > 0:
+                bit = lowest_bit(e)  # of whole units it may be higher than here: later launches write again
+                closes = inside & (((closing >> bit) << bit) == e) & (bit < LEVELS)
+                to = final + ((seq * LEVELS + bit) * G + g) * F * V
+                tl.store(to + tile_KV, x_KV, mask=inside_KV & closes)
+
+
+@triton.jit(do_not_specialize=["count", "T", "M", "order"])
+def grow_grad(
+    q, gate, level, d_out, d_final, d_slots, closing_S, start, ends, seq_of, first_of,
+    count, T, M, order, G, J, sqb, sqg, sqj, sqt, sgb, sgg, sgt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
+    F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LAST: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """d_slots (G, M, F, V): gradients of the slots by the chunks that read them, those of its right sibling, and where
+    LEVELS > 0 by d_final. Slots that many read come first: a row's slots in the order of their number's bits reversed,
+    of which there are `order`."""
+    m = tl.program_id(0)
+    if not VARLEN:
+        place = m * 0
+        for b in tl.static_range(24):
+            place = place * 2 + ((m >> b) & 1)
+        place = place >> (24 - order)
+        m = (m >> order) * count + place
+        if place >= count:
+            return
+    row, begin, length, unit, first, off, _ = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    last = first + (off + length + C - 1) // C
+    e = unit + 1
+    bit = lowest_bit(e)
+    readers = tl.minimum(last - e, 1 << bit)
+    g = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    x_C = tl.arange(0, C)
+    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
+    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
+    tile_KV = kk_K[:, None] * V + vv_V[None, :]
+    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    acc_KV = tl.zeros([BK, BV], tl.float32)
+    if LEVELS > 0:
+        seq = tl.load(seq_of + m) if VARLEN else row
+        closing = tl.load(closing_S + seq).to(tl.int32)
+        closes = (((closing >> bit) << bit) == e) & (bit < LEVELS)
+        acc_KV += tl.load(
+            d_final + ((seq * LEVELS + bit) * G + g) * F * V + tile_KV, mask=inside_KV & closes, other=0.0
+        )
+    wide, at = row.to(tl.int64), begin.to(tl.int64)
+    q += wide * sqb + g * sqg + at * sqt
+    gate += wide * sgb + g * sgg + at * sgt
+    d_out += wide * sob + g * sog + at * sot
+    level += wide * slb + g * slg + at * slt + tl.minimum(bit + BITS + 1, LAST) * sll
+    passed = 0.0
+    for n in tl.range(0, readers * J, num_stages=STAGES):
+        j = (n % J).to(tl.int64)
+        t_C = ((e - first + n // J) * C - off + x_C).to(tl.int64)
+        ok_C = t_C < length
+        q_CK = tl.load(
+            q + j * sqj + t_C[:, None] * sqt + kk_K[None, :], mask=ok_C[:, None] & (kk_K < F)[None, :], other=0.0
+        )
+        do_CV = tl.load(
+            d_out + j * soj + t_C[:, None] * sot + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0
+        )
+        gate_C = tl.maximum(tl.load(gate + t_C * sgt, mask=ok_C, other=0.0).to(tl.float32), -60.0)
+        lambda_C = tl.load(level + j * slj + t_C * slt, mask=ok_C, other=0.0).to(tl.float32)
+        weight_C = lambda_C * tl.exp(tl.cumsum(gate_C, 0) + passed)
+        do_CV = (do_CV.to(tl.float32) * weight_C[:, None]).to(DOT)
+        acc_KV += tl.dot(tl.trans(q_CK.to(DOT)), do_CV, input_precision=PRECISION)
+        passed += tl.where(n % J == J - 1, tl.sum(gate_C, 0), 0.0)
+    if e <= last:
+        tl.store(d_slots + (g * M + m) * F * V + tile_KV, acc_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
+
+
+def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(slots_GMFV, totals_GM, rights_GM, final_SLGFV), see `grow`: final for chunks closing_S, `levels` of them."""
+    groups, _, features, values = of.sizes
+    slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    totals, rights = (of.gates.new_empty(groups, lay.places) for _ in range(2))
+    tops = of.gates.new_empty(groups, lay.units(3), features, values)
+    final = of.gates.new_zeros(lay.seqs, levels, groups, features, values)
+    block_k, block_v = min(power_of_two(features), GROW["block_k"]), min(power_of_two(values), GROW["block_v"])
+    tiles, shift = triton.cdiv(features, block_k) * triton.cdiv(values, block_v), 0
+    while shift == 0 or lay.most > 1 << shift:
+        grow[(lay.units(shift + 3), groups, tiles)](
+            of.k, of.v, of.gates, slots, totals, rights, tops, final, closing_S, *lay.tables(shift + 3),
+            lay.count, lay.length, lay.places, lay.units(3), shift, groups,
+            *of.k.stride()[:3], *of.v.stride()[:3], *of.gates.stride(), F=features, V=values, C=lay.chunk, BK=block_k,
+            BV=block_v, LEAVES=shift == 0, LEVELS=levels, VARLEN=lay.varlen, **products(of.v.dtype),
+            **options(GROW),
+        )  # fmt: skip
+        shift += 3
+    return slots, totals, rights, final
+
+
+def grown_grad(lay: Lay, of: Tokens, d_out: Tensor, d_final: Tensor, closing_S: Tensor) -> Tensor:
+    """d_slots_GMFV, see `grow_grad`."""
+    assert of.level is not None
+    groups, per_group, features, values = of.sizes
+    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    block_k = min(power_of_two(features), GROW_GRAD["block_k"])
+    block_v = min(power_of_two(values), GROW_GRAD["block_v"])
+    tiles = triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
+    order = max(lay.count - 1, 0).bit_length()
+    grow_grad[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
+        of.q, of.gates, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
+        order, groups, per_group, *of.q.stride()[:4], *of.gates.stride(), *level_strides(of.level), *d_out.stride()[:4],
+        F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
+        LEVELS=d_final.shape[1], VARLEN=lay.varlen, **products(of.v.dtype), STAGES=GROW_GRAD["stages"],
+        **options(GROW_GRAD),
+    )  # fmt: skip
+    return d_slots

@@ -1,0 +1,103 @@
+"""Masks of gates with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", section 6).
+
+Forward: a walk over the chunks that leaves the state before each (ssd_states.py), then all chunks at once (ssd_out.py).
+Backward: the states again, the walk back with their gradients, then all chunks at once (ssd_grad.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.ssd_launch import (
+    Lay,
+    Tokens,
+    accepted,
+    chunk_of,
+    of_shared,
+    reads,
+    reads_grad,
+    ready,
+    writes_grad,
+)
+from surgery.kernels.ssd_states import passed_back, passed_on
+from surgery.mixers.masks.semiseparable import semiseparable
+from surgery.op import kernel_for
+
+
+class SSD(torch.autograd.Function):
+    """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, gates, first, lay = args
+        of = _expanded(q, k, v, gates)
+        slots, last = passed_on(lay, of, first)
+        ctx.save_for_backward(q, k, v, gates, first)
+        ctx.lay = lay
+        return reads(lay, of, slots, slots), last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_out, d_last = ready(grads[0]), grads[1].contiguous()
+        q, k, v, gates, first = ctx.saved_tensors
+        lay, of = ctx.lay, _expanded(q, k, v, gates)
+        slots, _ = passed_on(lay, of, first)
+        d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
+        d_q = of_shared(d_q, q)
+        d_slots, d_first = passed_back(lay, of, d_out, d_last)
+        d_k, d_v, d_gates, _ = writes_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
+        return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first, None
+
+
+def _expanded(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tokens:
+    groups = v.shape[1]
+    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, gates, None)
+
+
+def ssd(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    gates_BGT: Tensor,
+    first_SGFV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV in v's dtype, the state behind each sequence's last token, float32). q and k may have 1 in place of G:
+    shared by all heads. cu_seqlens: sequences packed into one row, B = 1, their states apart; S counts them, else S = B.
+    """
+    batch, groups, length, _ = v_BGTV.shape
+    gates_BGT = gates_BGT.float().expand(batch, groups, length)
+    if cu_seqlens is None:
+        start_B = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
+        lay = Lay.rows(start_B, length, chunk_of(chunk), aligned=True)
+    else:
+        lay = Lay.packed(cu_seqlens, length, chunk_of(chunk))
+    first = None if first_SGFV is None else first_SGFV.float().contiguous()
+    return SSD.apply(ready(q_BGJTF), ready(k_BGTF), ready(v_BGTV), gates_BGT, first, lay)
+
+
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: Any, first: Any, chunk: int) -> bool:
+    return beta is None and gates.shape[1] == 1 and accepted(q, k, v, chunk)
+
+
+@kernel_for(semiseparable, accepts=_accepts)
+def semiseparable_ssd(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    first_BRGFV: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """One component. What it weighs multiplies all that is read."""
+    first = None if first_BRGFV is None else first_BRGFV.squeeze(1)
+    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, None, chunk)
+    if weight_RGJ is not None:
+        out_BGJTV = out_BGJTV * weight_RGJ[0, :, :, None, None].to(out_BGJTV.dtype)
+    return out_BGJTV, last.unsqueeze(1)

@@ -1,0 +1,67 @@
+"""Rows for kernels of masked attention, and how far they miss float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+gpu = pytest.mark.skipif(not CUDA, reason="too slow under the interpreter")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def loops_with_tensors(monkeypatch) -> None:
+    """Loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        name, index = "__index__", lambda self: int(self.handle.data.item())
+        scope[0].set_attr(tensor, name, index) if scope else setattr(tensor, name, index)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def log_gates(kind: str, *shape: int) -> torch.Tensor:
+    drawn = torch.rand(*shape, device=DEVICE)
+    return {
+        "mild": -0.1 * drawn,
+        "none": 0 * drawn,
+        "wild": torch.where(drawn < 0.1, -1e4, -1e-4 * drawn),
+        "any": -torch.exp(8 * drawn - 4),
+    }[kind]
+
+
+def tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates="mild") -> list[torch.Tensor]:
+    """q_BGJTF, k_BGTF, v_BGTV, gates_BGT; queries and keys expanded over the groups where shared; strided as models
+    have them."""
+    torch.manual_seed(T + 7)
+    one = 1 if shared else G
+    q = torch.randn(B, T, one, J, F, device=DEVICE).permute(0, 2, 3, 1, 4)
+    k = torch.randn(B, T, one, F, device=DEVICE).transpose(1, 2) / F**0.5
+    v = torch.randn(B, T, G, V, device=DEVICE).transpose(1, 2)
+    return [q.to(dtype), k.to(dtype), v.to(dtype), log_gates(gates, B, T, G).transpose(1, 2)]
+
+
+def misses(ours: Callable, exact: Callable, leaves: list[torch.Tensor]) -> list[float]:
+    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `exact` in float64."""
+    torch.manual_seed(1)
+    results = []
+    for call, dtype in ((ours, None), (exact, torch.float64)):
+        given = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
+        outs = [x for x in call(*given) if x is not None]
+        if not results:
+            weights = [torch.randn_like(x.float()) for x in outs]
+        grads = torch.autograd.grad(
+            sum((x.double() * w).sum() for x, w in zip(outs, weights)), given, allow_unused=True
+        )
+        results.append([*outs, *(torch.zeros_like(x) if d is None else d for d, x in zip(grads, given))])
+    assert all(a.isfinite().all() for a in results[0])
+    return [
+        float((a.detach().double() - b.detach()).norm() / b.detach().norm().clamp_min(1e-30)) for a, b in zip(*results)
+    ]

@@ -1,0 +1,118 @@
+"""Kernels of log-linear attention against the reference in float64: outputs, buckets and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_rows import DEVICE, TOLERANCE, gpu, loops_with_tensors, misses, tokens
+
+from surgery.mixers.masks.hierarchical import log_linear
+from surgery.op import choose
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch):
+    loops_with_tensors(monkeypatch)
+
+
+# B, G, J, T, F, V, queries and keys shared; starts; counts
+SMALL = [
+    ((1, 1, 1, 1, 16, 16, False), [0], [1]),
+    ((2, 2, 1, 37, 16, 17, True), [0, 5], [37, 20]),
+    ((1, 2, 2, 150, 16, 16, False), [496], [150]),
+]
+LARGE = [
+    ((2, 8, 1, 1000, 128, 64, True), [0, 37], [1000, 900]),
+    ((1, 2, 3, 517, 64, 65, False), [1000], [517]),
+    ((1, 1, 2, 300, 256, 128, False), [0], [300]),
+    ((1, 2, 1, 4160, 128, 64, True), [64], [4160]),
+]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=16) -> float:
+    (*shape, shared), start, count = case
+    B, G, J, T, F, V = shape
+    leaves = tokens(*shape, shared=shared, dtype=dtype, gates=gates)
+    start_B, count_B = (torch.tensor(x, device=DEVICE) for x in (start, count))
+    real_BT = torch.arange(T, device=DEVICE) < count_B.unsqueeze(1)
+    leaves.append(torch.rand(B, T, G, J, levels, device=DEVICE) + 0.1)
+    if state:
+        kept = max(start).bit_length()
+        full_BL = (start_B.unsqueeze(1) >> torch.arange(kept, device=DEVICE)) & 1
+        leaves.append(torch.randn(B, kept, G, F, V, device=DEVICE) * full_BL[..., None, None, None])
+
+    def call(q, k, v, g, level, *buckets):
+        k, v, g = (x * real_BT.view(B, 1, T, *[1] * (x.dim() - 3)).to(x.dtype) for x in (k, v, g))
+        q, k = q.expand(-1, G, -1, -1, -1), k.expand(-1, G, -1, -1)
+        out, after = log_linear(q, k, v, None, g, level, start_B, buckets[0] if buckets else None, count_B, chunk)
+        real = real_BT[:, None, None, :, None].to(out.dtype)
+        return out * real, after
+
+    def ours(*given):
+        with choose("kernel"):
+            assert log_linear.stand_in(*given[:3], None, *given[3:5], start_B, None, count_B, chunk)
+            return call(*given)
+
+    def exact(*given):
+        with choose("reference"):
+            return call(*given)
+
+    return max(misses(ours, exact, leaves))
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_small(case):
+    assert worst(case) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("gates", ["none", "wild", "any"])
+def test_gates_of_any_size(gates):
+    assert worst(((1, 2, 1, 70, 16, 16, True), [3], [70]), gates=gates) < 2e-5
+
+
+def test_levels_beyond_the_last_share_its_lambda():
+    assert worst(((1, 1, 1, 70, 16, 16, False), [0], [70]), state=False, levels=3) < TOLERANCE[torch.float32]
+
+
+def test_sequences_in_one_row():
+    """Each as if alone."""
+    from surgery.kernels.log_linear import log_linear_chunks
+
+    ends = [0, 5, 5, 58, 90]
+    leaves = tokens(1, 2, 1, ends[-1], 16, 16)
+    leaves.append(torch.rand(1, ends[-1], 2, 1, 9, device=DEVICE) + 0.1)
+    cu_seqlens = torch.tensor(ends, device=DEVICE)
+    zero_B = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def alone(q, k, v, g, level):
+        outs = []
+        for a, b in itertools.pairwise(ends):
+            if b > a:
+                parts = q[:, :, :, a:b], k[:, :, a:b], v[:, :, a:b], None, g[:, :, a:b], level[:, a:b]
+                outs.append(log_linear.reference(*parts, zero_B, None, zero_B + b - a, 16)[0])
+        return [torch.cat(outs, 3)]
+
+    def ours(*x):
+        return [log_linear_chunks(*x, cu_seqlens=cu_seqlens, chunk=16)]
+
+    assert max(misses(ours, alone, leaves)) < 1e-5
+
+
+@gpu
+@pytest.mark.parametrize("gates", ["mild", "wild", "any"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", LARGE)
+def test_half_precision(case, dtype, gates):
+    assert worst(case, dtype, gates, chunk=64) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("case", LARGE)
+def test_float32(case):
+    assert worst(case, chunk=64) < TOLERANCE[torch.float32]
