@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from mask_rows import definition, masked, miss, piece, some_rows, to
 
 from surgery.mixers.masks.block_scan import block_scan, block_scan_both
+from surgery.mixers.masks.blocks import Blocks
 from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
-from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal, toeplitz_step
-from surgery.op import choose, found
+from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks, toeplitz_both_ways, toeplitz_causal, toeplitz_step
+from surgery.op import choose, found, watched
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,3 +202,26 @@ def test_steps(shape):
         expected = toeplitz_step(*(x.double() for x in (q, k, v, *kernel, state)), start_B, count_B, 16)
     for out, want in zip(outs, expected):
         assert relative(out, want) < 1e-5
+
+
+@pytest.mark.parametrize("config", [ToeplitzBlocks(block=16, components=3), Blocks(block=16, count=6)])
+def test_masks_take_them(config):
+    """In pieces, rows at their own positions, a normaliser's column of ones beside the values."""
+    mask = masked(config)
+    begin = [0, 0] if isinstance(config, Blocks) else [19, 0]
+    rows = some_rows(mask, "kernel", 37, begin, [37, 20], features=5, values=17)
+    with choose("reference"):
+        expected = definition(mask, rows)
+    mask, quick = mask.float().to(DEVICE), on_device(to(rows, torch.float32))
+    state = mask.empty(2, 5, 17, DEVICE)
+    with torch.no_grad(), choose("kernel"), watched() as names:
+        first, state = mask.chunked(piece(quick, 0, 21), state, 8)
+        second, state = mask.chunked(piece(quick, 21, 36), state, 8)
+        third, _ = mask.step(piece(quick, 36, 37), state)
+    assert names >= ({"toeplitz_causal", "toeplitz_step"} if any(begin) else {"blocks_from_zero"})
+    assert miss(torch.cat([first, second, third], 3).cpu(), expected.detach(), rows) < 1e-5
+
+
+def on_device(rows):
+    moved = {name: x.to(DEVICE) for name, x in vars(rows).items() if isinstance(x, torch.Tensor)}
+    return replace(rows, **moved, signals={name: x.to(DEVICE) for name, x in rows.signals.items()})
