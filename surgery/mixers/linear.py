@@ -13,7 +13,7 @@ that are causal by nature forwards and backwards (reading.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,20 +112,21 @@ class LinearMixer(Mixer):
         window = self.config.window
         if state is None:
             past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
-            return self._run(inputs, past, lambda rows: self._read(rows, None), max(window, 64))[0], None
+            return self._run(inputs, past, lambda rows: self._read(rows, None, inputs), max(window, 64))[0], None
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         kept = {name[5:]: t for name, t in state.tensors.items() if name.startswith("mask.")}
-        return self._run(inputs, state, lambda rows: self._read(rows, kept), max(window, 64))
+        return self._run(inputs, state, lambda rows: self._read(rows, kept, inputs), max(window, 64))
 
     def dense(self, inputs: Inputs) -> Tensor:
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
         return self._run(inputs, past, lambda rows: (by_definition(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
 
-    def _read(self, rows: Rows, kept: Tensors | None) -> tuple[Tensor, Tensors | None]:
+    def _read(self, rows: Rows, kept: Tensors | None, inputs: Inputs) -> tuple[Tensor, Tensors | None]:
         if kept is not None and rows.v_BGTV.shape[2] == 1:
             return self.mask.step(rows, kept)
-        return self.mask.chunked(rows, kept, self.config.chunk)
+        out_BGJTV, after = self.mask.chunked(multiplied(rows, inputs.v_BGTV), kept, self.config.chunk)
+        return out_BGJTV.to(rows.v_BGTV.dtype), after
 
     def _run(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
         with as_written(inputs.x_BTD.device):
@@ -235,6 +236,15 @@ class LinearMixer(Mixer):
 def exact(tensor: Tensor) -> torch.dtype:
     """float32, or float64 where that came in."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def multiplied(rows: Rows, v: Tensor) -> Rows:
+    """With queries, keys and values in bfloat16 where the layer's come so and a GPU multiplies faster in it; sums, gates
+    and states stay as they are. Features of float16 may pass its range and stay too."""
+    if v.dtype != torch.bfloat16 or not v.is_cuda:
+        return rows
+    q, k, v = (x.to(torch.bfloat16) for x in (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV))
+    return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
 
 
 def unit(x: Tensor) -> Tensor:
