@@ -80,10 +80,49 @@ def take(x: Tensor, index_BN: Tensor, dim: int) -> Tensor:
     return x.gather(dim, index_BN.view(shape).expand(*x.shape[:dim], index_BN.shape[1], *x.shape[dim + 1 :]))
 
 
+LONG = 1024  # slots; fewer are copied at every call
+
+
+class Room:
+    """A buffer with free slots behind those that states look at. A state whose slots end where the written ones end
+    may be followed by the next ones in place; whatever else goes on from an older state is copied to a new buffer, so
+    that every state stays as it was."""
+
+    def __init__(self, old_BGSX: Tensor, new_BGTX: Tensor):
+        slots = old_BGSX.shape[2] + new_BGTX.shape[2]
+        size = -(-(slots + slots // 32) // 16) * 16  # whole units of 16: rows stay where wide copies can begin
+        self.buffer = new_BGTX.new_empty(*new_BGTX.shape[:2], size, new_BGTX.shape[3])
+        self.written = old_BGSX.shape[2]
+        self.buffer[:, :, : self.written] = old_BGSX
+
+    def takes(self, stop: int, new_BGTX: Tensor) -> bool:
+        fits = stop == self.written and stop + new_BGTX.shape[2] <= self.buffer.shape[2]
+        ours = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
+        return fits and ours and self.buffer.dtype == new_BGTX.dtype and self.buffer.device == new_BGTX.device
+
+    def add(self, new_BGTX: Tensor) -> None:
+        self.buffer[:, :, self.written : self.written + new_BGTX.shape[2]] = new_BGTX
+        self.written += new_BGTX.shape[2]
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Those slots, as a tensor that knows where it lies."""
+        view = self.buffer[:, :, start:stop]
+        view.room = (self, start, stop)  # type: ignore[attr-defined]
+        return view
+
+
 def appended(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tensor:
-    """The slots of both, packed again; count_B: real tokens among the new (None: all)."""
+    """The slots of both, packed again; count_B: real tokens among the new (None: all). Long ones are not copied at
+    every call: they lie in a Room."""
     if old_BGSX.shape[2] == 0:
         return new_BGTX.clone()  # what is given may be a view of far more: of all levels, of a fused q, k, v
+    learns = torch.is_grad_enabled() and (old_BGSX.requires_grad or new_BGTX.requires_grad)
+    if count_B is None and old_BGSX.shape[2] >= LONG and not learns and not torch.compiler.is_compiling():
+        room, start, stop = getattr(old_BGSX, "room", (None, 0, 0))
+        if room is None or not room.takes(stop, new_BGTX):
+            room, start = Room(old_BGSX, new_BGTX), 0
+        room.add(new_BGTX)
+        return room.view(start, room.written)
     both = torch.cat([old_BGSX.to(new_BGTX.dtype), new_BGTX], 2)
     if count_B is None:
         return both
@@ -94,8 +133,14 @@ def appended(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tens
 
 
 def kept(x_BGSX: Tensor, slots: int) -> Tensor:
-    """The last slots, in storage of their own: a view would keep what was evicted alive."""
-    return x_BGSX if slots >= x_BGSX.shape[2] else x_BGSX[:, :, x_BGSX.shape[2] - slots :].clone()
+    """The last slots, in storage of their own: a view would keep what was evicted alive; in a Room, which is given up
+    when it is full, they stay."""
+    if slots >= x_BGSX.shape[2]:
+        return x_BGSX
+    room, _, stop = getattr(x_BGSX, "room", (None, 0, 0))
+    if room is not None and slots >= LONG:
+        return room.view(stop - slots, stop)
+    return x_BGSX[:, :, x_BGSX.shape[2] - slots :].clone()
 
 
 def framed(inputs: Inputs, state: State | None, slots: int) -> tuple[Frame, Tensor | None]:

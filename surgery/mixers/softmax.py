@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from surgery.mixers.base import AttentionShape, Inputs
 from surgery.mixers.slots import Frame, counted, positions
+from surgery.op import op
 
 QUERIES = 512  # of one pass: what bounds the score matrices held at once
 
@@ -70,6 +71,7 @@ def weigh(
     return (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
 
 
+@op
 def attend(
     terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:

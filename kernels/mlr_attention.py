@@ -1,0 +1,299 @@
+"""MLR attention and sliding-window softmax, see surgery/mixers/softmax.py: terms of a score, each seen in its extent.
+
+Prefill and training read keys whose levels lie side by side, as `levels` cuts them; where they do not they are copied
+together once. Few queries against a cache go to mlr_attention_decode.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from surgery.kernels.mlr_attention_decode import LEVELS, decode
+from surgery.kernels.mlr_attention_dkv import mlr_keys
+from surgery.kernels.mlr_attention_dq import mlr_queries
+from surgery.kernels.mlr_attention_forward import mlr_forward
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.slots import Frame
+from surgery.mixers.softmax import Term, attend
+from surgery.op import kernel_for
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = 64  # queries and heads that share keys, of a step
+DIMS = 256  # of keys and of values, at most
+
+
+class Tiles(NamedTuple):
+    """M queries, N keys; registers of a thread, at most."""
+
+    M: int
+    N: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    run: int = 8  # key tiles of a zone that a walk of its own pays for
+
+
+class Plan(NamedTuple):
+    """What the kernels are compiled for."""
+
+    ranks: tuple[int, ...]
+    extents: tuple[int, ...]  # of levels 2 .. L
+    nested: bool
+    window: int | None
+    softcap: float | None
+    scaling: float
+    holes: bool
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
+
+    def walks(self) -> list[tuple[int, int, int]]:
+        """(A, B, last zone) of each walk of the forward: at most three widths, the last that of all dims."""
+        full = width(self.cuts[-1])
+        found: list[tuple[int, int, int]] = []
+        zone = 1
+        while len(found) < 2 and sum(width(self.cuts[zone])) < sum(full):
+            a, b = width(self.cuts[zone])
+            zone = next(n for n in range(zone, len(self.cuts)) if self.cuts[n] > a + b)
+            found.append((a, b, zone - 1))
+        return [*found, *[(0, 0, 0)] * (2 - len(found)), (*full, len(self.ranks))]
+
+    def crossing(self, M: int, N: int) -> int:
+        """How many levels may begin in one tile, at most."""
+        if self.nested:
+            return sum(bool(extent % M or extent % N) for extent in self.extents)
+        spans = [(-extent, M + N - extent) for extent in self.extents]  # where low_l begins, of tiles that meet it
+        return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
+
+    def halves(self) -> tuple[int, int, int]:
+        """(A, B, last zone of at most A dims) of the backward, which makes gradients of A and of B dims apart."""
+        a, b = width(self.cuts[-1])
+        if b == 0 and self.cuts[1] <= a // 2 >= 16 and len(self.ranks) > 1:
+            a, b = a // 2, a // 2
+        return a, b, sum(cut <= a for cut in self.cuts[1:]) if b else 0
+
+
+def width(dims: int) -> tuple[int, int]:
+    """dims as A + B, powers of two that a matrix product takes."""
+    units = -(-dims // 16)
+    a = 1 << (units.bit_length() - 1)
+    b = triton.next_power_of_2(units - a) if units > a else 0
+    return (32 * a, 0) if a == b else (16 * a, 16 * b)
+
+
+def forward_tiles(dtype: torch.dtype, dims: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(64, 32, 4, 1)
+    if dims <= 64:
+        return Tiles(128, 64, 8, 3, 128)
+    return Tiles(128, 64, 8, 2) if dims <= 128 else Tiles(64, 32, 4, 2)
+
+
+def backward_tiles(dtype: torch.dtype, dims: int) -> tuple[Tiles, Tiles]:
+    """For queries, for keys."""
+    if dtype == torch.float32:
+        return (Tiles(32, 32, 4, 1),) * 2
+    if dims <= 64:
+        return Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)
+    return (Tiles(64, 64, 4, 2) if dims <= 128 else Tiles(32, 32, 4, 1),) * 2
+
+
+def meta(plan: Plan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: Tiles) -> dict[str, Any]:
+    """What all three kernels are compiled for."""
+    return {
+        "EXTENTS": (0, *plan.extents),
+        "CUTS": plan.cuts,
+        "L": len(plan.ranks),
+        "HOLES": plan.holes,
+        "WINDOWED": plan.window is not None,
+        "NESTED": plan.nested,
+        "BIASED": biases is not None,
+        "CAP": plan.softcap or 0.0,
+        "R": q.shape[-1],
+        "V": v.shape[-1],
+        "M": tiles.M,
+        "N": tiles.N,
+        "DV": max(16, triton.next_power_of_2(v.shape[-1])),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else None,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
+    }
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Tensor | None,
+    ends: Tensor,
+    plan: Plan,
+    tiles: Any = None,
+    walks: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
+    B, H, T, R = q.shape
+    G, S, V = v.shape[1:]
+    tiles = tiles or forward_tiles(q.dtype, max(R, V))
+    new = torch.zeros if plan.holes else torch.empty
+    out = new(B, H, T, V, dtype=v.dtype, device=q.device)
+    lse = new(B, H, T, dtype=torch.float32, device=q.device)
+    (a1, b1, l1), (a2, b2, l2), (a3, b3, _) = walks or plan.walks()
+    mlr_forward[triton.cdiv(T, tiles.M) + plan.holes, B * H](
+        q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
+        A1=a1, B1=b1, L1=l1, A2=a2, B2=b2, L2=l2, A3=a3, B3=b3,
+        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, **meta(plan, q, v, biases, tiles),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    plan: Plan, tiles: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
+    B, H, T, R = q.shape
+    G, S, V = v.shape[1:]
+    tiles_q, tiles_k = tiles or backward_tiles(q.dtype, max(R, V))
+    new = torch.zeros if plan.holes else torch.empty
+    dq, delta = new(B, H, T, R, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    gathered = q.dtype if H == G else torch.float32
+    dk = new(B, H, S, R, dtype=gathered, device=q.device)
+    dv = new(B, H, S, V, dtype=gathered, device=q.device)
+    programs = triton.cdiv(T, tiles_q.M) + plan.holes
+    dbiases = None if biases is None else biases.new_zeros(B, H, programs, biases.shape[1])
+    a, b, zone = plan.halves()
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], 0 if ends.shape[0] == 1 else 1)
+    scalars = (plan.scaling, plan.window or 0, T, S, H, H // G)
+    mlr_queries[programs, B * H](
+        q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, *scalars, *strides,
+        A=a, B=b, L1=zone, DBIAS=biases is not None, **meta(plan, q, v, biases, tiles_q),
+    )  # fmt: skip
+    mlr_keys[triton.cdiv(S, tiles_k.N) + plan.holes, B * H](
+        q, k, v, dout, lse, delta, dk, dv, ends, biases, *scalars, *strides,
+        A=a, B=b, L1=zone, **meta(plan, q, v, biases, tiles_k),
+    )  # fmt: skip
+    if H > G:
+        dk, dv = (x.unflatten(1, (G, -1)).sum(2).to(q.dtype) for x in (dk, dv))
+    return dq, dk, dv, None if dbiases is None else dbiases.sum((0, 2)) * plan.scaling
+
+
+class Attend(torch.autograd.Function):
+    """parts: q_BHTR of every level, then k_BGSR of every level."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
+        levels = len(plan.ranks)
+        q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
+        values, v = v.shape[-1], aligned(v)
+        out, lse = forward(q, k, v, biases, ends, plan)
+        ctx.plan, ctx.values, ctx.slots = plan, values, [part.shape[2] for part in parts[levels:]]
+        ctx.save_for_backward(q, k, v, biases, ends, out, lse)
+        return out[..., :values]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, biases, ends, out, lse = ctx.saved_tensors
+        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
+        dims, ranks = sum(ctx.plan.ranks), ctx.plan.ranks
+        dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), ctx.slots)]
+        return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
+
+
+def joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """The levels side by side: a view where they are neighbours in memory; slots that a level has not are zeros."""
+    first, slots = parts[0], parts[0].shape[2]
+    offset, neighbours = first.storage_offset(), True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        neighbours &= same and part.stride() == first.stride() and part.storage_offset() == offset
+        offset += part.shape[-1]
+    if neighbours and first.stride(-1) == 1:
+        size = (*first.shape[:-1], sum(part.shape[-1] for part in parts))
+        return first.as_strided(size, first.stride(), first.storage_offset())
+    return torch.cat([F.pad(part, (0, 0, slots - part.shape[2], 0)) for part in parts], -1)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Rows of whole 16-byte units, what copies to shared memory take."""
+    unit = 16 // x.element_size()
+    odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16
+    x = F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
+    return x.contiguous() if odd else x
+
+
+def can(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+) -> bool:
+    """Causal, sizes and dtypes that tiles take; levels one in another."""
+    first, extents = terms[0], [term.extent for term in terms[1:]]
+    tensors = [v_BGSV, *(x for term in terms for x in (term.q_BGJTR, term.k_BGSR))]
+    ranks = [term.q_BGJTR.shape[-1] for term in terms]
+    return (
+        mask is None
+        and p == 0.0
+        and shape.causal
+        and shape.scaling > 0
+        and v_BGSV.dtype in DTYPES
+        and all(x.dtype == v_BGSV.dtype for x in tensors)
+        and first.extent is None
+        and first.bias_GJ is None
+        and first.k_BGSR.shape[2] == frame.slots
+        and min(ranks) > 0
+        and sum(ranks) <= DIMS
+        and v_BGSV.shape[-1] <= DIMS
+        and all(term.form == terms[-1].form for term in terms[1:])
+        and within(extents, terms[-1].form)
+    )
+
+
+def within(extents: list[int | None], form: str) -> bool:
+    """Whether each level's reach lies in that of the one before it."""
+    if any(extent is None for extent in extents):
+        return False
+    sizes = [int(extent or 1) for extent in extents]
+    pairs = list(itertools.pairwise(sizes))
+    return all(b <= a and (form != "nested" or a % b == 0) for a, b in pairs)
+
+
+@kernel_for(attend, accepts=can)
+def mlr_attend(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """out_BHTV."""
+    levels = len(terms)
+    ranks = tuple(term.q_BGJTR.shape[-1] for term in terms)
+    extents = tuple(int(term.extent or 1) for term in terms[1:])
+    nested = levels > 1 and terms[1].form == "nested"
+    plan = Plan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, frame.holes)
+    if steps(terms, v_BGSV, frame):
+        q_BGJTR, keys = joined(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
+        return decode(q_BGJTR, keys, v_BGSV, summed(terms), frame.end_B, plan)
+    parts = [term.q_BGJTR.flatten(1, 2) for term in terms]
+    return Attend.apply(plan, frame.end_B, summed(terms), v_BGSV, *parts, *(term.k_BGSR for term in terms))
+
+
+def steps(terms: list[Term], v_BGSV: Tensor, frame: Frame) -> bool:
+    """Whether these are a few queries against a cache, and nobody asks for gradients."""
+    tensors = [v_BGSV, *(x for term in terms for x in term if isinstance(x, Tensor))]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    few = frame.queries * terms[0].q_BGJTR.shape[2] <= ROWS and frame.queries < frame.slots
+    return few and not learns and len(terms) <= LEVELS
+
+
+def summed(terms: list[Term]) -> Tensor | None:
+    """biases_HZ: what levels below z add to near scores, z = 0 .. L; None where none does."""
+    given = next((term.bias_GJ for term in terms if term.bias_GJ is not None), None)
+    if given is None:
+        return None
+    nothing = torch.zeros_like(given)
+    each = [nothing, *(nothing if term.bias_GJ is None else term.bias_GJ for term in terms)]
+    return torch.stack(each, -1).flatten(0, 1).float().cumsum(-1)

@@ -1,0 +1,192 @@
+"""Gradients of MLR attention for keys and values: a tile of keys against the queries that see it.
+
+    dV = sum_t P dO        dK_l = sum over near t of dS Q_l
+Seen from a key s, a level is near for queries before high_l(s) = s + extent_l (sliding) or the end of the key's block
+(nested). Zones of query tiles, farthest first, and then the tiles left, as in mlr_attention_dq.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from surgery.kernels.mlr_attention_dq import put, slopes
+from surgery.kernels.mlr_attention_forward import between, level_of, low_of, rows
+
+
+@triton.jit
+def high_of(s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
+    """Behind the last query that has the level with key s; level 0: that sees s."""
+    high = s * 0 + end
+    if WINDOWED:
+        high = tl.minimum(s + window, high)
+    if level > 0:
+        extent: tl.constexpr = EXTENTS[level]
+        high = tl.minimum((s // extent + 1) * extent if NESTED else s + extent, high)
+    return high
+
+
+@triton.jit
+def span_of(
+    zone: tl.constexpr, s_first, s_last, t_least, end, window,
+    EXTENTS: tl.constexpr, L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """A zone's first query tile, and how many there are."""
+    start = s_last if zone == L else high_of(s_last, end, window, zone, EXTENTS, NESTED, WINDOWED)
+    start = (tl.maximum(start, t_least) + M - 1) // M
+    stop = high_of(s_first, end, window, zone - 1, EXTENTS, NESTED, WINDOWED) // M
+    return start, tl.maximum(stop - start, 0)
+
+
+@triton.jit
+def walk_queries(
+    dk_NA, dk_NB, dv_NV, k_at, k_row, ok_N, stride_k, v_NV, q, stride_q, dout, stride_d, lse, delta, biases, first_q, scale,
+    s_first, s_last, t_least, end, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Zones Z0 + 1 .. Z1, of at most A + B dims."""
+    for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
+        start, count, dims = 0, 0, 0
+        for z in tl.static_range(Z0 + 1, Z1 + 1):
+            z_start, z_count = span_of(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+            start = tl.where(zone == z, z_start, start)
+            count = tl.where(zone == z, z_count, count)
+            dims = tl.where(zone == z, CUTS[z], dims)
+        bias = tl.load(biases + zone) if BIASED else 0.0
+        k_NA = between(rows(k_at, k_row, stride_k, ok_N, N, A, 0, R, True), 0, dims, 0, A)
+        k_NB = between(rows(k_at, k_row, stride_k, ok_N, N, B, A, R, True), 0, dims, A, B) if B > 0 else k_NA
+        for tile in tl.range(start, start + count):
+            row = tile * M - first_q
+            q_MA = rows(q, row, stride_q, ok_N, M, A, 0, R, False)
+            score = tl.dot(k_NA, tl.trans(q_MA), input_precision=PRECISION)
+            if B > 0:
+                q_MB = rows(q, row, stride_q, ok_N, M, B, A, R, False)
+                score = tl.dot(k_NB, tl.trans(q_MB), score, input_precision=PRECISION)
+            do_MV = rows(dout, row, stride_d, ok_N, M, DV, 0, V, False)
+            lse_M = tl.load(lse + row + tl.arange(0, M))
+            delta_M = tl.load(delta + row + tl.arange(0, M))
+            pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
+            weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
+            dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
+            slope = slope.to(q_MA.dtype)
+            dk_NA = tl.dot(slope, q_MA, dk_NA, input_precision=PRECISION)
+            if B > 0:
+                dk_NB = tl.dot(slope, q_MB, dk_NB, input_precision=PRECISION)
+        dk_NA = between(dk_NA, 0, dims, 0, A)
+        if B > 0:
+            dk_NB = between(dk_NB, 0, dims, A, B)
+    return dk_NA, dk_NB, dv_NV
+
+
+@triton.jit
+def mlr_keys(
+    q, k, v, dout, lse, delta, dk, dv, ends, biases, scale, window, T, S, HEADS, SHARING,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_db, stride_dh,
+    stride_d, stride_end,
+    EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
+    HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
+    R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys of one query head. Zones up to L1 have at most A dims, the others A + B."""
+    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    group = head // SHARING
+    end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
+    lead = S - end
+    first_q = end - T
+    t_least = tl.maximum(first_q, 0)
+    first = tl.maximum(-lead, 0)
+    s_first = first // N * N + tl.program_id(0) * N  # those that most queries see first
+    if s_first >= end:
+        return
+    s_last = tl.minimum(s_first + N, end) - 1
+    s_N = s_first + tl.arange(0, N)
+    ok_N = (s_N >= first) & (s_N < end)
+    heads = tl.program_id(1).to(tl.int64)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + group * stride_kg
+    v += batch * stride_vb + group * stride_vg
+    dout += batch * stride_db + head * stride_dh
+    lse += heads * T
+    delta += heads * T
+    if BIASED:
+        biases += head * (L + 1)
+    v_NV = rows(v, s_first + lead, stride_v, ok_N, N, DV, 0, V, True)
+    dk_NA = tl.zeros([N, A], tl.float32)
+    dk_NB = tl.zeros([N, B], tl.float32) if B > 0 else dk_NA
+    dv_NV = tl.zeros([N, DV], tl.float32)
+    if B > 0 and L1 > 0:
+        dk_NA, _, dv_NV = walk_queries(
+            dk_NA, dk_NA, dv_NV, k, s_first + lead, ok_N, stride_k, v_NV, q, stride_q, dout, stride_d, lse, delta, biases,
+            first_q, scale, s_first, s_last, t_least, end, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            A, 0, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    dk_NA, dk_NB, dv_NV = walk_queries(
+        dk_NA, dk_NB, dv_NV, k, s_first + lead, ok_N, stride_k, v_NV, q, stride_q, dout, stride_d, lse, delta, biases,
+        first_q, scale, s_first, s_last, t_least, end, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED,
+        BIASED, A, B, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    k_NA = rows(k, s_first + lead, stride_k, ok_N, N, A, 0, R, True)
+    k_NB = rows(k, s_first + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
+    tile_first = tl.maximum(s_first, t_least) // M
+    left = (high_of(s_last, end, window, 0, EXTENTS, NESTED, WINDOWED) + M - 1) // M - tile_first
+    for z in tl.static_range(1, L + 1):
+        z_start, z_count = span_of(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+        left -= z_count
+    for at in tl.range(0, left):
+        tile = tile_first + at
+        for back in tl.static_range(0, L):
+            z_start, z_count = span_of(L - back, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+            tile += tl.where(tile >= z_start, z_count, 0)
+        t_M = tile * M + tl.arange(0, M)
+        ok_M = (t_M >= t_least) & (t_M < end)
+        row = tile * M - first_q
+        q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
+        q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
+        do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
+        lse_M = tl.load(lse + row + tl.arange(0, M), mask=ok_M, other=1e30)
+        delta_M = tl.load(delta + row + tl.arange(0, M), mask=ok_M, other=0.0)
+        full, reached, dims = 1, 1, CUTS[1]
+        for z in tl.static_range(1, L):
+            has = high_of(s_first, end, window, z, EXTENTS, NESTED, WINDOWED) >= tl.minimum((tile + 1) * M, end)
+            full += has.to(tl.int32)
+            dims = tl.where(has, CUTS[z + 1], dims)
+            some = high_of(s_last, end, window, z, EXTENTS, NESTED, WINDOWED) > tile * M
+            reached += some.to(tl.int32)
+        score = tl.zeros([N, M], tl.float32)
+        for back in tl.range(full, reached, num_stages=1):
+            level = reached - 1 - back + full
+            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+            score = tl.dot(between(k_NA, low_dim, high_dim, 0, A), tl.trans(q_MA), score, input_precision=PRECISION)
+            if B > 0:
+                k_B = between(k_NB, low_dim, high_dim, A, B)
+                score = tl.dot(k_B, tl.trans(q_MB), score, input_precision=PRECISION)
+            if BIASED:
+                score += tl.load(biases + level + 1) - tl.load(biases + level)
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            score = tl.where(s_N[:, None] >= low_M[None, :], score, 0.0)
+        bias = tl.load(biases + full) if BIASED else 0.0
+        score = tl.dot(between(k_NA, 0, dims, 0, A), tl.trans(q_MA), score, input_precision=PRECISION)
+        if B > 0:
+            score = tl.dot(between(k_NB, 0, dims, A, B), tl.trans(q_MB), score, input_precision=PRECISION)
+        pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
+        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        seen = (s_N[:, None] <= t_M[None, :]) & (s_N[:, None] >= low_M[None, :])
+        weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
+        dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
+        whole = slope.to(q_MA.dtype)
+        dk_NA = tl.dot(whole, between(q_MA, 0, dims, 0, A), dk_NA, input_precision=PRECISION)
+        if B > 0:
+            dk_NB = tl.dot(whole, between(q_MB, 0, dims, A, B), dk_NB, input_precision=PRECISION)
+        for level in tl.range(full, reached, num_stages=1):
+            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            slope = tl.where(s_N[:, None] >= low_M[None, :], slope, 0.0)
+            part = slope.to(q_MA.dtype)
+            dk_NA = tl.dot(part, between(q_MA, low_dim, high_dim, 0, A), dk_NA, input_precision=PRECISION)
+            if B > 0:
+                dk_NB = tl.dot(part, between(q_MB, low_dim, high_dim, A, B), dk_NB, input_precision=PRECISION)
+    at_N = heads * S + s_N + lead
+    put(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
+    if B > 0:
+        put(dk, at_N, dk_NB * scale, ok_N, A, B, R)
+    put(dv, at_N, dv_NV, ok_N, 0, DV, V)

@@ -1,0 +1,198 @@
+"""Gradients of MLR attention for queries and for the numbers added to near scores; zones as in mlr_attention_forward.py.
+
+    dS = scaling P (dO V^T - delta),  delta = sum_v dO O        dQ_l = sum over near pairs of dS K_l        d bias_l = sum dS
+Zones are walked from the farthest to the nearest. dS K is made whole, and after each zone the dims of levels that it has
+not are set to zero again: nothing of theirs has come yet. Tiles where a level begins come last, each level by itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from surgery.kernels.mlr_attention_forward import between, capped, level_of, low_of, rows, zone_of
+
+
+@triton.jit
+def slopes(score, shift, lse, pull, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
+    """(weights, gradient of scaled scores) where `pull` is dO V^T."""
+    unit: tl.constexpr = 1.4426950408889634
+    if CAP > 0:
+        score = capped((score + shift) * (scale / CAP), CAP)
+        weight = tl.exp2(score * unit - lse)
+    else:
+        weight = tl.exp2(score * (scale * unit) - (lse - shift * (scale * unit)))
+    if MASKED:
+        weight = tl.where(seen, weight, 0.0)
+    slope = weight * (pull - delta)
+    if CAP > 0:
+        slope = slope * (1 - (score / CAP) * (score / CAP))
+    return weight, slope
+
+
+@triton.jit
+def walk_keys(
+    dq_MA, dq_MB, q, q_row, q_ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead, scale,
+    t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Zones Z0 + 1 .. Z1, of at most A + B dims."""
+    for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
+        start, count, dims = 0, 0, 0
+        for z in tl.static_range(Z0 + 1, Z1 + 1):
+            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+            start = tl.where(zone == z, z_start, start)
+            count = tl.where(zone == z, z_count, count)
+            dims = tl.where(zone == z, CUTS[z], dims)
+        bias = tl.load(biases + zone) if BIASED else 0.0
+        q_MA = between(rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True), 0, dims, 0, A)
+        q_MB = between(rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True), 0, dims, A, B) if B > 0 else q_MA
+        total_M = tl.zeros([M], tl.float32)
+        for tile in tl.range(start, start + count):
+            k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
+            v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
+            score = tl.dot(q_MA, tl.trans(k_NA), input_precision=PRECISION)
+            if B > 0:
+                k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
+                score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+            pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+            _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
+            if DBIAS:
+                total_M += tl.sum(slope, 1)
+            slope = slope.to(k_NA.dtype)
+            dq_MA = tl.dot(slope, k_NA, dq_MA, input_precision=PRECISION)
+            if B > 0:
+                dq_MB = tl.dot(slope, k_NB, dq_MB, input_precision=PRECISION)
+        dq_MA = between(dq_MA, 0, dims, 0, A)
+        if B > 0:
+            dq_MB = between(dq_MB, 0, dims, A, B)
+        if DBIAS:
+            tl.atomic_add(dbiases + zone, tl.sum(total_M, 0))
+    return dq_MA, dq_MB
+
+
+@triton.jit
+def mlr_queries(
+    q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, scale, window, T, S, HEADS, SHARING,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_db, stride_dh,
+    stride_d, stride_end,
+    EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
+    HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
+    CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and delta of a tile of queries of one head. Zones up to L1 have at most A dims, the others A + B."""
+    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    group = head // SHARING
+    end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
+    lead = S - end
+    first_q = end - T
+    first = tl.maximum(-lead, 0)
+    t_first = tl.maximum(first_q, 0) // M * M + (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    if t_first >= end:
+        return
+    t_last = tl.minimum(t_first + M, end) - 1
+    t_M = t_first + tl.arange(0, M)
+    row = t_first - first_q
+    row_M = row + tl.arange(0, M)
+    ok_M = (t_M < end) & (row_M >= 0)
+    at_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + group * stride_kg
+    v += batch * stride_vb + group * stride_vg
+    dout += batch * stride_db + head * stride_dh
+    if BIASED:
+        biases += head * (L + 1)
+    if DBIAS:
+        dbiases += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (L + 1)
+    do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
+    out_MV = rows(out + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
+    delta_M = tl.sum(do_MV.to(tl.float32) * out_MV.to(tl.float32), 1)
+    tl.store(delta + at_M, delta_M, mask=ok_M)
+    lse_M = tl.load(lse + at_M, mask=ok_M, other=1e30)
+    dq_MA = tl.zeros([M, A], tl.float32)
+    dq_MB = tl.zeros([M, B], tl.float32) if B > 0 else dq_MA
+    if B > 0 and L1 > 0:
+        dq_MA, _ = walk_keys(
+            dq_MA, dq_MA, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead,
+            scale, t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
+            A, 0, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    dq_MA, dq_MB = walk_keys(
+        dq_MA, dq_MB, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead,
+        scale, t_first, t_last, first, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
+        A, B, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
+    q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
+    tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
+    left = t_last // N + 1 - tile_first
+    for z in tl.static_range(1, L + 1):
+        z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+        left -= z_count
+    for at in tl.range(0, left):
+        tile = tile_first + at
+        for z in tl.static_range(1, L + 1):
+            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+            tile += tl.where(tile >= z_start, z_count, 0)
+        s_N = tile * N + tl.arange(0, N)
+        ok_N = (s_N >= first) & (s_N < end)
+        k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, True)
+        k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
+        v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
+        full, reached, dims = 1, 1, CUTS[1]
+        for z in tl.static_range(1, L):
+            has = low_of(t_last, first, window, z, EXTENTS, NESTED, WINDOWED) <= tile * N
+            full += has.to(tl.int32)
+            dims = tl.where(has, CUTS[z + 1], dims)
+            some = low_of(t_first, first, window, z, EXTENTS, NESTED, WINDOWED) < (tile + 1) * N
+            reached += some.to(tl.int32)
+        score = tl.zeros([M, N], tl.float32)
+        for back in tl.range(full, reached, num_stages=1):
+            level = reached - 1 - back + full
+            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+            score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
+            if B > 0:
+                q_B = between(q_MB, low_dim, high_dim, A, B)
+                score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
+            if BIASED:
+                score += tl.load(biases + level + 1) - tl.load(biases + level)
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
+        bias = tl.load(biases + full) if BIASED else 0.0
+        score = tl.dot(between(q_MA, 0, dims, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
+        if B > 0:
+            score = tl.dot(between(q_MB, 0, dims, A, B), tl.trans(k_NB), score, input_precision=PRECISION)
+        pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
+        _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
+        if DBIAS:
+            tl.atomic_add(dbiases + full, tl.sum(tl.sum(slope, 1), 0))
+        whole = slope.to(k_NA.dtype)
+        dq_MA = tl.dot(whole, between(k_NA, 0, dims, 0, A), dq_MA, input_precision=PRECISION)
+        if B > 0:
+            dq_MB = tl.dot(whole, between(k_NB, 0, dims, A, B), dq_MB, input_precision=PRECISION)
+        for level in tl.range(full, reached, num_stages=1):
+            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            slope = tl.where(s_N[None, :] >= low_M[:, None], slope, 0.0)
+            if DBIAS:
+                near = tl.sum(tl.sum(slope, 1), 0)
+                tl.atomic_add(dbiases + level, -near)
+                tl.atomic_add(dbiases + level + 1, near)
+            part = slope.to(k_NA.dtype)
+            dq_MA = tl.dot(part, between(k_NA, low_dim, high_dim, 0, A), dq_MA, input_precision=PRECISION)
+            if B > 0:
+                dq_MB = tl.dot(part, between(k_NB, low_dim, high_dim, A, B), dq_MB, input_precision=PRECISION)
+    put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
+    if B > 0:
+        put(dq, at_M, dq_MB * scale, ok_M, A, B, R)
+
+
+@triton.jit
+def put(x, at_N, x_ND, ok_N, first: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr):
+    """Dims first .. first + D of rows that lie one behind the other."""
+    dim_D = first + tl.arange(0, D)
+    at = x + at_N[:, None] * DIMS + dim_D[None, :]
+    tl.store(at, x_ND.to(x.dtype.element_ty), mask=ok_N[:, None] & (dim_D < DIMS)[None, :])

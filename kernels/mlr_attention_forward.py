@@ -1,0 +1,270 @@
+"""out = softmax(scaling (sum_l [s >= low_l(t)] (q_l[t] . k_l[s] + bias_l)), s <= t) V, flash-style, and its base-2 log-sum.
+
+low_l(t) = t - extent_l + 1 (sliding) or t // extent_l * extent_l (nested): what level l sees is an interval of keys that
+ends at the query, and the intervals lie in one another. So the key tiles of a query tile fall into zones: in zone z every
+pair has the levels below z and none has another one; its walk multiplies that many dims, the others of q set to zero, and
+loads them rounded up to a width of A + B. Tiles between zones, where a level begins, and those at the diagonal are walked
+last: level by level, the finest first, each product added where its level is near.
+Positions are counted over a row's real tokens: key slot = position + lead. M queries, N keys of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-1e30)
+FAR = tl.constexpr(-(1 << 30))
+
+
+@triton.jit
+def low_of(t, first, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
+    """The first position that a level reaches from t; level 0: that any does."""
+    low = t * 0 + first
+    if WINDOWED:
+        low = tl.maximum(t - window + 1, low)
+    if level > 0:
+        extent: tl.constexpr = EXTENTS[level]
+        low = tl.maximum(t // extent * extent if NESTED else t - extent + 1, low)
+    return low
+
+
+@triton.jit
+def zone_of(
+    zone: tl.constexpr, t_first, t_last, first, window,
+    EXTENTS: tl.constexpr, L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, N: tl.constexpr,
+    LEAST_RUN: tl.constexpr,
+):  # fmt: skip
+    """Its first key tile, and how many there are; none where they are too few for a walk of their own."""
+    start = (low_of(t_last, first, window, zone - 1, EXTENTS, NESTED, WINDOWED) + N - 1) // N
+    if zone < L:
+        stop = low_of(t_first, first, window, zone, EXTENTS, NESTED, WINDOWED) // N
+    else:
+        stop = (t_first + 1) // N
+    return start, tl.where(stop - start < LEAST_RUN, 0, stop - start)
+
+
+@triton.jit
+def level_of(level, EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr):
+    """(first dim, dim after the last, extent) of a level."""
+    low, high, extent = 0, 0, 1
+    for z in tl.static_range(1, L):
+        low = tl.where(level == z, CUTS[z], low)
+        high = tl.where(level == z, CUTS[z + 1], high)
+        extent = tl.where(level == z, EXTENTS[z], extent)
+    return low, high, extent
+
+
+@triton.jit
+def rows(
+    x, start, stride, ok_N, N: tl.constexpr, D: tl.constexpr, first: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """x_ND: dims first .. first + D of rows start .. start + N; zeros where a row or a dim is none."""
+    dim_D = first + tl.arange(0, D)
+    at = x + tl.cast(start, tl.int64) * stride + (tl.arange(0, N) * stride)[:, None] + dim_D[None, :]
+    if MASKED:
+        return tl.load(at, mask=ok_N[:, None] & (dim_D < DIMS)[None, :], other=0.0)
+    if first + D > DIMS:
+        return tl.load(at, mask=(dim_D < DIMS)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def between(x_MD, low, high, first: tl.constexpr, D: tl.constexpr):
+    """Zeros where a dim is not low .. high."""
+    dim_D = (first + tl.arange(0, D))[None, :]
+    return tl.where((dim_D >= low) & (dim_D < high), x_MD, 0.0)
+
+
+@triton.jit
+def held(x_MD, D: tl.constexpr):
+    """x as it is, made by a product: so it lies in registers as the next product takes it, and is masked there."""
+    dim_D = tl.arange(0, D)
+    if x_MD.dtype == tl.float32:
+        return x_MD
+    return tl.dot(x_MD, (dim_D[:, None] == dim_D[None, :]).to(x_MD.dtype)).to(x_MD.dtype)
+
+
+@triton.jit
+def capped(score, CAP: tl.constexpr):
+    """cap tanh(score / cap) for score / cap given."""
+    return CAP * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score)))
+
+
+@triton.jit
+def weighed(
+    score,
+    shift,
+    seen,
+    acc_MV,
+    top_M,
+    sum_M,
+    v_NV,
+    scale,
+    MASKED: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile more of a running softmax, in base 2."""
+    unit: tl.constexpr = 1.4426950408889634
+    if CAP > 0:
+        score = capped((score + shift) * (scale / CAP), CAP)
+        factor = unit
+        shift = 0.0
+    else:
+        factor = scale * unit
+        shift = shift * factor
+    if MASKED:
+        score = tl.where(seen, score, float("-inf"))
+    higher_M = tl.maximum(top_M, tl.max(score, 1) * factor + shift)
+    weight = tl.exp2(score * factor - (higher_M - shift)[:, None])
+    fade_M = tl.exp2(top_M - higher_M)
+    sum_M = sum_M * fade_M + tl.sum(weight, 1)
+    acc_MV = tl.dot(weight.to(v_NV.dtype), v_NV, acc_MV * fade_M[:, None], input_precision=PRECISION)
+    return acc_MV, higher_M, sum_M
+
+
+@triton.jit
+def walk(
+    acc_MV, top_M, sum_M, held_MA, held_MB, q, q_row, q_ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
+    t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, HELD: tl.constexpr, LEAST_RUN: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
+    V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Zones Z0 + 1 .. Z1, of at most A + B dims."""
+    for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
+        start, count, dims = 0, 0, 0
+        for z in tl.static_range(Z0 + 1, Z1 + 1):
+            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+            start = tl.where(zone == z, z_start, start)
+            count = tl.where(zone == z, z_count, count)
+            dims = tl.where(zone == z, CUTS[z], dims)
+        bias = tl.load(biases + zone) if BIASED else 0.0
+        if HELD:
+            q_MA = between(held_MA, 0, dims, 0, A)
+            q_MB = between(held_MB, 0, dims, A, B) if B > 0 else q_MA
+        else:
+            q_MA = rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True)
+            q_MB = rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True) if B > 0 else q_MA
+            if Z1 > Z0 + 1 or CUTS[Z1] < A + B:
+                q_MA = between(q_MA, 0, dims, 0, A)
+                q_MB = between(q_MB, 0, dims, A, B) if B > 0 else q_MA
+        for tile in tl.range(start, start + count):
+            k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
+            v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
+            score = tl.dot(q_MA, tl.trans(k_NA), input_precision=PRECISION)
+            if B > 0:
+                k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
+                score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+            acc_MV, top_M, sum_M = weighed(score, bias, None, acc_MV, top_M, sum_M, v_NV, scale, False, CAP, PRECISION)
+    return acc_MV, top_M, sum_M
+
+
+@triton.jit
+def mlr_forward(
+    q, k, v, out, lse, ends, biases, scale, window, T, S, HEADS, SHARING,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_end,
+    EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A1: tl.constexpr, B1: tl.constexpr, L1: tl.constexpr,
+    A2: tl.constexpr, B2: tl.constexpr, L2: tl.constexpr, A3: tl.constexpr, B3: tl.constexpr,
+    HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
+    R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+    CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, up to L2 A2 + B2, the others A3 + B3."""
+    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    group = head // SHARING
+    end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
+    lead = S - end  # slot = position + lead
+    first_q = end - T
+    first = tl.maximum(-lead, 0)
+    t_first = tl.maximum(first_q, 0) // M * M + (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # long ones first
+    if t_first >= end:
+        return
+    t_last = tl.minimum(t_first + M, end) - 1
+    t_M = t_first + tl.arange(0, M)
+    row = t_first - first_q
+    row_M = row + tl.arange(0, M)
+    ok_M = (t_M < end) & (row_M >= 0)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + group * stride_kg
+    v += batch * stride_vb + group * stride_vg
+    acc_MV = tl.zeros([M, DV], tl.float32)
+    top_M = tl.full([M], LEAST, tl.float32)
+    sum_M = tl.zeros([M], tl.float32)
+    if BIASED:
+        biases += head * (L + 1)
+    if A1 > 0:
+        acc_MV, top_M, sum_M = walk(
+            acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
+            t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            A1, B1, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    if A2 > 0:
+        acc_MV, top_M, sum_M = walk(
+            acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
+            t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            A2, B2, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    q_MA = rows(q, row, stride_q, ok_M, M, A3, 0, R, True)
+    q_MB = rows(q, row, stride_q, ok_M, M, B3, A3, R, True) if B3 > 0 else q_MA
+    held_MA = held(q_MA, A3) if L > 1 else q_MA
+    held_MB = held(q_MB, B3) if L > 1 and B3 > 0 else q_MB
+    acc_MV, top_M, sum_M = walk(
+        acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
+        t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+        A3, B3, L > 1, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+    # the tiles left
+    tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
+    left = t_last // N + 1 - tile_first
+    for z in tl.static_range(1, L + 1):
+        z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+        left -= z_count
+    for at in tl.range(0, left):
+        tile = tile_first + at
+        for z in tl.static_range(1, L + 1):
+            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+            tile += tl.where(tile >= z_start, z_count, 0)
+        s_N = tile * N + tl.arange(0, N)
+        ok_N = (s_N >= first) & (s_N < end)
+        k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A3, 0, R, True)
+        k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B3, A3, R, True) if B3 > 0 else k_NA
+        v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
+        full, reached, dims = 1, 1, CUTS[1]
+        for z in tl.static_range(1, L):
+            has = low_of(t_last, FAR, window, z, EXTENTS, NESTED, False) <= tile * N
+            full += has.to(tl.int32)
+            dims = tl.where(has, CUTS[z + 1], dims)
+            some = low_of(t_first, FAR, window, z, EXTENTS, NESTED, False) < (tile + 1) * N
+            reached += some.to(tl.int32)
+        score = tl.zeros([M, N], tl.float32)
+        for back in tl.static_range(CROSSING):
+            level = full + CROSSING - 1 - back
+            if level < reached:
+                low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+                q_A = between(held_MA, low_dim, high_dim, 0, A3)
+                score = tl.dot(q_A, tl.trans(k_NA), score, input_precision=PRECISION)
+                if B3 > 0:
+                    q_B = between(held_MB, low_dim, high_dim, A3, B3)
+                    score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
+                if BIASED:
+                    score += tl.load(biases + level + 1) - tl.load(biases + level)
+                low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+                score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
+        bias = tl.load(biases + full) if BIASED else 0.0
+        q_A = between(held_MA, 0, dims, 0, A3) if L > 1 else held_MA
+        score = tl.dot(q_A, tl.trans(k_NA), score, input_precision=PRECISION)
+        if B3 > 0:
+            q_B = between(held_MB, 0, dims, A3, B3) if L > 1 else held_MB
+            score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
+        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
+        acc_MV, top_M, sum_M = weighed(score, bias, seen, acc_MV, top_M, sum_M, v_NV, scale, True, CAP, PRECISION)
+    some_M = sum_M > 0
+    row_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T
+    acc_MV = acc_MV / tl.where(some_M, sum_M, 1.0)[:, None]
+    dim_V = tl.arange(0, DV)
+    tl.store(
+        out + row_M[:, None] * V + dim_V[None, :],
+        acc_MV.to(out.dtype.element_ty),
+        mask=ok_M[:, None] & (dim_V < V)[None, :],
+    )
+    tl.store(lse + row_M, tl.where(some_M, top_M + tl.log2(tl.where(some_M, sum_M, 1.0)), -LEAST), mask=ok_M)
