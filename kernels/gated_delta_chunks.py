@@ -43,11 +43,11 @@ def _forward(
     t_C, here_C = tokens_of(n, bos, length, start, C)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    s_KV = matrix(states + at * K * V, K, V, at_v, BK, BV)
-    x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
+    s_VK = matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
+    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
     p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
-    out_CV = tl.dot(q_CK, s_KV, input_precision=P) * fade_of(c, at, C)[:, None]
-    out_CV = tl.dot(p_CC, x_CV, out_CV, input_precision=P)
+    out_CV = tl.dot(q_CK, tl.trans(s_VK), input_precision=P) * fade_of(c, at, C)[:, None]
+    out_CV = tl.dot(p_CC, tl.trans(x_VC), out_CV, input_precision=P)
     put(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
 
 
@@ -90,8 +90,8 @@ def _backward(
             qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
         for at_v in range(0, V, BV):
             do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
-            x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
-            dp_CC = tl.dot(do_CV, tl.trans(x_CV), dp_CC, input_precision=P)
+            x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+            dp_CC = tl.dot(do_CV, x_VC, dp_CC, input_precision=P)
         dp_CC *= mask_CC
         qk_CC *= dp_CC
         dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
@@ -101,16 +101,16 @@ def _backward(
             dw_CX = tl.zeros([C, BX], tl.float32)
             dk_CX = tl.zeros([C, BX], tl.float32)
             for at_v in range(0, V, BV):
-                s_XV = matrix(states + at * K * V + first * V, K - first, V, at_v, BX, BV)
+                s_VX = matrix(states + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
                 do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
-                dq_CX = tl.dot(do_CV, tl.trans(s_XV), dq_CX, input_precision=P)
+                dq_CX = tl.dot(do_CV, s_VX, dq_CX, input_precision=P)
                 if j == 0:
-                    ds_XV = matrix(dstates + at * K * V + first * V, K - first, V, at_v, BX, BV)
-                    both += tl.sum(s_XV.to(tl.float32) * ds_XV)
-                    dx_CV = matrix(dx + at * C * V, C, V, at_v, C, BV)
-                    dw_CX = tl.dot(dx_CV, tl.trans(s_XV), dw_CX, input_precision=P)
-                    x_CV = matrix(x + at * C * V, C, V, at_v, C, BV)
-                    dk_CX = tl.dot(x_CV, tl.trans(ds_XV), dk_CX, input_precision=P)
+                    ds_VX = matrix(dstates + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+                    both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+                    dx_VC = matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    dw_CX = tl.dot(tl.trans(dx_VC), s_VX, dw_CX, input_precision=P)
+                    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
             k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
             if j == 0:
                 put_matrix(dw + at * C * K, C, K, first, -dw_CX, C, BX)
@@ -156,7 +156,7 @@ def backward(
         dc,
         *strides,
         **s.kernel,
-        BX=min(64, s.kernel["BK"]),
+        BX=s.features,
         num_warps=4,
         num_stages=1,
     )

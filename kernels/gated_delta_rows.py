@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LEVELS = 44  # in the table, of chunks' indices
+
 
 @triton.jit
 def row_of(rows, r, WIDTH: tl.constexpr):
@@ -129,6 +131,11 @@ class Sizes:
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
     @property
+    def features(self) -> int:
+        """A block of features, where they are taken one after the other."""
+        return min(64, self.kernel["BK"])
+
+    @property
     def blocks(self) -> int:
         return -(-self.V // self.block)
 
@@ -141,11 +148,8 @@ class Sizes:
         return torch.empty(self.most[0], self.G, *shape, dtype=dtype or self.dtype, device=self.table.device)
 
 
-def sizes(
-    q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None, levels: int = 0
-) -> Sizes:
-    """start None: rows begin at position 0. No word of what is on the device is waited for. `levels`: of the
-    table, at least."""
+def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None) -> Sizes:
+    """start None: rows begin at position 0. No word of what is on the device is waited for."""
     batch, G, J, T, K = q_BGJTF.shape
     device = q_BGJTF.device
     if cu_seqlens is None:
@@ -161,11 +165,9 @@ def sizes(
     spare = 0 if start_B is None else C - 1  # slots before the first token
     N = max(1, -(-(T + spare) // C))
     chunks_R = (start_R % C + count_R + C - 1) // C
-    bases, most = [], []
-    for level in range(max((N - 1).bit_length() + 2, levels + 1)):
-        every_R = (chunks_R >> level) + 2 if level else chunks_R
-        bases.append(every_R.cumsum(0) - every_R)
-        bound = R * N if cu_seqlens is None else -(-T // C) + 2 * R
-        most.append((bound >> level) + 2 * R if level else bound)
-    table = torch.stack([batch_R, bos_R, count_R, start_R, *bases], 1).contiguous()
+    level_L = torch.arange(LEVELS, device=device)
+    every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)
+    bound = R * N if cu_seqlens is None else -(-T // C) + 2 * R
+    most = [bound, *((bound >> level) + 2 * R for level in range(1, LEVELS))]
+    table = torch.cat([torch.stack([batch_R, bos_R, count_R, start_R], 1), every_RL.cumsum(0) - every_RL], 1)
     return Sizes(table, R, N, C, most, G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)

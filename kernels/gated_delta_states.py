@@ -3,7 +3,8 @@
     forward     x = u - w S      S' = gamma S + K^T e x
     backward    dx = sum_j P_j^T dO_j + e (K dS')      dS = gamma dS' + sum_j (D Q_j)^T dO_j - w^T dx
 
-P = tril(Q K^T . M). A program has a block of values; S and dS stay in its registers.      J query heads of a group
+P = tril(Q K^T . M). A program has a block of values. States are held as S^T, values by features: so they are the left
+operands of all that follows and never leave the registers; x, dx, S lie in memory that way too.      J query heads
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ def _forward(
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
     if FIRST:
-        s_KV = matrix(first + here, K, V, at_v, BK, BV).to(tl.float32)
+        s_VK = tl.trans(matrix(first + here, K, V, at_v, BK, BV).to(tl.float32))
     else:
-        s_KV = tl.zeros([BK, BV], tl.float32)
+        s_VK = tl.zeros([BV, BK], tl.float32)
     for n in range(chunks_of(length, start, C)):
         at = (base + n) * G + g
         t_C, here_C = tokens_of(n, bos, length, start, C)
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        u_CV = matrix(u + at * C * V, C, V, at_v, C, BV)
+        u_VC = matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
         to_end_C, total = to_end_of(c, at, C)
-        put_matrix(states + at * K * V, K, V, at_v, s_KV, BK, BV)
-        x_CV = u_CV - tl.dot(w_CK, s_KV.to(k_CK.dtype), input_precision=P)
-        put_matrix(x + at * C * V, C, V, at_v, x_CV, C, BV)
-        x_CV = (x_CV * to_end_C[:, None]).to(k_CK.dtype)
-        s_KV = tl.dot(tl.trans(k_CK), x_CV, s_KV * total, input_precision=P)
-    put_matrix(last + here, K, V, at_v, s_KV, BK, BV)
+        half_VK = s_VK.to(k_CK.dtype)
+        put_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        x_VC = u_VC - tl.dot(half_VK, tl.trans(w_CK), input_precision=P)
+        put_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
+        x_VC = (x_VC * to_end_C[None, :]).to(k_CK.dtype)
+        s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
+    put_matrix(last + here, K, V, at_v, tl.trans(s_VK), BK, BV)
 
 
 def forward(
     k: Tensor, c: Tensor, w: Tensor, u: Tensor, first: Tensor | None, s: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(S at the start of every chunk, x, the last S_RGKV in float32)."""
+    """(S^T at the start of every chunk, x^T, the last S_RGKV in float32)."""
     last = torch.empty(s.R, s.G, s.K, s.V, dtype=torch.float32, device=k.device)
-    states, x = s.buffer(s.K, s.V), s.buffer(s.C, s.V)
+    states, x = s.buffer(s.V, s.K), s.buffer(s.V, s.C)
     _forward[(s.R * s.G, s.blocks)](
         k, s.table, c, w, u, last if first is None else first, last, states, x, *k.stride()[:3],
         **s.kernel, FIRST=first is not None, num_warps=s.warps(8192), num_stages=2,
@@ -82,13 +84,13 @@ def _local(
     at = (base + n) * G + g
     t_C, here_C = tokens_of(n, bos, length, start, C)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-    dx_CV = tl.zeros([C, BV], tl.float32)
+    dx_VC = tl.zeros([BV, C], tl.float32)
     for j in range(J):
         q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
         do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
         p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
-        dx_CV = tl.dot(tl.trans(p_CC), do_CV, dx_CV, input_precision=P)
-    put_matrix(dx + at * C * V, C, V, at_v, dx_CV, C, BV)
+        dx_VC = tl.dot(tl.trans(do_CV), p_CC, dx_VC, input_precision=P)
+    put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def _backward(
     r, g, at_v = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
-    ds_KV = matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32)
+    ds_VK = tl.trans(matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32))
     chunks = chunks_of(length, start, C)
     for i in range(chunks):
         n = chunks - 1 - i
@@ -108,26 +110,27 @@ def _backward(
         t_C, here_C = tokens_of(n, bos, length, start, C)
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        dx_CV = matrix(dx + at * C * V, C, V, at_v, C, BV).to(tl.float32)
+        dx_VC = matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C).to(tl.float32)
         to_end_C, total = to_end_of(c, at, C)
         fade_C = fade_of(c, at, C)
-        put_matrix(dstates + at * K * V, K, V, at_v, ds_KV, BK, BV)
-        dx_CV += tl.dot(k_CK, ds_KV.to(k_CK.dtype), input_precision=P) * to_end_C[:, None]
-        put_matrix(dx + at * C * V, C, V, at_v, dx_CV, C, BV)
-        ds_KV = ds_KV * total - tl.dot(tl.trans(w_CK), dx_CV.to(k_CK.dtype), input_precision=P)
+        half_VK = ds_VK.to(k_CK.dtype)
+        put_matrix(dstates + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        dx_VC += tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
+        put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
+        ds_VK = tl.dot((-dx_VC).to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
             q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
             do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * fade_C[:, None]).to(k_CK.dtype)
-            ds_KV = tl.dot(tl.trans(q_CK), do_CV, ds_KV, input_precision=P)
-    put_matrix(dfirst + here, K, V, at_v, ds_KV, BK, BV)
+            ds_VK = tl.dot(tl.trans(do_CV), q_CK, ds_VK, input_precision=P)
+    put_matrix(dfirst + here, K, V, at_v, tl.trans(ds_VK), BK, BV)
 
 
 def backward(
     q: Tensor, k: Tensor, do: Tensor, c: Tensor, w: Tensor, dlast: Tensor, s: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dS' at the end of every chunk, dx, dS at the rows' starts in float32)."""
-    dstates, dx, dfirst = s.buffer(s.K, s.V), s.buffer(s.C, s.V), torch.empty_like(dlast)
+    """(dS'^T at the end of every chunk, dx^T, dS at the rows' starts in float32)."""
+    dstates, dx, dfirst = s.buffer(s.V, s.K), s.buffer(s.V, s.C), torch.empty_like(dlast)
     strides = (*q.stride()[:4], *k.stride()[:3], *do.stride()[:4])
     _local[(s.R * s.N, s.G, s.blocks)](q, k, do, s.table, c, dx, *strides, s.N, s.J, **s.kernel, num_warps=4)
     _backward[(s.R * s.G, s.blocks)](

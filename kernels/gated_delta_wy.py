@@ -33,40 +33,24 @@ from surgery.kernels.gated_delta_rows import (
 
 
 @triton.jit
-def inverse(a_CC, scratch, C: tl.constexpr, P: tl.constexpr):
-    """(I + A)^-1 of a strictly lower A: of its diagonal blocks of 16 by substitution, row after row, then of blocks
-    twice as large at each step. Where L holds what joins the two halves of the blocks and X inverts the halves,
-    X - X L X inverts the blocks. No powers of A, which may grow. scratch: C 16 float32, rows of the diagonal blocks."""
+def inverse(a_CC, C: tl.constexpr, LOG_C: tl.constexpr, P: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A: of diagonal blocks, twice as large at each step. Where L holds what joins the
+    two halves of the blocks and X inverts the halves, X - X L X inverts the blocks: no powers of A, which may grow."""
     i_C1, j_1C = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    diagonal_CC = (i_C1 >> 4) == (j_1C >> 4)
-    tl.store(scratch + i_C1 * 16 + j_1C % 16, a_CC, mask=diagonal_CC)
-    tl.debug_barrier()
-    block_b11 = tl.arange(0, C // 16)[:, None, None] * 256
-    i_1s1, j_11r = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    x_bsr = tl.where((i_1s1 == j_11r) & (block_b11 >= 0), 1.0, 0.0)  # [b, s, r]: entry (r, s) of block b's inverse
-    for row in tl.static_range(1, 16):
-        a_b1r = tl.load(scratch + block_b11 + row * 16 + j_11r)
-        x_bs = tl.sum(x_bsr * a_b1r, 2)
-        x_bsr = tl.where(j_11r == row, x_bsr - x_bs[:, :, None], x_bsr)
-    tl.debug_barrier()
-    tl.store(scratch + block_b11 + j_11r * 16 + i_1s1, x_bsr)
-    tl.debug_barrier()
-    x_CC = tl.load(scratch + i_C1 * 16 + j_1C % 16, mask=diagonal_CC, other=0.0)
-    differ_CC = i_C1 ^ j_1C
-    for log_size in tl.static_range(4, 6):
-        if (1 << log_size) < C:
-            joins_CC = ((differ_CC >> log_size) == 1) & (i_C1 > j_1C)
-            right_CC = tl.dot(tl.where(joins_CC, a_CC, 0.0), x_CC, input_precision=P)
-            x_CC -= tl.dot(x_CC, right_CC, input_precision=P)
+    differ_CC = tl.where(i_C1 > j_1C, i_C1 ^ j_1C, 0)
+    x_CC = tl.where(i_C1 == j_1C, 1.0, 0.0) - tl.where(differ_CC == 1, a_CC, 0.0)
+    for log_size in tl.static_range(1, LOG_C):
+        right_CC = tl.dot(tl.where((differ_CC >> log_size) == 1, a_CC, 0.0), x_CC, input_precision=P)
+        x_CC -= tl.dot(x_CC, right_CC, input_precision=P)
     return x_CC
 
 
 @triton.jit
 def _forward(
-    k, v, beta, gates, rows, c, y, w, u, own, scratch,
+    k, v, beta, gates, rows, c, y, w, u, own,
     k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, gates_b, gates_g, gates_t, N,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, OWN: tl.constexpr,
+    LOG_C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -82,36 +66,44 @@ def _forward(
     tl.store(c + at * 2 * C + at_C, hi_C)
     tl.store(c + at * 2 * C + C + at_C, lo_C)
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    half = k.dtype.element_ty
+    kk_CC = tl.zeros([C, C], tl.float32)
+    for first in range(0, K, BX):
+        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        kk_CC = tl.dot(k_CX, tl.trans(k_CX), kk_CC, input_precision=P)
     log_CC = (hi_C[:, None] - hi_C[None, :]) + (lo_C[:, None] - lo_C[None, :])
     log_CC = tl.where(at_C[:, None] > at_C[None, :], log_CC, float("-inf"))
-    a_CC = tl.dot(k_CK, tl.trans(k_CK), input_precision=P) * beta_C[:, None] * tl.exp(log_CC)
-    y_CC = inverse(a_CC, scratch + at * C * 16, C, P).to(k_CK.dtype)
+    y_CC = inverse(kk_CC * beta_C[:, None] * tl.exp(log_CC), C, LOG_C, P).to(half)
     put_matrix(y + at * C * C, C, C, 0, y_CC, C, C)
     scale_C = beta_C * tl.exp(hi_C + lo_C)
-    w_CK = tl.dot(y_CC, (k_CK * scale_C[:, None]).to(k_CK.dtype), input_precision=P)
-    put_matrix(w + at * C * K, C, K, 0, w_CK, C, BK)
+    for first in range(0, K, BX):
+        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        w_CX = tl.dot(y_CC, (k_CX * scale_C[:, None]).to(half), input_precision=P)
+        put_matrix(w + at * C * K, C, K, first, w_CX, C, BX)
     end_hi, end_lo = tl.sum(steps_C, 0), tl.sum(gate_C - steps_C, 0)
     to_end_C = tl.exp((end_hi - hi_C) + (end_lo - lo_C))
-    for first in range(0, V, BV):
-        v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, first, BV)
-        u_CV = tl.dot(y_CC, (v_CV * beta_C[:, None]).to(k_CK.dtype), input_precision=P)
-        put_matrix(u + at * C * V, C, V, first, u_CV, C, BV)
+    for at_v in range(0, V, BV):
+        v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+        u_CV = tl.dot(y_CC, (v_CV * beta_C[:, None]).to(half), input_precision=P)
+        put_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, tl.trans(u_CV), BV, C)
         if OWN:
-            added_KV = tl.dot(tl.trans(k_CK), (u_CV * to_end_C[:, None]).to(k_CK.dtype), input_precision=P)
-            put_matrix(own + at * K * V, K, V, first, added_KV, BK, BV)
+            u_CV = (u_CV * to_end_C[:, None]).to(half)
+            for first in range(0, K, BX):
+                k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+                added_VX = tl.dot(tl.trans(u_CV), k_CX, input_precision=P)
+                put_matrix(own + (at * V + at_v) * K, V - at_v, K, first, added_VX, BV, BX)
 
 
 def forward(
     k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, s: Sizes, own: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """(c, Y, w, u) of every chunk; `own`: is filled with the state that the chunk writes by itself, K^T e u."""
+    """(c, Y, w, u^T) of every chunk; `own`: is filled with what the chunk writes by itself, (K^T e u)^T."""
     c = s.buffer(2, s.C, dtype=torch.float32)
-    y, w, u = s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.C, s.V)
+    y, w, u = s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), *gates.stride(), s.N)
-    options: dict[str, Any] = {**s.kernel, "OWN": own is not None}
-    buffers = (c, y, w, u, c if own is None else own, s.buffer(s.C, 16, dtype=torch.float32))
-    _forward[(s.R * s.N, s.G)](k, v, beta, gates, s.table, *buffers, *strides, **options, num_warps=s.warps(16384))
+    options: dict[str, Any] = {**s.kernel, "LOG_C": s.C.bit_length() - 1, "BX": s.features, "OWN": own is not None}
+    buffers = (c, y, w, u, c if own is None else own)
+    _forward[(s.R * s.N, s.G)](k, v, beta, gates, s.table, *buffers, *strides, **options, num_warps=4)
     return c, y, w, u
 
 
@@ -140,7 +132,7 @@ def _backward(
     dbeta_C = tl.zeros([C], tl.float32)
     for first in range(0, V, BV):
         v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, first, BV)
-        du_CV = matrix(du + at * C * V, C, V, first, C, BV).to(half)
+        du_CV = tl.trans(matrix(du + (at * V + first) * C, V - first, C, 0, BV, C).to(half))
         dy_CC = tl.dot(du_CV, tl.trans((v_CV * beta_C[:, None]).to(half)), dy_CC, input_precision=P)
         dvb_CV = tl.dot(tl.trans(y_CC), du_CV, input_precision=P)
         dbeta_C += tl.sum(dvb_CV * v_CV, 1)
@@ -184,7 +176,7 @@ def backward(
     k: Tensor, v: Tensor, beta: Tensor, c: Tensor, y: Tensor, dw: Tensor, du: Tensor, dt: Tensor | None,
     dk_in: Tensor, dc_in: Tensor, dv: Tensor | None, s: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dk, dv, dbeta, dgates), the last two float32. dk_in, dc_in: what is there of K's and c's gradients; where dt
+    """(dk, dv, dbeta, dgates), the last two float32; du lies as u^T. dk_in, dc_in: what is there of K's and c's gradients; where dt
     is given, `dv` has its part too."""
     batch, G, T, _ = k.shape
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -193,6 +185,6 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), T, s.N)
     _backward[(s.R * s.N, s.G)](
         k, v, beta, s.table, c, y, dw, du, y if dt is None else dt, dk_in, dc_in, dk, dv, dbeta, dgates, *strides,
-        **s.kernel, BX=min(64, s.kernel["BK"]), INNER=dt is not None, num_warps=4,
+        **s.kernel, BX=s.features, INNER=dt is not None, num_warps=4,
     )  # fmt: skip
     return dk, dv, dbeta, dgates

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.gated_delta import CHUNK, DTYPES, FEATURES, packed
-from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.kernels.gated_delta_rows import LEVELS, Sizes, sizes
 from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.op import kernel_for
 
-ALL = 48  # bits of a chunk's index, where no bit may be dropped
+ALL = LEVELS  # where no bit of a chunk's index may be dropped
 
 
 class _LogLinearDelta(torch.autograd.Function):
@@ -74,7 +74,7 @@ def with_buckets(
     q, k, v, beta, gates = tokens
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
     levels = max(int(end_B.max()).bit_length(), buckets.shape[1])
-    s = sizes(q, v, chunk, start_B, None, levels)
+    s = sizes(q, v, chunk, start_B, None)
     bits, high = s.C.bit_length() - 1, max(0, levels - s.C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % s.C, buckets[:, :bits]
     first = Edge.of(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)

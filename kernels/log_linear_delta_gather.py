@@ -50,18 +50,18 @@ def _gather(
             if has_left(a0, n, lev, BUCKET):
                 here = own + (lev - low) * MOST.to(tl.int64) * (G * K * V)
                 for at_v in range(0, V, BV):
-                    s_KV = matrix(kept + here, K, V, at_v, BK, BV)
-                    ds_XV = matrix(dkept + here + at_x * V, K - at_x, V, at_v, BX, BV)
-                    x_KX = tl.dot(s_KV, tl.trans(ds_XV), x_KX, input_precision=P)
+                    s_VK = matrix(kept + here + at_v * K, V - at_v, K, 0, BV, BK)
+                    ds_VX = matrix(dkept + here + at_v * K, V - at_v, K, at_x, BV, BX)
+                    x_KX = tl.dot(tl.trans(s_VK), ds_VX, x_KX, input_precision=P)
         both += tl.sum(tl.where(tl.arange(0, BK)[:, None] == at_x + tl.arange(0, BX)[None, :], x_KX, 0.0))
         half_KX = x_KX.to(half)
         w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
         dk_CX = -tl.dot(w_CK, half_KX, input_precision=P)
         if OWN:
             for at_v in range(0, V, BV):
-                u_CV = matrix(u + at * C * V, C, V, at_v, C, BV)
-                ds_XV = matrix(down + own + at_x * V, K - at_x, V, at_v, BX, BV)
-                dk_CX = tl.dot(u_CV, tl.trans(ds_XV.to(half)), dk_CX, input_precision=P)
+                u_VC = matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                ds_VX = matrix(down + own + at_v * K, V - at_v, K, at_x, BV, BX).to(half)
+                dk_CX = tl.dot(tl.trans(u_VC), ds_VX, dk_CX, input_precision=P)
         dk_CX *= to_end_C[:, None]
         z_C += tl.sum(dk_CX * k_CX, 1)
         if ADD:
@@ -75,9 +75,9 @@ def _gather(
     if OWN:
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         for at_v in range(0, V, BV):
-            ds_KV = matrix(down + own, K, V, at_v, BK, BV).to(half)
-            du_CV = tl.dot(k_CK, ds_KV, input_precision=P) * to_end_C[:, None]
-            put_matrix(du + at * C * V, C, V, at_v, du_CV, C, BV)
+            ds_VK = matrix(down + own + at_v * K, V - at_v, K, 0, BV, BK).to(half)
+            du_VC = tl.dot(ds_VK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
+            put_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_VC, BV, C)
     put_matrix(dw + at * C * K, C, K, 0, dw_CK, C, BK)
     tl.store(dc + at * C + at_C, dc_C)
     for j in range(J):
@@ -94,8 +94,8 @@ def _gather(
                 seen_CK = tl.zeros([C, BK], tl.float32)
                 for at_v in range(0, V, BV):
                     do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
-                    s_KV = matrix(kept + here, K, V, at_v, BK, BV)
-                    seen_CK = tl.dot(do_CV, tl.trans(s_KV), seen_CK, input_precision=P)
+                    s_VK = matrix(kept + here + at_v * K, V - at_v, K, 0, BV, BK)
+                    seen_CK = tl.dot(do_CV, s_VK, seen_CK, input_precision=P)
                 which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
                 at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l
                 dread_CK += seen_CK * tl.load(at_l, mask=here_C, other=0.0)[:, None]

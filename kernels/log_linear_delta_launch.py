@@ -46,7 +46,7 @@ class Call:
 
     def state(self, level: int) -> Tensor:
         s = self.s
-        return torch.empty(s.most[level], s.G, s.K, s.V, dtype=torch.float32, device=self.k.device)
+        return torch.empty(s.most[level], s.G, s.V, s.K, dtype=torch.float32, device=self.k.device)
 
     def grid(self, level: int) -> tuple[tuple[int, int, int], int]:
         """(the grid of a level, its pairs in a row at most)."""
@@ -59,7 +59,7 @@ class Call:
         own = self.state(0)
         c, y, w, u = wy.forward(self.k, self.v, self.beta, self.gates, s, own)
         if self.extra_RGKV is not None:
-            own[s.table[:, 4]] += self.extra_RGKV
+            own[s.table[:, 4]] += self.extra_RGKV.mT
         read = s.buffer(s.J, s.C, s.K)
         acc = torch.empty(*self.q.shape[:4], s.V, dtype=torch.float32, device=self.k.device) if out else read
         strides = (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
@@ -129,7 +129,7 @@ class Call:
         dt = s.buffer(s.C, s.C, dtype=torch.float32)
         self._chunks(do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc)
         dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, c, y, dw, du, dt, dk, dc, dv, s)
-        dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]]
+        dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
         return dq, dk, dv, dbeta, dgates, dlevel, dbucket, dextra
 
     def _group(self, own: Tensor) -> int:
@@ -141,14 +141,14 @@ class Call:
         s, wide = self.s, torch.float32
         batch, length, G, J, lambdas = self.level.shape
         dlevel = torch.zeros(batch, length, G, J, lambdas, dtype=wide, device=self.k.device)
-        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.V)
+        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K, dtype=wide), s.buffer(s.V, s.C)
         return *matrices, s.buffer(s.J, s.C, s.K, dtype=wide), dlevel, s.buffer(s.C, dtype=wide)
 
     def _group_down(self, low, high, terms, states, down, do, dbucket, dafter, sums):  # type: ignore[no-untyped-def]
         """Levels high - 1 .. low: what comes down to level `low`."""
         c, w, _, read = terms
         kept, dkept = (
-            self.s.buffer(high - low, self.s.K, self.s.V).view(high - low, *states[0].shape) for _ in range(2)
+            self.s.buffer(high - low, self.s.V, self.s.K).view(high - low, *states[0].shape) for _ in range(2)
         )
         for level in range(high - 1, low - 1, -1):
             self.up(level, c, w, states[level], kept=kept[level - low])
@@ -174,6 +174,6 @@ class Call:
         chunks._backward[(s.R * s.N, s.G)](
             self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
             *strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
-            BX=min(64, s.kernel["BK"]), num_warps=8,
+            BX=s.features, num_warps=8,
             num_stages=1,
         )  # fmt: skip

@@ -70,11 +70,11 @@ def _up(
     if left >= segments:
         return
     here = tl.load(rows + r * WIDTH + 4 + lev) + left
-    s_KV = tl.zeros([BK, BV], tl.float32)
+    s_VK = tl.zeros([BV, BK], tl.float32)
     if left >= 0:
-        s_KV = matrix(state + (here * G + g) * K * V, K, V, at_v, BK, BV)
+        s_VK = matrix(state + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
     elif BUCKET:
-        s_KV = matrix(bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV)
+        s_VK = tl.trans(matrix(bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     else:
         hi = lo
     which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
@@ -84,9 +84,9 @@ def _up(
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
         to_end_C, total = to_end_of(c, at, C)
-        half_KV = s_KV.to(k_CK.dtype)
+        half_VK = s_VK.to(k_CK.dtype)
         if KEEP:
-            put_matrix(kept + at * K * V, K, V, at_v, s_KV, BK, BV)
+            put_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
         if READ:
             for j in range(J):
                 read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
@@ -94,19 +94,20 @@ def _up(
                 lambda_C = tl.load(at_l, mask=here_C, other=0.0)
                 out = acc + ((batch * G + g) * J + j) * T * V
                 acc_CV = tile(out, t_C, V, here_C, V, at_v, BV)
-                acc_CV += tl.dot(read_CK, half_KV, input_precision=P) * lambda_C[:, None]
+                seen_VC = tl.dot(half_VK, tl.trans(read_CK), input_precision=P) * lambda_C[None, :]
+                acc_CV += tl.trans(seen_VC)
                 put(out, t_C, V, here_C, V, at_v, acc_CV, BV)
-        x_CV = tl.dot(w_CK, half_KV, input_precision=P) * to_end_C[:, None]
-        s_KV = s_KV * total - tl.dot(tl.trans(k_CK), x_CV.to(k_CK.dtype), input_precision=P)
+        x_VC = tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]
+        s_VK = tl.dot(x_VC.to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
     if AFTER:
         at_end = (first_chunk(start, top, C) + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
-            put_matrix(after + (r * G + g).to(tl.int64) * K * V, K, V, at_v, s_KV, BK, BV)
+            put_matrix(after + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(s_VK), BK, BV)
     if PARENT:
         if left + 1 < segments:
-            s_KV += matrix(state + ((here + 1) * G + g) * K * V, K, V, at_v, BK, BV)
+            s_VK += matrix(state + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
         pair = tl.load(rows + r * WIDTH + 5 + lev) + i
-        put_matrix(parent + (pair * G + g) * K * V, K, V, at_v, s_KV, BK, BV)
+        put_matrix(parent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, s_VK, BV, BK)
 
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
@@ -124,16 +125,16 @@ def _down(
     if left >= segments:
         return
     here = tl.load(rows + r * WIDTH + 4 + lev) + left
-    ds_KV = tl.zeros([BK, BV], tl.float32)
+    ds_VK = tl.zeros([BV, BK], tl.float32)
     if PARENT:
         pair = tl.load(rows + r * WIDTH + 5 + lev) + i
-        ds_KV = matrix(dparent + (pair * G + g) * K * V, K, V, at_v, BK, BV)
+        ds_VK = matrix(dparent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
     if left + 1 < segments:
-        put_matrix(dstate + ((here + 1) * G + g) * K * V, K, V, at_v, ds_KV, BK, BV)
+        put_matrix(dstate + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
     if AFTER:
         at_end = (first_chunk(start, top, C) + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
-            ds_KV += matrix(dafter + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV)
+            ds_VK += tl.trans(matrix(dafter + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     if (left < 0) & (not BUCKET):
         return
     which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
@@ -144,17 +145,18 @@ def _down(
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
         to_end_C, total = to_end_of(c, at, C)
-        put_matrix(dkept + at * K * V, K, V, at_v, ds_KV, BK, BV)
-        dx_CV = tl.dot(k_CK, ds_KV.to(k_CK.dtype), input_precision=P) * to_end_C[:, None]
-        ds_KV = ds_KV * total - tl.dot(tl.trans(w_CK), dx_CV.to(k_CK.dtype), input_precision=P)
+        half_VK = ds_VK.to(k_CK.dtype)
+        put_matrix(dkept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        dx_VC = tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]
+        ds_VK = tl.dot(dx_VC.to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
             read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
             at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l
             lambda_C = tl.load(at_l, mask=here_C, other=0.0)
             do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * lambda_C[:, None]).to(k_CK.dtype)
-            ds_KV = tl.dot(tl.trans(read_CK), do_CV, ds_KV, input_precision=P)
+            ds_VK = tl.dot(tl.trans(do_CV), read_CK, ds_VK, input_precision=P)
     if left >= 0:
-        put_matrix(dstate + (here * G + g) * K * V, K, V, at_v, ds_KV, BK, BV)
+        put_matrix(dstate + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
     else:
-        put_matrix(dbucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, ds_KV, BK, BV)
+        put_matrix(dbucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(ds_VK), BK, BV)

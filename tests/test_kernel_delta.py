@@ -116,7 +116,7 @@ def test_gated_delta(shape, gates):
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gates", ["mild", "extreme"])
 @pytest.mark.parametrize("shape", LARGE)
 def test_gated_delta_large(shape, gates, dtype):
@@ -152,7 +152,7 @@ def test_log_linear_delta(shape, levels, starts, gates):
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("starts", [(0, 0), (4090, 77)])
 @pytest.mark.parametrize("shape", LARGE)
 def test_log_linear_delta_large(shape, starts, dtype):
@@ -230,13 +230,13 @@ def test_packed_sequences(tree):
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tree", [False, True])
 def test_packed_sequences_large(tree, dtype):
     check_packed((1, 3, 1, 1000, 128, 64, True), dtype, (0, 1, 130, 642, 1000), tree)
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_log_linear_delta_goes_on_large(dtype):
     check_buckets((2, 2, 1, 1000, 128, 64, False), dtype, (130, 64), (1000, 700))
