@@ -23,7 +23,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from surgery.cache import MixerLayer, MixerModel, mixed_modules, slot
 from surgery.errors import SurgeryError, nearest
 from surgery.heads import attention_paths, attention_shape, output_path
-from surgery.mixers import MIXERS, Inputs, Mixer, MixerConfig
+from surgery.mixers import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig
+from surgery.mixers.documents import Documents, Known, borders, visible
 from surgery.standins import FoldedLinear
 
 NAME = "surgery"
@@ -40,6 +41,7 @@ class Call:
     mask_BHTS: Tensor | None
     layer: MixerLayer | None
     offload: bool
+    documents: Documents | None = None
 
 
 class MixerAttention:
@@ -55,7 +57,8 @@ class MixerAttention:
             if given.get(name) is not None:
                 raise SurgeryError(
                     f"{type(self).__name__} has a mixer and was called with {name!r}, that is with several sequences "
-                    "in one row; mixers take one sequence a row: pad the batch instead"
+                    "in one row, whose borders mixers learn from position_ids that begin anew: give those alone, or pad "
+                    "the batch"
                 )
         name = next((n for n in CACHES if n in self.arguments), "")
         past = given.pop(name, None)
@@ -67,7 +70,8 @@ class MixerAttention:
             given["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
         x_BTD = given["hidden_states"]
         valid_BT, mask_BHTS = self._masks(given.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
-        call = Call(x_BTD, valid_BT, mask_BHTS, layer, bool(getattr(past, "offloading", False)))
+        documents = self._documents(given, valid_BT, mask_BHTS, layer)
+        call = Call(x_BTD, valid_BT, mask_BHTS, layer, bool(getattr(past, "offloading", False)), documents)
         return super().forward(**given, surgery=call)  # type: ignore[misc]
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
@@ -77,12 +81,35 @@ class MixerAttention:
                 f"attention implementation {implementation!r} makes no masks, so padding cannot be told from text; "
                 "use model.set_attn_implementation('sdpa')"
             )
-        valid_BT, mask_BHTS = masks(mask, x_BTD, seen)
-        fresh = seen == 0 and x_BTD.shape[1] > 1 and not self.mixer.reads_mask and not torch.compiler.is_compiling()
-        if fresh and mask_BHTS is not None and valid_BT is not None and not hasattr(mask, "surgery_plain"):
-            check_plain(mask_BHTS, valid_BT, self.mixer)
-            mask.surgery_plain = True  # asked once for each mask, not once a layer
-        return valid_BT, mask_BHTS
+        return masks(mask, x_BTD, seen)
+
+    def _documents(
+        self, given: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerLayer | None
+    ) -> Documents | None:
+        """Of packed rows, None where every row is one document. Masks that say anything else are read by mixers that
+        do, and refused by the others."""
+        x_BTD, mask, position_ids = given["hidden_states"], given.get("attention_mask"), given.get("position_ids")
+        if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
+            return None
+        known = None if torch.compiler.is_compiling() else Known.recalled(mask, position_ids)
+        if known is None:
+            border_BT = None if layer is not None else borders(position_ids, mask, valid_BT, x_BTD)
+            if torch.compiler.is_compiling():
+                if border_BT is not None and not self.mixer.reads_mask:
+                    torch._assert_async(~border_BT.any(), "compiled mixers take one document a row: pad instead")
+                return None
+            known = Known(None if border_BT is None else Documents.of(border_BT)).remember(mask, position_ids)
+        if mask_BHTS is None or valid_BT is None or (self.mixer.reads_mask and known.documents is None):
+            return known.documents
+        if known.plain is None:
+            known.plain = plain(mask_BHTS, valid_BT, self.mixer.shape, known.documents)
+        if not known.plain and not self.mixer.reads_mask:
+            raise SurgeryError(
+                f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
+                f"prefix, a mask of your own; packed documents where position_ids do not begin anew), and "
+                f"{type(self.mixer).__name__} takes one sequence a row; pad instead"
+            )
+        return known.documents if known.plain else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuilt(self, super().__reduce_ex__(protocol))
@@ -125,25 +152,19 @@ def masks(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | 
     return valid_BT, mask[..., : first + T]
 
 
-def visible(mask: Tensor) -> Tensor:
-    """True where a boolean or additive mask lets a token be seen."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def check_plain(mask_BHTS: Tensor, valid_BT: Tensor, mixer: Mixer) -> None:
-    """Refuse masks that say more than which tokens are padding: a mixer that does not read them would let packed
-    documents see each other."""
+def plain(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: Documents | None) -> bool:
+    """Whether a mask says no more than which tokens are padding, and of which document each is."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
-    plain = valid_BT[:, None, None]
-    if mixer.shape.causal:
-        plain = plain & (behind_TS >= 0) & (behind_TS < (mixer.shape.window or S))
-    same = (visible(mask_BHTS) == plain) | ~valid_BT[:, None, :, None]
-    if not bool(same.all()):
-        raise SurgeryError(
-            f"the attention mask is not {'causal' if mixer.shape.causal else 'full'} over the real tokens (packed "
-            f"documents, a prefix, a mask of your own), and {type(mixer).__name__} takes one sequence a row; pad instead"
-        )
+    wanted = valid_BT[:, None, None]
+    if shape.causal:
+        wanted = wanted & (behind_TS >= 0) & (behind_TS < (shape.window or S))
+    same = visible(mask_BHTS)
+    if documents is not None:
+        wanted = wanted & documents.together().unsqueeze(1)
+        if mask_BHTS.dtype != torch.bool:  # numbers of their own, which mixers that read masks must be given
+            same = same & (mask_BHTS == 0)
+    return bool(((same == wanted) | ~valid_BT[:, None, :, None]).all())
 
 
 def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
@@ -156,7 +177,9 @@ def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: 
         )
     dropout = kwargs.get("dropout", 0.0)
     inputs = Inputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout)
-    if call.layer is None:
+    if call.documents is not None:
+        out_BHTV = call.documents.mixed(module.mixer, inputs)
+    elif call.layer is None:
         out_BHTV, _ = module.mixer(inputs)
     else:
         out_BHTV = call.layer.advance(module.mixer, inputs)

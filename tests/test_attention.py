@@ -171,14 +171,11 @@ def test_cross_attention_is_not_among_the_places():
     assert attention_paths(transformers.GPT2LMHeadModel(config)) == ["transformer.h.0.attn"]
 
 
-def test_several_sequences_in_a_row_are_refused():
-    """Packed documents, however they come: a mixer of one sequence a row must not mix them."""
+def test_masks_of_one_s_own_are_refused():
+    """A mixer that reads no masks must not mix what they keep apart (packed documents: test_packed_documents)."""
     model, ids = with_mixers("llama", Decayed()), tiny_inputs("llama", 1, 8)["input_ids"]
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     for attention in ("sdpa", "eager"):
         model.set_attn_implementation(attention)
-        with pytest.raises(SurgeryError, match="packed documents"):
-            model(ids, position_ids=positions, use_cache=False)
         mask = torch.ones(1, 1, 8, 8).tril().bool()
         mask[..., 2, 4] = True
         with pytest.raises(SurgeryError, match="not causal over the real tokens"):

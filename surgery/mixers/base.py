@@ -130,7 +130,7 @@ class Mixer(nn.Module):
 
     config_type: ClassVar[type]
     rotated: bool = True  # wants q and k after RoPE
-    reads_mask: bool = False  # keeps to mask_BHTS where no state is given: packed documents, masks of one's own
+    reads_mask: bool = False  # keeps to mask_BHTS where no state is given: masks of one's own
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()

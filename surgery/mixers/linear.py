@@ -5,8 +5,8 @@
                (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 4)
     window, sinks: far tokens by the linear part, near ones and the first ones by softmax (nearby.py)
 
-Of what the library masks only padding is seen here (valid_BT): no packed documents, and a module's own sliding window
-ends: the linear part sees all tokens. Attention dropout has no weights to act on. Bidirectional attention reads masks
+Of what the library masks only padding is seen here (valid_BT; packed documents come as rows of their own), and a
+module's own sliding window ends: the linear part sees all tokens. Attention dropout has no weights to act on. Bidirectional attention reads masks
 that are causal by nature forwards and backwards (reading.py).
 """
 
