@@ -73,11 +73,12 @@ class Plan(NamedTuple):
         return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
 
     def halves(self) -> tuple[int, int, int]:
-        """(A, B, last zone of at most A dims) of the backward, which makes gradients of A and of B dims apart."""
-        a, b = width(self.cuts[-1])
-        if b == 0 and self.cuts[1] <= a // 2 >= 16 and len(self.ranks) > 1:
-            a, b = a // 2, a // 2
-        return a, b, sum(cut <= a for cut in self.cuts[1:]) if b else 0
+        """(A, B, last zone of at most A dims) of the backward, which makes gradients of A and of B dims apart; both of
+        64 or more, as narrower products were measured to go wrong (triton 3.6)."""
+        a = max(16, triton.next_power_of_2(self.cuts[-1]))
+        if self.cuts[1] > a // 2 or a < 128 or len(self.ranks) == 1:
+            return a, 0, 0
+        return a // 2, a // 2, sum(cut <= a // 2 for cut in self.cuts[1:])
 
 
 def width(dims: int) -> tuple[int, int]:
@@ -200,7 +201,7 @@ class Attend(torch.autograd.Function):
         return out[..., :values]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, biases, ends, out, lse = ctx.saved_tensors
         dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
         dims, ranks = sum(ctx.plan.ranks), ctx.plan.ranks

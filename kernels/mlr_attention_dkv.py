@@ -174,17 +174,17 @@ def mlr_keys(
         weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
         dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         whole = slope.to(q_MA.dtype)
-        dk_NA = tl.dot(whole, between(q_MA, 0, dims, 0, A), dk_NA, input_precision=PRECISION)
+        dk_NA += between(tl.dot(whole, q_MA, input_precision=PRECISION), 0, dims, 0, A)
         if B > 0:
-            dk_NB = tl.dot(whole, between(q_MB, 0, dims, A, B), dk_NB, input_precision=PRECISION)
+            dk_NB += between(tl.dot(whole, q_MB, input_precision=PRECISION), 0, dims, A, B)
         for level in tl.range(full, reached, num_stages=1):
             low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
             low_M = t_M // extent * extent if NESTED else t_M - extent + 1
             slope = tl.where(s_N[:, None] >= low_M[None, :], slope, 0.0)
             part = slope.to(q_MA.dtype)
-            dk_NA = tl.dot(part, between(q_MA, low_dim, high_dim, 0, A), dk_NA, input_precision=PRECISION)
+            dk_NA += between(tl.dot(part, q_MA, input_precision=PRECISION), low_dim, high_dim, 0, A)
             if B > 0:
-                dk_NB = tl.dot(part, between(q_MB, low_dim, high_dim, A, B), dk_NB, input_precision=PRECISION)
+                dk_NB += between(tl.dot(part, q_MB, input_precision=PRECISION), low_dim, high_dim, A, B)
     at_N = heads * S + s_N + lead
     put(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
     if B > 0:

@@ -170,9 +170,9 @@ def mlr_queries(
         if DBIAS:
             tl.atomic_add(dbiases + full, tl.sum(tl.sum(slope, 1), 0))
         whole = slope.to(k_NA.dtype)
-        dq_MA = tl.dot(whole, between(k_NA, 0, dims, 0, A), dq_MA, input_precision=PRECISION)
+        dq_MA += between(tl.dot(whole, k_NA, input_precision=PRECISION), 0, dims, 0, A)
         if B > 0:
-            dq_MB = tl.dot(whole, between(k_NB, 0, dims, A, B), dq_MB, input_precision=PRECISION)
+            dq_MB += between(tl.dot(whole, k_NB, input_precision=PRECISION), 0, dims, A, B)
         for level in tl.range(full, reached, num_stages=1):
             low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
             low_M = t_M // extent * extent if NESTED else t_M - extent + 1
@@ -182,9 +182,9 @@ def mlr_queries(
                 tl.atomic_add(dbiases + level, -near)
                 tl.atomic_add(dbiases + level + 1, near)
             part = slope.to(k_NA.dtype)
-            dq_MA = tl.dot(part, between(k_NA, low_dim, high_dim, 0, A), dq_MA, input_precision=PRECISION)
+            dq_MA += between(tl.dot(part, k_NA, input_precision=PRECISION), low_dim, high_dim, 0, A)
             if B > 0:
-                dq_MB = tl.dot(part, between(k_NB, low_dim, high_dim, A, B), dq_MB, input_precision=PRECISION)
+                dq_MB += between(tl.dot(part, k_NB, input_precision=PRECISION), low_dim, high_dim, A, B)
     put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
     if B > 0:
         put(dq, at_M, dq_MB * scale, ok_M, A, B, R)
