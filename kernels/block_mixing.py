@@ -71,22 +71,21 @@ def states_at(state, b, g, G, R, E, e, RP: tl.constexpr):
 @triton.jit
 def advance(
     x, size, near, table, weight, GJ, read, write, fade, state, pos0, count, E, e,
-    R: tl.constexpr, HEADS: tl.constexpr, ADJOINT: tl.constexpr, REVERSE: tl.constexpr, BM: tl.constexpr,
-    RP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, HEADS: tl.constexpr, REVERSE: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, OP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(mixed sums of a tile, the state behind it: faded, and X written into it)."""
+    """(mixed sums of a tile, the state behind it: faded, and X written into it). write_ri has a_r of the only head."""
     i, r = tl.arange(0, BM), tl.arange(0, RP)
     mixed = tl.dot(read, state.to(OP), input_precision=PRECISION)
     state = state * fade
     for j in tl.static_range(HEADS):
         tile = load_tile(x + j * size, pos0, count, E, e, REVERSE, BM, OP)
         into = write
-        if ADJOINT:
-            into = write * tl.load(weight + r * GJ + j, mask=r < R, other=0.0)[None, :]
         if HEADS > 1:
+            into = write * tl.load(weight + r * GJ + j, mask=r < R, other=0.0)[:, None]
             near = tl.load(table + j * BM * BM + i[:, None] * BM + i[None, :])
         mixed = tl.dot(near, tile, mixed, input_precision=PRECISION)
-        state = tl.dot(tl.trans(into.to(OP)), tile, state, input_precision=PRECISION)
+        state = tl.dot(into.to(OP), tile, state, input_precision=PRECISION)
     return mixed, state
 
 
@@ -125,11 +124,11 @@ def scan_tiles(
     weight += g * J + j0
     table += g * J * BM * BM
     near = toeplitz(rate, weight, G, G * J, R, DIAGONAL, BM).to(OP)
-    read = powers(rate, i.to(tl.float32), G, R, RP)
-    if not ADJOINT:
-        read *= tl.load(weight + r * G * J, mask=r < R, other=0.0)[None, :]
-    read = read.to(OP)
-    write = powers(rate, (BM - i).to(tl.float32), G, R, RP)
+    ones = tl.full((RP,), 1.0, tl.float32)
+    a = tl.load(weight + r * G * J, mask=r < R, other=0.0)  # of the only head, on the side it stands
+    a_in, a_out = a if ADJOINT and HEADS == 1 else ones, ones if ADJOINT else a
+    read = (powers(rate, i.to(tl.float32), G, R, RP) * a_out[None, :]).to(OP)
+    write = tl.trans(powers(rate, (BM - i).to(tl.float32), G, R, RP)) * a_in[:, None]
     rate_r = tl.load(rate + r * G, mask=r < R, other=0.0)
     fade = tl.exp(-rate_r * BM)[:, None]
     state = tl.zeros((RP, BE), tl.float32)
@@ -142,15 +141,15 @@ def scan_tiles(
     for pos0 in tl.range(0, end, BM, num_stages=STAGES):
         mixed, state = advance(
             x, size, near, table, weight, G * J, read, write, fade, state, pos0, count, E, e,
-            R, HEADS, ADJOINT, REVERSE, BM, RP, OP, PRECISION,
+            R, HEADS, REVERSE, BM, RP, OP, PRECISION,
         )  # fmt: skip
         store_tile(out, mixed, pos0, count, E, e, REVERSE, ADD, BM)
     if FINAL:
         gone = tl.maximum(count - 1 - end, 0)
-        write = powers(rate, tl.maximum(gone - i, 0).to(tl.float32), G, R, RP)
+        write = tl.trans(powers(rate, tl.maximum(gone - i, 0).to(tl.float32), G, R, RP)) * a_in[:, None]
         mixed, state = advance(
             x, size, near, table, weight, G * J, read, write, tl.exp(-rate_r * gone)[:, None], state, end, count, E, e,
-            R, HEADS, ADJOINT, REVERSE, BM, RP, OP, PRECISION,
+            R, HEADS, REVERSE, BM, RP, OP, PRECISION,
         )  # fmt: skip
         store_tile(out, mixed, end, count, E, e, REVERSE, ADD, BM)
         at, there = states_at(last, b, g, G, R, E, e, RP)

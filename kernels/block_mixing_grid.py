@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
-from surgery.kernels.block_mixing_scan import OPERANDS
+from surgery.kernels.block_mixing_scan import OPERANDS, power_of_2, tiles
 from surgery.kernels.block_mixing_tokens import read_blocks, sum_blocks
 
 
@@ -34,7 +33,7 @@ class Grid:
     @property
     def tokens(self) -> int:
         """In a tile."""
-        return max(16, min(64, triton.next_power_of_2(self.block)))
+        return max(16, min(64, power_of_2(self.block)))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         """x (B, G, J, T, F), y (B, G, J, T, V) -> (B, G, J, N, F V), a last column apart (`apart`)."""
@@ -44,8 +43,8 @@ class Grid:
         wide = torch.float32 if self.wide or x.dtype != torch.bfloat16 else x.dtype
         out = x.new_empty(batch, groups, per_group, self.blocks, features * (values + more), dtype=wide)
         f_tile, v_tile = side(features), side(values)
-        tiles = triton.cdiv(features, f_tile) * triton.cdiv(values, v_tile)
-        sum_blocks[(self.blocks * tiles, batch * groups * per_group)](
+        programs = self.blocks * tiles(features, f_tile) * tiles(values, v_tile)
+        sum_blocks[(programs, batch * groups * per_group)](
             x, y, out, self.start_B, length, self.blocks, groups, per_group, *x.stride()[:4], *y.stride()[:4],
             F=features, V=values, MORE=more, BLOCK=self.block, BT=self.tokens, BF=f_tile, BV=v_tile,
             OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2], num_warps=4, num_stages=2,
@@ -70,9 +69,9 @@ class Grid:
         more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
         features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
         out = x.new_empty(batch, groups, heads, length, z.shape[-1])
-        v_tile = 16 * triton.cdiv(values, 16) if values <= 128 else 64
-        v_tile = triton.next_power_of_2(v_tile)
-        v_tiles, t_tiles = triton.cdiv(values, v_tile), triton.cdiv(self.block, self.tokens)
+        v_tile = 16 * tiles(values, 16) if values <= 128 else 64
+        v_tile = power_of_2(v_tile)
+        v_tiles, t_tiles = tiles(values, v_tile), tiles(self.block, self.tokens)
         shares = None
         if compared is not None:
             shares = torch.zeros(batch, groups, heads, self.blocks, t_tiles * v_tiles, device=x.device)
@@ -91,7 +90,7 @@ class Grid:
 
 
 def side(size: int) -> int:
-    return max(16, min(64, triton.next_power_of_2(size)))
+    return max(16, min(64, power_of_2(size)))
 
 
 def apart(values: int) -> bool:

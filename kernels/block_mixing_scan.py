@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,8 +36,18 @@ class Tile:
     stages: int
 
 
-SCAN = {torch.bfloat16: Tile(32, 128, 4, 3), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 64, 4, 2)}
-WEIGH = {torch.bfloat16: Tile(32, 64, 4, 3), torch.float16: Tile(32, 64, 4, 2), torch.float32: Tile(32, 32, 4, 2)}
+# The fastest of 30 on one H200 (2026-11-21, 12 heads of 64 x 64): 0.80 ms for 16,384 blocks, whose bytes take 0.77.
+SCAN = {torch.bfloat16: Tile(16, 128, 4, 4), torch.float16: Tile(16, 64, 4, 3), torch.float32: Tile(16, 64, 4, 3)}
+WEIGH = {torch.bfloat16: Tile(32, 64, 4, 4), torch.float16: Tile(16, 32, 2, 3), torch.float32: Tile(16, 32, 2, 2)}
+
+
+def tiles(size: int, tile: int) -> int:
+    return -(-size // tile)
+
+
+def power_of_2(size: int) -> int:
+    """The next one."""
+    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ def scan(
     if final:
         last = torch.empty(batch, components, groups, numbers, dtype=torch.float32, device=x.device)
     heads = 1 if adjoint else per_group
-    scan_tiles[(triton.cdiv(numbers, tile.numbers) * heads, batch * groups)](
+    scan_tiles[(tiles(numbers, tile.numbers) * heads, batch * groups)](
         x, kernel.table(x.dtype, diagonal, tile.blocks) if adjoint and per_group > 1 else x,
         kernel.rate_RG, kernel.weight_RGJ,
         x if first is None else first, out, x if last is None else last, x if count_B is None else count_B,
@@ -116,7 +125,7 @@ def weigh(
     batch, groups, per_group, blocks, numbers = grad.shape
     components = len(kernel.rate_RG)
     tile = tile or WEIGH[x.dtype]
-    parts = triton.cdiv(numbers, tile.numbers)
+    parts = tiles(numbers, tile.numbers)
     sums = torch.empty(batch, groups, per_group, parts, 2, 16, dtype=torch.float32, device=x.device)
     weigh_tiles[(parts * per_group, batch * groups)](
         x, grad, kernel.rate_RG, kernel.weight_RGJ, x if first is None else first, x if grad_last is None else grad_last, sums,

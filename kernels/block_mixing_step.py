@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surgery.kernels.block_mixing_scan import power_of_2, tiles
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_step
 from surgery.op import kernel_for
 
@@ -74,11 +75,11 @@ def toeplitz_step_triton(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BGJTF, k_BGTF, v_BGTV))
     out = torch.empty(batch, groups, per_group, 1, values, dtype=torch.float32, device=q.device)
     after = torch.empty_like(state)
-    width = 64 if batch * groups * triton.cdiv(values, 64) >= ENOUGH else 16
-    step_states[(batch * groups, triton.cdiv(values, width))](
+    width = 64 if batch * groups * tiles(values, 64) >= ENOUGH else 16
+    step_states[(batch * groups, tiles(values, width))](
         q, k, v, rate_RG.float().contiguous(), weight_RGJ.float().contiguous(), state, out, after, start_B, count_B,
         groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
         R=components, J=per_group, F=features, V=values, BLOCK=block,
-        BF=triton.next_power_of_2(features), BV=width, num_warps=4,
+        BF=power_of_2(features), BV=width, num_warps=4,
     )  # fmt: skip
     return out, after

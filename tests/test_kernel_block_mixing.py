@@ -137,7 +137,7 @@ def tokens_of(batch, groups, per_group, length, features, values, components):
 
 # batch, groups, per group, tokens, features, values, components, block
 SHORT = [(1, 1, 1, 1, 3, 2, 1, 16), (2, 1, 1, 37, 3, 17, 3, 16), (1, 1, 2, 70, 20, 3, 2, 70)]
-LONG = [(2, 3, 1, 1000, 64, 65, 8, 64), (1, 2, 4, 2048, 128, 128, 4, 128), (1, 12, 1, 4096, 64, 64, 16, 64)]
+LONG = [(2, 3, 1, 1000, 64, 65, 8, 64), (1, 2, 4, 2048, 128, 128, 4, 128), (1, 12, 1, 1536, 64, 64, 16, 64)]
 TOKENS = [(torch.float32, s) for s in SHORT] + [(torch.bfloat16, SHORT[1])]
 TOKENS += [pytest.param(d, s, marks=ON_GPU) for d in TOLERANCE for s in LONG]
 
@@ -148,9 +148,9 @@ def test_causal_attention(dtype, shape):
     batch, length, block = shape[0], shape[3], shape[-1]
     start_B = torch.tensor([5 + block, 2 * block][:batch], device=DEVICE)
     count_B = torch.full_like(start_B, length)
-    judged(lambda *given: toeplitz_causal(*given, start_B, count_B, block, 16), inputs, dtype, kept=(3, 4, 5))
+    judged(lambda *given: toeplitz_causal(*given, start_B, count_B, block, block), inputs, dtype, kept=(3, 4, 5))
     zero_B = torch.zeros_like(start_B)
-    judged(lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, 16)[:1], inputs[:5], dtype, kept=(3, 4))
+    judged(lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, block)[:1], inputs[:5], dtype, kept=(3, 4))
 
 
 @pytest.mark.parametrize("dtype, shape", TOKENS)
