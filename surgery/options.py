@@ -45,11 +45,39 @@ Sizes = Annotated[
 ]
 Only = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(metavar="WORDS", help="Rivals whose names have one of these words, e.g. mlr,kernel."),
+    typer.Option(
+        metavar="WORDS", help="Rivals whose names have one of these words; -word leaves out, e.g. kernel,-mlr."
+    ),
 ]
 Results = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
 Plot = Annotated[Optional[Path], typer.Option(help="PNG or SVG file for a plot; needs matplotlib.")]  # noqa: UP045
 TimeLimit = Annotated[
     Optional[float],  # noqa: UP045
     typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many; what is measured is shown."),
+]
+
+# -- of surgery finetune
+HealingName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A healing recipe (quick, standard, long, weights-only) or a .yaml file.")
+]
+TeacherName = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--teacher", metavar="SRC", help="What OUT was converted from: a local folder or a Hub id."),
+]
+TrainingData = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--data", help="Text to train on: a file (.txt, .jsonl, .parquet), a folder or a Hub id."),
+]
+Healed = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--out", "-o", help="Folder of the healed checkpoint; must not exist. Default: OUT-healed."),
+]
+Tiny = Annotated[bool, typer.Option("--tiny", help="With the recipe's block `tiny`: minutes on two CPU cores.")]
+ResumeTraining = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
+SkipBadSteps = Annotated[
+    bool, typer.Option("--skip-bad-steps", help="Leave out steps whose gradient is no number, instead of stopping.")
+]
+Track = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="tensorboard (the default, where installed), wandb, trackio or none."),
 ]

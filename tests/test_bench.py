@@ -93,6 +93,16 @@ def test_every_kind_runs_on_a_cpu(kind, tmp_path):
     assert tables(result)
 
 
+def test_only_some():
+    rivals = {row["rival"] for row in bench("linear", sizes="small", device="cpu", only="btt,-chosen,-s=4")["rows"]}
+    assert rivals == {
+        "dense",
+        "BTT s=1 (Monarch), reference",
+        "BTT s=1 (Monarch), multiplied out",
+        "BTT 4 x 4, half, reference",
+    }
+
+
 def test_bytes_of_a_cache_are_the_state_s():
     rows = bench("decode", sizes="small", device="cpu", only="mlr")["rows"]
     at = {(row["rival"], row["x"]): row["cache"] for row in rows if row["sizes"]["batch"] == 1}

@@ -115,7 +115,7 @@ def _graph_heat(
 
     def run(module: nn.Module, copies: int) -> Call:
         turns = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
-        return forward(graphed([forward(lambda m=m: m(x_1I)) for m in turns], device))  # type: ignore[misc]
+        return graphed([forward(lambda m=m: m(x_1I)) for m in turns], device)  # type: ignore[misc]
 
     rivals = []
     for entry in entries:

@@ -36,7 +36,7 @@ def bench(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The results as data; written to `out` after every heat, so that what stops it loses little. only: rivals whose
-    names have one of these words, separated by commas, beside the first."""
+    names have one of these words, separated by commas, and none that follow a minus; the first runs always."""
     started = time.monotonic()
     place, progress = choose_device(device), progress or Progress()
     gpu = place.type == "cuda"
@@ -79,8 +79,14 @@ def _heats(kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peer
 def _asked(heat: Heat, only: str | None, gpu: bool) -> list[Rival]:
     """Kernels have nothing to show on a CPU."""
     words = (only or "").lower().split(",")
-    asked = [r for i, r in enumerate(heat.rivals) if i == 0 or any(word in r.name.lower() for word in words)]
-    return [r for r in asked if gpu or r.choice != "kernel"]
+    without = [word[1:] for word in words if word.startswith("-")]
+    among = [word for word in words if not word.startswith("-")] or [""]
+
+    def asked(rival: Rival) -> bool:
+        name = rival.name.lower()
+        return any(word in name for word in among) and not any(word in name for word in without)
+
+    return [r for i, r in enumerate(heat.rivals) if (i == 0 or asked(r)) and (gpu or r.choice != "kernel")]
 
 
 def _raced(race: Race, heat: Heat, limits: dict[str, float], into: list[Row]) -> list[Row]:
