@@ -27,7 +27,7 @@ from surgery.mixers.masks.fenwick import bit_length
 from surgery.mixers.masks.frame import affine, inverse_softplus, widened
 from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.ones import Ones
-from surgery.mixers.masks.semiseparable import Semiseparable, carried_by_one
+from surgery.mixers.masks.semiseparable import Semiseparable, one_written
 from surgery.mixers.masks.tree import Tree
 from surgery.op import op
 
@@ -100,19 +100,13 @@ class HierarchicalMask(Mask):
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
-        rows = widened(rows)
-        gate_BG = self.gates.log_gates(rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0].to(rows.v_BGTV.dtype)
-        beta_BG11 = 1 if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1)
-        write_BGF1 = (beta_BG11 * rows.k_BGTF).mT
-        buckets = carried_by_one(rows, write_BGF1, state["buckets"].to(rows.v_BGTV.dtype))
-        buckets_BLGFV = gate_BG.exp()[:, None, :, None, None] * buckets
-        token_BGFV = write_BGF1 * rows.v_BGTV
-        every_BLGFV = torch.cat([token_BGFV.unsqueeze(1), buckets_BLGFV], dim=1)
+        gate_BG = self.gates.log_gates(rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
+        token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
+        beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
         level_BGJL = rows.signals["level"].squeeze(1)
-        which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(self.config.levels - 1)
-        seen_BLGJV = rows.q_BGJTF.squeeze(3).unsqueeze(1) @ every_BLGFV
-        out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
-        return out_BGJV.unsqueeze(3), {"buckets": merged(buckets_BLGFV, token_BGFV, rows)}
+        place = rows.start_B, rows.count_B, state["buckets"]
+        out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place)
+        return out_BGJV.unsqueeze(3), {"buckets": after}
 
 
 @op
@@ -138,12 +132,43 @@ def log_linear(
     return out, after
 
 
-def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, rows: Rows) -> Tensor:
+@op
+def log_linear_step(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token or, where count is 0, none: (out_BGJV, the buckets behind it), as `log_linear`."""
+    wide = torch.promote_types(v_BGV.dtype, torch.float32)
+    q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
+        x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
+    )
+    write_BGF, buckets_BLGFV = one_written(k_BGF, beta_BG, buckets_BLGFV)
+    buckets_BLGFV = gate_BG.exp()[:, None, :, None, None] * buckets_BLGFV
+    token_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
+    every_BLGFV = torch.cat([token_BGFV.unsqueeze(1), buckets_BLGFV], dim=1)
+    which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(level_BGJL.shape[-1] - 1)
+    seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
+    out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
+    return out_BGJV, merged(buckets_BLGFV, token_BGFV, start_B, count_B)
+
+
+def levels_after(buckets_BLGFV: Tensor, start_B: Tensor, count_B: Tensor) -> int:
+    return max(buckets_BLGFV.shape[1], int((start_B + count_B).max()).bit_length())
+
+
+def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor) -> Tensor:
     """The buckets after the token: those below the lowest zero bit of the position fall into that bit's. Rows that
     have no token stay as they are."""
-    size = max(buckets_BLGFV.shape[1], int((rows.start_B + rows.count_B).max()).bit_length())
+    size = levels_after(buckets_BLGFV, start_B, count_B)
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
-    into_B1 = (bit_length(rows.start_B ^ (rows.start_B + rows.count_B), size) - 1).unsqueeze(1)  # -1: no token
+    into_B1 = (bit_length(start_B ^ (start_B + count_B), size) - 1).unsqueeze(1)  # -1: no token
     at_L = torch.arange(size, device=into_B1.device)
     falls_BL = (at_L < into_B1)[..., None, None, None]
     total_BGFV = token_BGFV + torch.where(falls_BL, buckets_BLGFV, 0).sum(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, Rows
-from surgery.mixers.masks.frame import Frame, log_products, spans, to_end, widened
+from surgery.mixers.masks.frame import Frame, log_products, spans, to_end
 from surgery.mixers.scores import Chunk, chunk_scores
 from surgery.op import op
 
@@ -56,16 +56,31 @@ class Semiseparable(Mask):
         return out, None if state is None else {"sum": last}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
-        rows = widened(rows)
-        gate_BRG = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).squeeze(-1).to(rows.v_BGTV.dtype)
-        beta_BG11 = 1 if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1)
-        write_BGF1 = (beta_BG11 * rows.k_BGTF).mT
-        sum_BRGFV = carried_by_one(rows, write_BGF1, state["sum"].to(rows.v_BGTV.dtype))
-        sum_BRGFV = gate_BRG.exp()[..., None, None] * sum_BRGFV + (write_BGF1 * rows.v_BGTV).unsqueeze(1)
-        out_BRGJV = rows.q_BGJTF.squeeze(3).unsqueeze(1) @ sum_BRGFV
-        weight_RGJ = self.amplitudes()
-        out_BGJV = out_BRGJV.sum(1) if weight_RGJ is None else (weight_RGJ.unsqueeze(-1) * out_BRGJV).sum(1)
-        return out_BGJV.unsqueeze(3), {"sum": sum_BRGFV}
+        gates_BRG = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).squeeze(-1)
+        token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
+        beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
+        out_BGJV, after = semiseparable_step(*token, beta_BG, gates_BRG, self.amplitudes(), state["sum"])
+        return out_BGJV.unsqueeze(3), {"sum": after}
+
+
+@op
+def semiseparable_step(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gates_BRG: Tensor,
+    weight_RGJ: Tensor | None,
+    sum_BRGFV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token: (out_BGJV, the sums behind it), as `semiseparable`."""
+    wide = torch.promote_types(v_BGV.dtype, torch.float32)
+    q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV))
+    write_BGF, sum_BRGFV = one_written(k_BGF, beta_BG, sum_BRGFV)
+    token_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
+    sum_BRGFV = gates_BRG.exp()[..., None, None] * sum_BRGFV + token_BGFV.unsqueeze(1)
+    out_BRGJV = q_BGJF.unsqueeze(1) @ sum_BRGFV
+    return (out_BRGJV if weight_RGJ is None else weight_RGJ.to(wide).unsqueeze(-1) * out_BRGJV).sum(1), sum_BRGFV
 
 
 @op
@@ -152,6 +167,15 @@ def states(scores: Chunk, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Te
         passed = state if factors is None else state - factors[0][n] @ (factors[1][n] @ state)
         state = torch.addcmul(added, total, passed)
     return torch.stack(before, 2), state
+
+
+def one_written(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: (beta k, sums as it leaves them: (I - beta k k^T) S)."""
+    if beta_BG is None:
+        return k_BGF, sum_BRGFV
+    write_BGF = beta_BG.to(k_BGF.dtype).unsqueeze(-1) * k_BGF
+    seen_BRG1V = k_BGF[:, None, :, None] @ sum_BRGFV
+    return write_BGF, sum_BRGFV - write_BGF[:, None, :, :, None] * seen_BRG1V
 
 
 def carried_by_one(rows: Rows, write_BGF1: Tensor, sum_BRGFV: Tensor) -> Tensor:
