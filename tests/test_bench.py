@@ -244,3 +244,13 @@ def test_results_become_the_table_and_the_page(tmp_path):
     page = publish.page(publish.page(text, results), results)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert page.count("### attention, forward + backward") == 1
+
+
+def test_runs_of_one_kind_are_one():
+    row = {"table": "t", "x": 1, "rival": "a", "ms": None}
+    runs_ = [
+        {"kind": "linear", "complete": True, "rows": [{**row, "note": "time limit"}, {**row, "rival": "b", "ms": 2.0}]}
+    ]
+    runs_ += [{"kind": "linear", "complete": False, "rows": [{**row, "ms": 1.0}, {**row, "rival": "b", "ms": 3.0}]}]
+    (one,) = publish.merged(runs_)
+    assert {r["rival"]: r["ms"] for r in one["rows"]} == {"a": 1.0, "b": 2.0} and not one["complete"]

@@ -2,7 +2,7 @@
 
     python -m surgery.bench.publish linear.json attention.json decode.json model.json
 
-kernels/measured.json, which way is fastest where (kernels/measured.py), from the first three; docs/performance.md between
+Several of one kind (some rivals each) count as one. kernels/measured.json, which way is fastest where (kernels/measured.py), from the first three; docs/performance.md between
 its <!-- bench --> marks, all of it. Run from a clone.
 """
 
@@ -18,6 +18,20 @@ from surgery.bench.shown import EXPLAINED, conditions, markdown
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, TABLE = ROOT / "docs/performance.md", ROOT / "kernels/measured.json"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
+
+
+def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One result for each kind: several runs of one (some rivals each) as one, the first run's row where two have it."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for result in results:
+        one = kinds.setdefault(result["kind"], {**result, "rows": []})
+        known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
+        one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
+        one["complete"] &= result["complete"]
+    for one in kinds.values():
+        got = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
+        one["rows"] = [row for row in one["rows"] if row["ms"] or (row["table"], row["x"], row["rival"]) not in got]
+    return list(kinds.values())
 
 
 def measured(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def page(text: str, results: list[dict[str, Any]]) -> str:
 
 
 def main(paths: list[str]) -> None:
-    results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    results = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     of_ops = [result for result in results if result["kind"] != "model"]
     table = measured(of_ops)
     rows = ",\n  ".join(json.dumps(row) for row in table.pop("rows"))
