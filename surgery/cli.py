@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from surgery import options
+from surgery.console import progress as _progress
+from surgery.console import show as _show
 from surgery.errors import SurgeryError
+from surgery.training.command import finetune
 from surgery.version import __version__
 
 app = typer.Typer(
@@ -152,6 +155,9 @@ def inspect(
     _show([*(module_table(report) if modules else inspect_table(report)), *report_notes(report)])
 
 
+app.command()(finetune)
+
+
 @app.command(name="eval")
 def evaluate(
     converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")],
@@ -250,18 +256,6 @@ def bench_speed(
     print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
     if plot is not None:
         plotted(result, plot)
-
-
-def _show(parts: list[Any]) -> None:
-    """Tables and lines; into a file or a pipe, which has no width of its own, wide enough to read."""
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
-    Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
-
-
-def _progress(quiet: bool) -> Any:
-    from surgery.progress import Progress, RichProgress
-
-    return Progress() if quiet else RichProgress()
 
 
 def main(argv: list[str] | None = None) -> None:

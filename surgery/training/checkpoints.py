@@ -1,0 +1,191 @@
+"""What a run needs to go on, whole or absent: weights that were trained, optimiser, running mean, random states.
+
+WORK/checkpoints/stage-1-step-000500/
+  weights.safetensors      every parameter trained so far, float32, by its name in the model
+  optimiser.safetensors    <state>.<parameter>, and ema.<parameter>
+  rng-00000.safetensors    of each process
+  state.json               stage, step, examples and tokens taken; the rest in JSON
+
+Written into a folder beside and renamed. Tensors are whole, whatever number of devices they are spread over, so a
+run may go on with another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+from surgery.shards import Entry, read_header, read_tensor, write_json, write_shard
+from surgery.training.sharding import fill, whole
+
+STATE = "state.json"
+
+
+@dataclass
+class Position:
+    """Where a run is: step of stage; examples and tokens the stage has taken. notes: of JSON's types."""
+
+    stage: int = 0
+    step: int = 0
+    examples: int = 0
+    tokens: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Held:
+    """What is saved, by name: parameters; the optimiser and the names of its groups' parameters; the running mean."""
+
+    parameters: dict[str, Tensor]
+    optimiser: Any = None
+    names: list[list[str]] = field(default_factory=list)
+    ema: dict[str, Tensor] = field(default_factory=dict)
+
+    def states(self) -> dict[str, Tensor]:
+        """<state>.<parameter> -> tensor, of what the optimiser remembers."""
+        found = {f"ema.{name}": t for name, t in self.ema.items()}
+        if self.optimiser is not None:
+            for group, names in zip(self.optimiser.param_groups, self.names):
+                for p, name in zip(group["params"], names):
+                    for key, value in self.optimiser.state.get(p, {}).items():
+                        found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return found
+
+
+class Checkpoints:
+    """main: whether this process writes; wait: until all processes are there."""
+
+    def __init__(self, folder: Path, keep: int, rank: int = 0, wait: Any = lambda: None):
+        self.folder, self.keep, self.rank, self.wait = folder, keep, rank, wait
+
+    def all(self) -> list[Path]:
+        """Whole ones, oldest first."""
+        return sorted(
+            p.parent for p in self.folder.glob(f"stage-*-step-*/{STATE}") if not p.parent.name.endswith(".tmp")
+        )
+
+    def latest(self) -> Path | None:
+        return self.all()[-1] if self.all() else None
+
+    def save(self, position: Position, held: Held) -> Path:
+        """Every process calls; the first writes, each its own random state."""
+        target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
+        partial = target.with_name(target.name + ".tmp")
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.wait()
+        write_shard(partial / f"rng-{self.rank:05d}.safetensors", _rng())
+        self._gathered(partial / "weights.safetensors", held.parameters)
+        self._gathered(partial / "optimiser.safetensors", held.states())
+        self.wait()
+        if self.rank == 0:
+            write_json(partial / STATE, {**position.__dict__, "python": _python_rng()})
+            _settled(partial, target)
+            self._prune()
+        self.wait()
+        return target
+
+    def _gathered(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        entries = []
+        for name in sorted(tensors):
+            values = whole(tensors[name])
+            if self.rank == 0:
+                entries.append(Entry.of(name, values))
+        if self.rank == 0:
+            write_shard(path, entries)
+
+    def _prune(self) -> None:
+        for old in self.all()[: -self.keep]:
+            gone = old.with_name(old.name + ".tmp")
+            os.replace(old, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    # -- back --------------------------------------------------------------------------------------
+    def position(self, folder: Path) -> Position:
+        try:
+            told = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            told.pop("python")
+            return Position(**told)
+        except (OSError, ValueError, TypeError, KeyError):
+            raise SurgeryError(
+                f"{folder / STATE} is damaged; remove that folder to go on from the checkpoint before"
+            ) from None
+
+    def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
+        """Names of what was restored."""
+        stored = read_header(folder / "weights.safetensors")
+        for name, info in stored.items():
+            if name not in parameters or tuple(parameters[name].shape) != info.shape:
+                raise SurgeryError(f"checkpoint {folder} holds {name!r} {list(info.shape)}, which this model has not")
+            fill(parameters[name], read_tensor(info))
+        return set(stored)
+
+    def restore(self, folder: Path, held: Held) -> None:
+        """The optimiser, the running mean and the random states; weights are restored before they are spread."""
+        stored = read_header(folder / "optimiser.safetensors")
+        for name, mean in held.ema.items():
+            if f"ema.{name}" in stored:
+                fill(mean, read_tensor(stored[f"ema.{name}"]))
+        for group, names in zip(held.optimiser.param_groups, held.names):
+            for p, name in zip(group["params"], names):
+                keys = [key for key in stored if key.endswith(f".{name}") and not key.startswith("ema.")]
+                for key in keys:
+                    if "." in key.removesuffix(f".{name}"):
+                        continue  # of a parameter whose name ends alike
+                    held.optimiser.state[p][key.removesuffix(f".{name}")] = _like(
+                        p, read_tensor(stored[key], check=False)
+                    )
+        self._restore_rng(folder)
+
+    def _restore_rng(self, folder: Path) -> None:
+        path = folder / f"rng-{self.rank:05d}.safetensors"
+        if not path.is_file():  # more processes than before
+            return
+        stored = read_header(path)
+        torch.set_rng_state(read_tensor(stored["cpu"]))
+        if "cuda" in stored and torch.cuda.is_available():
+            torch.cuda.set_rng_state(read_tensor(stored["cuda"]))
+        version, numbers, gauss = json.loads((folder / STATE).read_text(encoding="utf-8"))["python"]
+        random.setstate((version, tuple(numbers), gauss))
+
+
+def _like(parameter: Tensor, values: Tensor) -> Tensor:
+    """A state of the optimiser as the optimiser holds it: spread as its parameter, or a number of its own."""
+    if values.dim() == 0:
+        return values.to(parameter.device)
+    state = torch.zeros_like(parameter, dtype=values.dtype).detach()
+    fill(state, values)
+    return state
+
+
+def _rng() -> list[Entry]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return [Entry.of(name, state) for name, state in states.items()]
+
+
+def _python_rng() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss]
+
+
+def _settled(partial: Path, target: Path) -> None:
+    """Renamed, durably."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    place = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(place)
+    finally:
+        os.close(place)

@@ -1,0 +1,54 @@
+"""The command `surgery finetune`; imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from surgery import options
+from surgery.console import progress, show
+
+
+def finetune(
+    converted: options.Converted,
+    recipe: options.HealingName,
+    teacher: options.TeacherName = None,
+    data: options.TrainingData = None,
+    out: options.Healed = None,
+    overrides: options.Overrides = None,
+    tiny: options.Tiny = False,
+    resume: options.ResumeTraining = False,
+    skip_bad_steps: options.SkipBadSteps = False,
+    track: options.Track = None,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
+) -> None:
+    """Heal a converted checkpoint by training; `accelerate launch -m surgery finetune ..` does it on many devices.
+
+    surgery finetune OUT --teacher SRC --recipe quick --data corpus.jsonl --out HEALED
+    """
+    from surgery.training.finetune import finetune as run
+    from surgery.training.recipe import load_healing
+    from surgery.training.shown import result_table
+
+    given = [*(overrides or []), *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else [])]
+    record = run(
+        converted,
+        load_healing(recipe, given, tiny),
+        out,
+        teacher=teacher,
+        resume=resume,
+        skip_bad_steps=skip_bad_steps,
+        track=track,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress(as_json),
+        show=(lambda parts: None) if as_json else show,
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    show([*result_table(record), f"healed checkpoint: {record['out']}"])

@@ -1,0 +1,136 @@
+"""What happens when a step goes wrong: a gradient that is no number, or a loss that runs away.
+
+A step with such a gradient changes nothing: the optimiser is told on the device (`found_inf`, which fused optimisers
+read), without asking the device at every step. Unless bad steps are to be skipped, all steps after it change nothing
+either, so that when the loop next looks, the model is still the one that made it, and running that batch again shows
+which module it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError
+from surgery.training.sharding import sharded
+
+SKIPS_IN_A_ROW = 10
+
+
+class BadSteps:
+    """Watches the norms of the gradients. skip: leave bad steps out and go on."""
+
+    def __init__(self, optimiser: Any, skip: bool, device: torch.device):
+        self.inner = getattr(optimiser, "optimizer", optimiser)
+        self.skip, self.sticking = skip, torch.zeros((), device=device)
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        # With parameters spread over devices the fused kernels take no such flag; those runs ask at each step.
+        self.asks = sharded(parameters)
+
+    def see(self, norm: Tensor) -> bool:
+        """Before the optimiser's step; whether it may be taken at all."""
+        bad = (~torch.isfinite(norm.detach())).to(torch.float32).reshape(())
+        if self.asks:
+            return not bool(bad)
+        if not self.skip:
+            bad = self.sticking = torch.maximum(self.sticking, bad.to(self.sticking.device))
+        self.inner.found_inf = bad
+        return True
+
+
+class Divergence:
+    """Looks at mean losses; the state is a few numbers, kept in checkpoints."""
+
+    def __init__(self, factor: float, patience: int, best: float | None = None):
+        self.factor, self.patience, self.best, self.over = factor, patience, best, 0
+
+    def diverged(self, loss: float) -> bool:
+        if self.best is None or loss < self.best:
+            self.best = loss
+        limit = self.best + max((self.factor - 1) * abs(self.best), 1.0)
+        self.over = self.over + 1 if loss > limit else 0
+        return self.over >= self.patience
+
+
+def stop(what: str, stage: str, step: int, loss: float, blame: str, latest: Any, rate: float) -> SurgeryError:
+    kept = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
+    return SurgeryError(
+        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {kept}; lower the rate (--set "
+        f"stages.*.rate={rate / 3:.2g}) and begin anew, or go on with --resume --skip-bad-steps, which leaves such steps out"
+    )
+
+
+# -- whose fault ---------------------------------------------------------------------------------------------
+@contextmanager
+def watched(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
+    """What comes by in forwards and backwards: "first" module (path, size) whose output, or "back" whose input gradient,
+    is no number; "largest" (path, absolute value) of the finite outputs."""
+    seen: dict[str, tuple[str, float]] = {}
+    handles = []
+
+    def after(path: str) -> Callable[..., None]:
+        def hook(_: Any, args: Any, output: Any) -> None:
+            size = _size(output)
+            if size is None:
+                return
+            if size != size or size == float("inf"):
+                seen.setdefault("first", (path, size))
+            elif size > seen.get("largest", ("", -1.0))[1]:
+                seen["largest"] = (path, size)
+
+        return hook
+
+    def back(path: str) -> Callable[..., None]:
+        def hook(_: Any, gave: Any, got: Any) -> None:
+            size, whole = _size(gave), _size(got)
+            if size is not None and not _finite(size) and (whole is None or _finite(whole)):
+                seen.setdefault("back", (path, size))
+
+        return hook
+
+    for path, module in model.named_modules():
+        if path:
+            handles.append(module.register_forward_hook(after(path)))
+            if not next(module.children(), None):
+                handles.append(module.register_full_backward_hook(back(path)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(size: float) -> bool:
+    return size == size and size != float("inf")
+
+
+def _size(value: Any) -> float | None:
+    """The largest absolute number in a tensor, or in the first tensor of a tuple."""
+    if isinstance(value, (tuple, list)):
+        value = next((v for v in value if isinstance(v, Tensor)), None)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return None
+    return float(value.detach().abs().amax())
+
+
+def blamed(model: nn.Module, again: Callable[[], None]) -> str:
+    """A sentence on the module that blew up, after running the batch again."""
+    lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
+    if lost:
+        return f"The parameter {lost[0]} holds numbers that are none."
+    with watched(model) as seen:
+        try:
+            again()
+        except RuntimeError as error:
+            return f"Running the batch again fails: {' '.join(str(error).split())[:150]}."
+    if "first" in seen:
+        return f"The first activations that are no numbers are those of {seen['first'][0]}."
+    path, size = seen.get("largest", ("", 0.0))
+    largest = f"The largest activations, up to {size:.3g}, are those of {path}." if path else ""
+    if "back" in seen:
+        return f"Going back, the gradient is first no number at {seen['back'][0]}. {largest}"
+    return largest

@@ -1,0 +1,298 @@
+"""A run of a recipe's stages over one model: opened, trained stage after stage, measured, written."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.convert import partial_of
+from surgery.devices import device_name
+from surgery.errors import SurgeryError
+from surgery.journal import Journal
+from surgery.progress import Progress
+from surgery.training import models as opening
+from surgery.training.checkpoints import Checkpoints, Held, Position
+from surgery.training.data import make_data
+from surgery.training.feed import Shares, on_device, stacked
+from surgery.training.log import CURVE, Log, draw, tracker
+from surgery.training.loop import Loop, Setting
+from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
+from surgery.training.recipe import HealingRecipe, data_of
+from surgery.training.result import keys_of, settle, write_result
+from surgery.training.sharding import whole
+from surgery.training.shown import Reporter, groups_table
+from surgery.training.stages import STAGES, Models, Stage
+from surgery.training.stages.lora import LoraStage
+from surgery.training.validation import Validation, perplexity
+from surgery.training.weight_norm import fold, normalise
+from surgery.version import __version__
+
+
+def named(model: Any) -> dict[str, Tensor]:
+    """Parameters by the names they have without adapters around them."""
+    return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+
+
+class Healing:
+    def __init__(
+        self, source: Any, recipe: HealingRecipe, out: Path, teacher: str | None, trust: bool, skip: bool,
+        track: str | None, device: str | None, progress: Progress, show: Any,
+    ):  # fmt: skip
+        from accelerate import Accelerator
+
+        self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
+        self.teacher_name, self.work, self.show = teacher, partial_of(out), show
+        place = torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
+        self.accelerator = Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=opening.recipe_dtype(recipe.precision, place),
+            log_with=tracker(track) or None,
+            project_dir=str(self.work),
+        )
+        self.main = self.accelerator.is_main_process
+        self.journal: Journal | None = None
+        self.progress = progress if self.main else Progress()
+        self.reporter = Reporter(self.progress, self.main)
+        self.trained: set[str] = set()
+        self.stages: list[dict[str, Any]] = []
+        self.fsdp = bool(getattr(self.accelerator, "is_fsdp2", False))
+
+    def everything(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        torch.manual_seed(self.recipe.seed)
+        self.tokenizer = opening.tokenizer_of(self.source)
+        self.checkpoints = Checkpoints(
+            self.work / "checkpoints",
+            self.recipe.keep,
+            self.accelerator.process_index,
+            self.accelerator.wait_for_everyone,
+        )
+        self.log = Log(self.work, self.accelerator)
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers("surgery")
+        student = opening.load_student(self.source, self.trust)
+        self.roles = opening.roles_of(self.source, student)
+        at = self._position()
+        models = self._models(student)
+        self.validation = self._validation()
+        measured = self._measured(models)
+        after = None
+        for number in range(len(self.recipe.stages)):
+            if number >= at.stage:
+                after = self._stage(models, number, at if number == at.stage else Position(number))
+        record = self._record(measured, after, time.perf_counter() - began)
+        self._write(models, record)
+        return record
+
+    # -- what is there ---------------------------------------------------------------------------------
+    def _position(self) -> Position:
+        latest = self.checkpoints.latest()
+        at = self.checkpoints.position(latest) if latest else Position()
+        self.trained = set(at.notes.get("trained", []))
+        self.stages = list(at.notes.get("stages", []))
+        if self.main:
+            self.log.going_on(at.stage, at.step)
+        if latest:
+            self.progress.say(f"going on from {latest.name}")
+        self.accelerator.wait_for_everyone()
+        return at
+
+    def _models(self, student: Any) -> Models:
+        recipe, wants = self.recipe, {STAGES[stage](stage).needs_teacher for stage in self.recipe.stages}
+        for stage in recipe.stages:
+            opening.check_length(student, stage.length)
+        cache = None
+        if recipe.teacher.cache is not None and "logits" in wants:
+            from surgery.training.teacher_cache import TeacherCache
+
+            cache = TeacherCache(recipe.teacher.cache)
+        teacher = None
+        if self.teacher_name is not None:
+            teacher = opening.load_teacher(
+                self.teacher_name, student, recipe.teacher, self.accelerator.device, self.trust
+            )
+        if not self.fsdp:
+            student.to(self.accelerator.device)
+        models = Models(student, student, teacher, cache)
+        changing = self._changing(models)
+        if teacher is not None and not self.fsdp:
+            saved = opening.share_frozen(student, teacher, changing)
+            if saved:
+                self.progress.say(f"teacher and student share {saved / 1e6:,.1f} MB of weights that nothing changes")
+        return models
+
+    def _changing(self, models: Models) -> set[str]:
+        """Names of what any stage will change; what one of them refuses is refused here."""
+        found: set[str] = set()
+        for number, config in enumerate(self.recipe.stages):
+            stage = STAGES[config](config)
+            refuse_unknown_kinds(config.rates)
+            Shares.of(config.batch, config.rows, self.accelerator.process_index, self.accelerator.num_processes)
+            found |= stage.changes(models, self.roles)
+            if (
+                isinstance(stage, LoraStage)
+                and stage.keeps(models, self.roles)
+                and number + 1 < len(self.recipe.stages)
+            ):
+                raise SurgeryError(
+                    f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
+                    "keep), which later stages would not see; make it the last"
+                )
+        return found
+
+    def _validation(self) -> Validation:
+        last = self.recipe.stages[-1]
+        data = make_data(data_of(self.recipe, last), self.tokenizer, last.length, self.recipe.seed)  # type: ignore[arg-type]
+        return Validation(data.validation(), last.rows, self.accelerator)
+
+    def _measured(self, models: Models) -> dict[str, float | None]:
+        """Losses of the original and, when the first stage begins, of the converted; once, and then from the journal."""
+        done = self.journal.find("measured") if self.journal else None
+        found = None if done is None else {k: done[k] for k in ("original", "before")}
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import broadcast_object_list
+
+            found = broadcast_object_list([found])[0]
+        if found is None:
+            found = {"original": None, "before": None}
+            if self.validation and models.teacher is not None and models.teacher.device == self.accelerator.device:
+                found["original"] = self.validation.loss(models.teacher)
+            if self.validation and not self.fsdp:
+                found["before"] = self.validation.loss(models.student)
+            if self.journal:
+                self.journal.add("measured", **found)
+        return found
+
+    # -- a stage ---------------------------------------------------------------------------------------
+    def _stage(self, models: Models, number: int, at: Position) -> float | None:
+        """The loss on validation text after it."""
+        config = self.recipe.stages[number]
+        stage: Stage = STAGES[config](config)
+        if (
+            self.fsdp and number
+        ):  # what is spread over devices is not spread anew: opened again, filled from the checkpoint
+            models.student = models.run = opening.load_student(self.source, self.trust)
+        torch.manual_seed(self.recipe.seed + 1000 * number)  # every process makes the same new parameters
+        if at.step == 0:
+            self._restored(models)
+        own = self._prepared(models, stage)
+        if at.step:
+            self._restored(models)
+        parameters = dict(models.student.named_parameters())
+        models.student.requires_grad_(False)
+        for name in own:
+            parameters[name].requires_grad_(True)
+        groups = make_groups(models.student, own, config)
+        optimiser = make_optimiser(groups, config.optimiser)
+        if self.main:
+            self.show(groups_table(f"{number + 1}. {config.kind}", groups))
+        if config.memory == "checkpoint":
+            opening.recompute(models.student)
+        models.run, optimiser = self.accelerator.prepare(models.student, optimiser)
+        torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
+        data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
+        self._check_cache(models, data)
+        self._measure(models, stage, data)
+        at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
+        now = named(models.student)
+        earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
+        setting = Setting(
+            self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.of_models,
+            self.skip, earlier, sum(s.steps for s in self.recipe.stages[:number]),
+        )  # fmt: skip
+        loop = Loop(setting, stage, models, groups, optimiser, at)
+        with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
+            loop.run()
+        after = self.validation.of_models(models)
+        self._over(models, stage, loop, after)
+        return after
+
+    def _restored(self, models: Models) -> None:
+        if latest := self.checkpoints.latest():
+            self.checkpoints.restore_weights(latest, named(models.student))
+
+    def _prepared(self, models: Models, stage: Stage) -> set[str]:
+        """Names of what trains, as they are once the stage has brought its new parameters."""
+        stage.prepare(models, self.roles)
+        own = stage.trains(models, self.roles)
+        return normalise(models.student, own) if stage.config.weight_norm == "cores" else own
+
+    def _measure(self, models: Models, stage: Stage, data: Any) -> None:
+        config = stage.config
+        rows = [example for example, _ in zip(data.examples(0), range(config.rows))]
+        if rows:
+            stage.measure(models, on_device(stacked(rows, list(range(len(rows)))), self.accelerator.device))
+
+    def _check_cache(self, models: Models, data: Any) -> None:
+        if models.cache is not None and hasattr(models.cache, "check"):
+            models.cache.check(data)
+
+    def _over(self, models: Models, stage: Stage, loop: Loop, after: float | None) -> None:
+        """The wrappers off, and a checkpoint between the stages."""
+        self.accelerator.wait_for_everyone()
+        models.student = self.accelerator.unwrap_model(models.run, keep_fp32_wrapper=False)
+        models.run = models.student
+        self.accelerator.free_memory()
+        if stage.config.memory == "checkpoint":
+            opening.recompute_nothing(models.student)
+        if stage.config.weight_norm == "cores":
+            fold(models.student)
+        stage.finish(models, self.roles, self.work if self.main else None)
+        self.trained |= stage.changes(models, self.roles)
+        self.stages.append(self._told(stage, loop))
+        parameters = dict(models.student.named_parameters())
+        held = Held({n: parameters[n] for n in self.trained})
+        notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
+        self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
+
+    def _told(self, stage: Stage, loop: Loop) -> dict[str, Any]:
+        lines = [line for line in self.log.lines() if line["stage"] == loop.at.stage and "loss" in line]
+        speeds = sorted(line["tokens_per_second"] for line in lines)
+        return {
+            "kind": stage.config.kind,
+            "steps": loop.at.step,
+            "tokens": loop.at.tokens,
+            "first_loss": lines[0]["loss"],
+            "last_loss": lines[-1]["loss"],
+            "tokens_per_second": speeds[len(speeds) // 2],
+        }
+
+    # -- the end ---------------------------------------------------------------------------------------
+    def _record(self, measured: dict[str, float | None], after: float | None, seconds: float) -> dict[str, Any]:
+        if after is None and (latest := self.checkpoints.latest()):
+            after = self.checkpoints.position(latest).notes.get("after")
+        losses = {**measured, "after": after}
+        scores = {k: {"loss": v, "perplexity": perplexity(v)} if v is not None else None for k, v in losses.items()}
+        return {
+            "surgery": __version__,
+            "out": str(self.out),
+            "teacher": self.teacher_name,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "validation": scores,
+            "validation_rows": len(self.validation.examples),
+            "stages": self.stages,
+            "trained": len(self.trained),
+            "seconds": round(seconds, 1),
+            "processes": self.accelerator.num_processes,
+            "device": device_name(self.accelerator.device),
+            "precision": self.accelerator.mixed_precision,
+        }
+
+    def _write(self, models: Models, record: dict[str, Any]) -> None:
+        parameters = dict(models.student.named_parameters())
+        if self.main:
+            draw(self.log.lines(), self.work / CURVE)
+        trained: dict[str, Tensor] = {name: whole(parameters[name]).cpu() for name in sorted(self.trained)}
+        if self.main:
+            keys = keys_of(models.student, self.source, set(trained))
+            target = write_result(self.source, keys, trained, self.work, record)
+            if (self.work / "surgery").is_dir():  # what TensorBoard wrote
+                shutil.copytree(self.work / "surgery", target / "training" / "tensorboard")
+            settle(target, self.out, self.work)
+        self.accelerator.end_training()
+        self.accelerator.wait_for_everyone()

@@ -1,0 +1,269 @@
+"""One stage, step after step, through Accelerate: devices, precision, accumulation.
+
+The device is asked for numbers only when the log is written; between looks losses and norms stay where they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.training.checkpoints import Checkpoints, Held, Position
+from surgery.training.ema import RunningMean
+from surgery.training.feed import Ahead, Shares, Step, on_device, steps_of
+from surgery.training.guard import SKIPS_IN_A_ROW, BadSteps, Divergence, blamed, stop
+from surgery.training.log import Log
+from surgery.training.optim import Group
+from surgery.training.recipe import HealingRecipe
+from surgery.training.stages import Batch, Models, Stage
+
+
+@dataclass
+class Setting:
+    """What a stage runs in. report: told every line of the log; validate: nats per token, or None."""
+
+    accelerator: Any
+    recipe: HealingRecipe
+    data: Any
+    log: Log
+    checkpoints: Checkpoints
+    report: Callable[[dict[str, Any]], None]
+    validate: Callable[[Models], float | None]
+    skip_bad_steps: bool = False
+    earlier: dict[str, Tensor] = field(default_factory=dict)  # trained by stages before this one
+    steps_before: int = 0
+
+
+class Loop:
+    def __init__(
+        self, setting: Setting, stage: Stage, models: Models, groups: list[Group], optimiser: Any, at: Position
+    ):
+        self.setting, self.stage, self.models, self.at = setting, stage, models, at
+        self.accelerator, self.config, self.optimiser = setting.accelerator, stage.config, optimiser
+        inner = getattr(optimiser, "optimizer", optimiser)
+        self.inner = inner
+        names = [group.names for group in groups]
+        self.parameters = {n: p for ns, g in zip(names, inner.param_groups) for n, p in zip(ns, g["params"])}
+        self.ema = RunningMean(self.parameters, self.config.ema) if self.config.ema else None
+        means = self.ema.means if self.ema else {}
+        self.held = Held({**setting.earlier, **self.parameters}, inner, names, means)
+        self.shares = Shares.of(
+            self.config.batch, self.config.rows, self.accelerator.process_index, self.accelerator.num_processes
+        )
+        guard = setting.recipe.guard
+        self.bad = BadSteps(optimiser, setting.skip_bad_steps, self.accelerator.device)
+        self.divergence = Divergence(guard.diverged, guard.patience, at.notes.get("best"))
+        self.losses: list[dict[str, Tensor]] = []
+        self.norms: list[Tensor] = []
+        self.seconds, self.positions, self.skipped = 0.0, 0, 0
+        self.last: list[Step] = []
+
+    # -- the loop ------------------------------------------------------------------------------------
+    def run(self) -> Position:
+        """To the stage's end."""
+        self.accelerator.gradient_accumulation_steps = self.shares.forwards
+        self._resume()
+        steps = steps_of(
+            self.setting.data, self.at.examples, self.shares, self.stage.counted, self.at.notes.get("data")
+        )
+        self.models.run.train()
+        with ExitStack() as stack:
+            ready = stack.enter_context(Ahead(steps))
+            began = time.perf_counter()
+            while self.at.step < self.config.steps:
+                step = next(ready, None)
+                if step is None:
+                    raise self._data_ended()
+                self._step(step)
+                if self._due(self.setting.recipe.log):
+                    self._look(began)
+                    began = time.perf_counter()
+                began = self._pause(began)
+        self._end()
+        return self.at
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
+
+    def _step(self, step: Step) -> None:
+        factor = self.config.schedule.factor(self.at.step, self.config.steps)
+        for group in self.inner.param_groups:
+            group["lr"] = group["peak"] * factor
+        totals: dict[str, Any] = {}
+        for batch in step.batches:
+            with self.accelerator.accumulate(self.models.run):
+                parts = self._losses(on_device(batch, self.accelerator.device), step.counted)
+                for name, part in parts.items():
+                    totals[name] = totals.get(name, 0) + part.detach()
+        self._descend()
+        self.losses.append(totals)
+        self.last.append(step)
+        if self.ema is not None:
+            self.ema.update(self.at.step)
+        self.positions += self.config.batch * self.config.length
+        self.at.step, self.at.examples = self.at.step + 1, self.at.examples + self.config.batch
+        self.at.tokens += step.tokens
+        self.at.notes["data"] = step.after
+
+    def _losses(self, batch: Batch, counted: int) -> dict[str, Tensor]:
+        """Shares of the step's mean over all that counts; backwards too. Accelerate divides by the forwards of a step and by
+        the processes, which is undone."""
+        sums = self.stage.losses(self.models, batch)
+        parts = {name: part / counted for name, part in sums.items()}
+        self.accelerator.backward(parts["total"] * (self.shares.forwards * self.shares.world))
+        return parts
+
+    def _descend(self) -> None:
+        norm = self._clipped()
+        if norm is not None:
+            self.norms.append(norm.detach())
+        if norm is None or self.accelerator.scaler is not None or self.bad.see(norm):
+            self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+    def _clipped(self) -> Tensor | None:
+        limit = self.config.clip if self.config.clip is not None else float("inf")
+        norm = self.accelerator.clip_grad_norm_(list(self.parameters.values()), limit)
+        if norm is None or isinstance(norm, float):  # DeepSpeed clips by itself
+            return None
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    # -- looking -------------------------------------------------------------------------------------
+    def _look(self, began: float) -> None:
+        """Read what has gathered on the device, write it down, stop where it is bad."""
+        names = list(self.losses[0])
+        table = torch.stack([torch.stack([parts[n].float() for n in names]) for parts in self.losses])
+        table = self.accelerator.reduce(table, reduction="sum")
+        norms = torch.stack([n.float() for n in self.norms]).tolist() if self.norms else [0.0] * len(table)
+        rows, steps = table.tolist(), self.last
+        self.losses, self.norms, self.last = [], [], []
+        self.seconds += time.perf_counter() - began
+        good = self._judged(rows, norms, steps, names.index("total"))
+        line = self._line({n: _mean(row[i] for row in good) for i, n in enumerate(names)}, norms)
+        self.positions, self.seconds = 0, 0.0
+        if self.accelerator.is_main_process:
+            self.setting.log.add(line)
+        self.setting.report(line)
+        if self.divergence.diverged(line["loss"]):
+            what = f"the loss runs away from {self.divergence.best:g}"
+            raise self._stopped(what, self.at.step, line["loss"], steps[-1])
+        self.at.notes["best"] = self.divergence.best
+
+    def _judged(self, rows: list[list[float]], norms: list[float], steps: list[Step], total: int) -> list[list[float]]:
+        """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
+        bad = [i for i, (row, norm) in enumerate(zip(rows, norms)) if not _finite(row[total]) or not _finite(norm)]
+        if self.accelerator.scaler is not None:  # infinite norms are how a scaler finds its scale
+            bad = [i for i in bad if not _finite(rows[i][total])]
+        if bad and not self.setting.skip_bad_steps:
+            first = self.at.step - len(rows) + bad[0] + 1
+            raise self._stopped("the loss or its gradient is no number", first, rows[bad[0]][total], steps[bad[0]])
+        self.skipped = self.skipped + len(bad) if len(bad) == len(rows) else 0
+        if self.skipped >= SKIPS_IN_A_ROW:
+            raise self._stopped(f"{self.skipped} bad steps one after the other", self.at.step, float("nan"), steps[-1])
+        if bad and self.accelerator.is_main_process:
+            self.setting.report({"skipped": [self.at.step - len(rows) + i + 1 for i in bad]})
+        return [row for i, row in enumerate(rows) if i not in bad] or rows[:1]
+
+    def _line(self, means: dict[str, float], norms: list[float]) -> dict[str, Any]:
+        parts = {name: value for name, value in means.items() if name != "total"}
+        device = self.accelerator.device
+        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return {
+            "stage": self.at.stage,
+            "kind": self.config.kind,
+            "step": self.at.step,
+            "steps": self.config.steps,
+            "total_steps": self.setting.steps_before + self.at.step,
+            "tokens": self.at.tokens,
+            "loss": means["total"],
+            **parts,
+            "rate": max(group["lr"] for group in self.inner.param_groups),
+            "gradient_norm": _mean(norms),
+            "tokens_per_second": round(self.positions / max(self.seconds, 1e-9), 1),
+            "seconds_left": round((self.config.steps - self.at.step) * self.seconds * self.config.batch * self.config.length / max(1, self.positions)),
+            "memory": memory,
+        }  # fmt: skip
+
+    def _stopped(self, what: str, step: int, loss: float, bad: Step) -> Exception:
+        if getattr(self.bad.inner, "found_inf", None) is not None:
+            self.bad.inner.found_inf = None
+
+        def again() -> None:
+            for batch in bad.batches:
+                self.stage.losses(self.models, on_device(batch, self.accelerator.device))["total"].backward()
+
+        alone = self.accelerator.num_processes == 1
+        blame = blamed(self.models.student, again) if alone else ""
+        rate = max(group["peak"] for group in self.inner.param_groups)
+        return stop(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), rate)
+
+    # -- between steps -------------------------------------------------------------------------------
+    def _pause(self, began: float) -> float:
+        """Validation and checkpoints; their time is not the loop's. When the clock starts again."""
+        recipe, done = self.setting.recipe, self.at.step == self.config.steps
+        checked = bool(recipe.evaluate) and self.at.step % recipe.evaluate == 0 and not done
+        saved = bool(recipe.checkpoint) and self.at.step % recipe.checkpoint == 0 and not done
+        if not (checked or saved):
+            return began
+        if self.losses and saved:  # what is kept must be good
+            self._look(began)
+        else:
+            self.seconds += time.perf_counter() - began
+        if checked:
+            self._validated()
+        if saved:
+            self._save()
+        return time.perf_counter()
+
+    def _validated(self) -> None:
+        loss = self.setting.validate(self.models)
+        self.models.run.train()
+        if loss is None:
+            return
+        line = {"stage": self.at.stage, "kind": self.config.kind, "step": self.at.step, "tokens": self.at.tokens}
+        line |= {"total_steps": self.setting.steps_before + self.at.step, "validation": loss}
+        if self.accelerator.is_main_process:
+            self.setting.log.add(line)
+        self.setting.report(line)
+
+    def _save(self) -> None:
+        if self.accelerator.scaler is not None:
+            self.at.notes["scaler"] = self.accelerator.scaler.state_dict()
+        self.setting.checkpoints.save(self.at, self.held)
+
+    def _resume(self) -> None:
+        folder = self.setting.checkpoints.latest()
+        if folder is None or self.at.step == 0:
+            return
+        self.setting.checkpoints.restore(folder, self.held)
+        if self.accelerator.scaler is not None and "scaler" in self.at.notes:
+            self.accelerator.scaler.load_state_dict(self.at.notes["scaler"])
+
+    def _end(self) -> None:
+        """The running mean takes the weights' place."""
+        if self.ema is not None:
+            self.ema.swap()
+
+    def _data_ended(self) -> Exception:
+        from surgery.errors import SurgeryError
+
+        return SurgeryError(
+            f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, the "
+            f"stage wants {self.config.steps * self.config.batch}; leave out data.epochs, or set "
+            f"tokens={self.at.examples * self.config.length}"
+        )
+
+
+def _mean(values: Any) -> float:
+    found = list(values)
+    return sum(found) / max(1, len(found))
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

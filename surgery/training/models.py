@@ -1,0 +1,130 @@
+"""The student and its teacher: opened, checked against each other, and sharing what neither will change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from surgery.calibrate import load_tokenizer
+from surgery.checkpoint import METHOD
+from surgery.errors import SurgeryError
+from surgery.skeleton import model_class, unconverted
+from surgery.source import Source, open_converted, open_source
+from surgery.walk import walk
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def opened(name: str, trust_remote_code: bool = False) -> Source:
+    """A checkpoint to be trained, converted or not."""
+    source = open_converted(name)
+    method = (source.config.get("quantization_config") or {}).get("quant_method", METHOD)
+    if method != METHOD:
+        raise SurgeryError(f"{name} is quantised ({method}); training wants full-precision weights")
+    if source.config.get("is_encoder_decoder"):
+        raise SurgeryError(f"{name} is an encoder-decoder; healing is for decoders that predict the next token")
+    return source
+
+
+def load(source: Source, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """A causal language model on the CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_utils import PreTrainedModel
+
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    cls = model_class(config, trust_remote_code)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not config.to_dict().get("auto_map"):
+        raise SurgeryError(
+            f"{source.name} is a {config.model_type} model, which predicts no next token; healing is for causal language models"
+        )
+    model = cls.from_pretrained(source.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise SurgeryError(f"{source.name}: {type(model).__name__} has no language-model head")
+    return model
+
+
+def load_student(source: Source, trust_remote_code: bool = False) -> Any:
+    """In float32: updates of a hundred-thousandth are lost in bf16."""
+    student = load(source, torch.float32, trust_remote_code)
+    return student.requires_grad_(False)
+
+
+def load_teacher(name: str, student: Any, settings: Any, device: torch.device, trust_remote_code: bool = False) -> Any:
+    """Frozen, on its device; settings: recipe.Teacher."""
+    source = open_source(name, trust_remote_code)
+    place = torch.device(settings.device) if settings.device else device
+    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
+    teacher = load(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
+    ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
+    if ours != theirs:
+        raise SurgeryError(f"--teacher {name} has {theirs} words, the student {ours}; a teacher reads the same tokens")
+    try:
+        return teacher.to(place).eval().requires_grad_(False)
+    except (RuntimeError, AssertionError) as error:
+        raise SurgeryError(f"teacher.device {place}: {str(error).splitlines()[0]}") from None
+
+
+def same_tokens(student: Any, teacher: Any, name: str) -> None:
+    if student.get_vocab() != teacher.get_vocab():
+        raise SurgeryError(
+            f"--teacher {name} has another tokenizer than the student; give the checkpoint it was converted from"
+        )
+
+
+def tokenizer_of(source: Source) -> Any:
+    return load_tokenizer(source.folder)
+
+
+@torch.no_grad()
+def share_frozen(student: nn.Module, teacher: nn.Module, changing: set[str]) -> int:
+    """Let the teacher use the student's own tensors where both hold the same numbers and nothing will change them; bytes
+    that saves."""
+    theirs, saved = dict(teacher.named_parameters()), 0
+    for name, ours in student.named_parameters():
+        other = theirs.get(name)
+        if other is None or name in changing or ours.shape != other.shape:
+            continue
+        if (ours.dtype, ours.device) == (other.dtype, other.device) and torch.equal(ours, other):
+            other.data = ours.data
+            saved += ours.numel() * ours.element_size()
+    return saved
+
+
+def roles_of(source: Source, model: Any) -> dict[str, tuple[str, ...]]:
+    """Path of every linear, or of what stands in its place -> its roles."""
+    converted = (source.config.get("quantization_config") or {}).get("quant_method") == METHOD
+    body = walk(unconverted(source) if converted else model)
+    return {linear.path: linear.roles for linear in body.linears if linear.roles}
+
+
+def check_length(model: Any, length: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise SurgeryError(
+            f"stages: length {length} is over what {type(model).__name__} can read, {limit} (max_position_embeddings)"
+        )
+
+
+def recipe_dtype(precision: str, device: torch.device) -> str:
+    """Accelerate's word for it."""
+    if precision == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    return {"float32": "no"}.get(precision, precision)
+
+
+def recompute(model: Any) -> None:
+    """Activations within a layer are made again on the way back instead of kept."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def recompute_nothing(model: Any) -> None:
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()

@@ -1,0 +1,227 @@
+"""Parameter groups with structure-aware rates, and the optimisers.
+
+A core of a structured linear is a (block-diagonal) dense layer of its own fan-in and fan-out (MuP), so at the rate that
+suits the dense layer it stands for it would learn too slowly. With out x in the linear's shape:
+
+    adamw, sign    rate_core = rate * width / fan_in                      width: the linear's own in, or base_width
+    sgd            rate_core = rate * (fan_out / fan_in) / (out / width)
+
+(Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; for SGD and sign descent Yang et al. 2023, "A
+spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
+rate serves all widths; dense matrices then follow the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from surgery.errors import SurgeryError, nearest
+from surgery.standins import FoldedLinear, SplitLinear
+from surgery.structures import StructuredLinear
+from surgery.training.strict import Real, Strict
+from surgery.walk import is_linear
+
+KINDS = {
+    "structured": "cores of structured linears",
+    "mixers": "what attention's mixers have of their own: gates, decays, feature maps",
+    "adapters": "LoRA",
+    "dense": "matrices of ordinary linears",
+    "embeddings": "token and position embeddings",
+    "vectors": "norms and biases",
+}
+DECAYED = ("structured", "adapters", "dense", "embeddings")
+
+
+class Optimiser(Strict):
+    """rates: structure-aware, or the same for all. momentum: of sgd and sign."""
+
+    name: Literal["adamw", "sgd", "sign"] = "adamw"
+    rates: Literal["mup", "same"] = "mup"
+    base_width: Annotated[int, Field(ge=1)] | None = None
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[Real, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    momentum: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+
+
+@dataclass(frozen=True)
+class Fans:
+    """out x in: of the linear; fan_in, fan_out: of this matrix in it."""
+
+    fan_in: int
+    fan_out: int
+    in_: int
+    out: int
+
+
+RULES: dict[str, Callable[[Fans, int], float]] = {
+    "adamw": lambda f, width: width / f.fan_in,
+    "sign": lambda f, width: width / f.fan_in,
+    "sgd": lambda f, width: (f.fan_out / f.fan_in) * (width / f.out),
+}
+
+
+@dataclass
+class Group:
+    """Parameters of one kind, rate and decay."""
+
+    kind: str
+    rate: float
+    decay: float
+    fans: tuple[int, int] | None
+    parameters: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    def row(self) -> dict[str, Any]:
+        """For the table shown before training, and the record."""
+        fans = {"fan_in": self.fans[0], "fan_out": self.fans[1]} if self.fans else {}
+        told = {"tensors": len(self.names), "numbers": self.numbers, "rate": self.rate, "decay": self.decay}
+        return {"kind": self.kind, **told, **fans, "example": self.names[0]}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a parameter by the modules it is in."""
+
+    kind: str
+    fans: Fans | None
+
+
+def known_parameters(model: nn.Module) -> dict[str, Known]:
+    """Every parameter by name; a tied one once."""
+    modules = dict(model.named_modules())
+    return {name: _known(name, parameter, modules) for name, parameter in model.named_parameters()}
+
+
+def _known(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> Known:
+    path, _, leaf = name.rpartition(".")
+    if (
+        ".parametrizations." in f".{path}."
+    ):  # weight normalisation: the core is `<path>.parametrizations.<core>.original`
+        path, _, core = path.partition(".parametrizations.")
+        if leaf != "original":
+            return Known("vectors", None)
+        leaf = core.split(".")[0]
+    if ".lora_" in f".{name}" or ".modules_to_save." in name:
+        return Known("adapters", None)
+    if ".mixer." in f".{name}":
+        return Known("mixers", None)
+    module: Any = modules[path]
+    if isinstance(module, StructuredLinear):
+        mup = module.mup().get(leaf)
+        fans = Fans(mup.fan_in, mup.fan_out, module.in_features, module.out_features) if mup else None
+        return Known("structured" if mup else "vectors", fans)
+    if isinstance(module, nn.Embedding):
+        return Known("embeddings", None)
+    if parameter.dim() >= 2 and (is_linear(module) or isinstance(module, (nn.Linear, FoldedLinear))):
+        out, in_ = parameter.shape[-2:]
+        if not isinstance(module, nn.Linear):  # Conv1D keeps (in, out)
+            out, in_ = in_, out
+        return Known("dense", Fans(in_, out, in_, out))
+    return Known("vectors" if parameter.dim() < 2 else "dense", None)
+
+
+def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
+    """Names of the parameters that the words select: "all", "new" (what the conversion brought), a kind, a role of a
+    linear (roles: path -> its roles), or a path with * and ?. SurgeryError for a word that selects none."""
+    known = known_parameters(model)
+    new_places = tuple(
+        f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear))
+    )
+    found: set[str] = set()
+    for word in trains:
+        if word == "all":
+            hit = set(known)
+        elif word == "new":
+            hit = {n for n, k in known.items() if k.kind in ("mixers", "adapters") or n.startswith(new_places)}
+        elif word in KINDS:
+            hit = {n for n, k in known.items() if k.kind == word}
+        else:
+            hit = {n for n in known if fnmatchcase(n, word) or fnmatchcase(n.rpartition(".")[0], word)}
+            hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _plays(r, word))}
+        if not hit:
+            words = [*KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})]
+            raise SurgeryError(f"trains: {word!r} selects no parameter of {type(model).__name__}{nearest(word, words)}")
+        found |= hit
+    return found
+
+
+def _plays(roles: tuple[str, ...], word: str) -> bool:
+    return any(role == word or fnmatchcase(role, word) or role.startswith(f"{word}.") for role in roles)
+
+
+def refuse_unknown_kinds(rates: Iterable[str]) -> None:
+    for kind in rates:
+        if kind not in KINDS:
+            raise SurgeryError(f"rates: {kind!r} is no kind of parameters{nearest(kind, KINDS)}")
+
+
+def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Group]:
+    """The trained parameters in groups; stage: a StageConfig."""
+    settings = stage.optimiser
+    refuse_unknown_kinds(stage.rates)
+    known, groups = known_parameters(model), dict[Any, Group]()
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        kind, fans = known[name].kind, known[name].fans
+        rate = stage.rates.get(kind, stage.rate) * _factor(settings, kind, fans)
+        decay = settings.weight_decay if kind in DECAYED else 0.0
+        shown = (fans.fan_in, fans.fan_out) if fans and kind == "structured" else None
+        group = groups.setdefault((kind, rate, decay, shown), Group(kind, rate, decay, shown))
+        group.parameters.append(parameter)
+        group.names.append(name)
+    order = list(KINDS)
+    return sorted((g for g in groups.values() if g.rate > 0), key=lambda g: (order.index(g.kind), -g.rate))
+
+
+def _factor(settings: Optimiser, kind: str, fans: Fans | None) -> float:
+    if settings.rates == "same" or fans is None:
+        return 1.0
+    if kind == "dense" and settings.base_width is None:
+        return 1.0
+    return RULES[settings.name](fans, settings.base_width or fans.in_)
+
+
+def make_optimiser(groups: list[Group], settings: Optimiser) -> torch.optim.Optimizer:
+    """Fused where torch has it, so that a step with a gradient that is no number is left out without asking the
+    device (see guard.py)."""
+    told = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(told, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.name == "sgd":
+        return torch.optim.SGD(told, lr=groups[0].rate, momentum=settings.momentum, fused=True)
+    return SignDescent(told, momentum=settings.momentum)
+
+
+class SignDescent(torch.optim.Optimizer):
+    """p -= rate * sign(m), m the running mean of the gradients: Bernstein et al. 2018. Decay is decoupled."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Any, momentum: float):
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p))
+                go: Any = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+                gradient = p.grad if self.found_inf is None else torch.where(self.found_inf > 0, mean, p.grad)
+                mean.lerp_(gradient, 1 - group["momentum"])
+                p.sub_((mean.sign() + group["weight_decay"] * p) * (group["lr"] * go))

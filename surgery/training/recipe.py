@@ -1,0 +1,146 @@
+"""A healing recipe: the stages, one after the other, and what they share. YAML, checked whole before anything runs.
+
+description: ..
+data: {sources: [{path: corpus.jsonl}], validation: 0.01}
+common: {batch: 64, schedule: {name: cosine}}          # what stages say where they say nothing else
+stages:
+  - {kind: align, length: 512, tokens: 100M, rate: 1e-3}
+  - {kind: distill, length: 4096, tokens: 600M, rate: 1e-5, trains: [all]}
+tiny: {stages.*.tokens: 4096}                           # laid over everything by --tiny
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from surgery.errors import SurgeryError, nearest
+from surgery.recipe import MAX_BYTES, recipes_folder
+from surgery.training.data_recipe import DataConfig
+from surgery.training.stages import STAGES, StageConfig
+from surgery.training.strict import Count, Real, Strict, merged, put, put_text, said
+
+
+class Teacher(Strict):
+    """device: where its weights lie, cuda:1 for example; None: where the student is. cache: a folder that `surgery
+    teacher-cache` wrote, in place of a teacher in memory, for stages that ask for logits alone."""
+
+    device: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cache: str | None = None
+
+
+class Guard(Strict):
+    """diverged: a mean loss this many times the best one (plus as many nats) ends the run, after `patience` looks."""
+
+    diverged: Annotated[Real, Field(gt=1)] = 3.0
+    patience: Annotated[int, Field(ge=1)] = 3
+
+
+class HealingRecipe(Strict):
+    """What `surgery finetune` does; docs/finetune.md explains every key. precision: of the products, float32 weights
+    beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps."""
+
+    description: str = ""
+    data: DataConfig | None = None
+    stages: tuple[StageConfig, ...]
+    teacher: Teacher = Teacher()
+    guard: Guard = Guard()
+    precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    log: Annotated[Count, Field(ge=1)] = 10
+    evaluate: Annotated[Count, Field(ge=0)] = 0
+    checkpoint: Annotated[Count, Field(ge=0)] = 500
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+def shipped() -> dict[str, str]:
+    """Name -> description of the healing recipes in the package."""
+    return {path.stem: _read(path).get("description", "") for path in sorted(_folder().glob("*.yaml"))}
+
+
+def load_healing(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
+    """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _folder() / f"{name}.yaml"
+        if not path.is_file():
+            names = [p.stem for p in _folder().glob("*.yaml")]
+            raise SurgeryError(
+                f"no healing recipe {name!r}{nearest(name, names)} (a file is given by its path, ending in .yaml)"
+            )
+    data = _read(path)
+    small = data.pop("tiny", None)
+    if tiny:
+        if not isinstance(small, dict):
+            raise SurgeryError(
+                f"recipe {path} has no block `tiny`; write one, for example tiny: {{stages.*.tokens: 4096}}"
+            )
+        for key, value in small.items():
+            put(data, str(key), value)
+    for text in overrides:
+        put_text(data, text)
+    return parse_healing(data, f"recipe {path}")
+
+
+def parse_healing(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
+    data = dict(data)
+    common, stages = data.pop("common", None) or {}, data.pop("stages", None)
+    if not isinstance(common, dict):
+        raise SurgeryError(f"{where}: common is a mapping of keys that all stages share, for example {{batch: 64}}")
+    if not isinstance(stages, list) or not stages:
+        raise SurgeryError(f"{where}: stages lists at least one, for example [{{kind: lm, tokens: 20M, rate: 1e-4}}]")
+    data["stages"] = tuple(_stage(stage, common, f"{where}, stage {i}") for i, stage in enumerate(stages))
+    try:
+        recipe = HealingRecipe.model_validate(data)
+    except ValidationError as error:
+        raise said(error, where, [*HealingRecipe.model_fields, "common", "tiny"]) from None
+    for stage in recipe.stages:
+        data_of(recipe, stage)
+    return recipe
+
+
+def data_of(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
+    """The recipe's data with the stage's laid over."""
+    below = recipe.data.model_dump() if recipe.data else {}
+    both = merged(below, stage.data)
+    try:
+        return DataConfig.model_validate(both) if both.get("sources") else None
+    except ValidationError as error:
+        raise said(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
+
+
+def _stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
+        raise SurgeryError(f"{where}: a stage is a mapping with a kind, one of {', '.join(STAGES.names())}")
+    config_type: Any = STAGES.config_type(data["kind"])
+    shared = {k: v for k, v in common.items() if k in config_type.model_fields}
+    every: list[Any] = list(STAGES)
+    strangers = [k for k in common if not any(k in t.model_fields for t in every)]
+    if strangers:
+        raise SurgeryError(f"{where}: common has {strangers[0]!r}, which is a key of no stage")
+    try:
+        return config_type.model_validate(merged(shared, data))
+    except ValidationError as error:
+        raise said(error, where, config_type.model_fields) from None
+
+
+def _folder() -> Path:
+    return recipes_folder() / "healing"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SurgeryError(f"recipe file {path} does not exist")
+    if path.stat().st_size > MAX_BYTES:
+        raise SurgeryError(f"recipe file {path} has {path.stat().st_size:,} bytes; a recipe has under a hundred lines")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SurgeryError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise SurgeryError(f"recipe {path} must be a mapping of keys to values")
+    return data

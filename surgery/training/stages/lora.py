@@ -1,0 +1,133 @@
+"""LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)), with all else frozen.
+
+At the end the update is added to the weights where the sum is still of their kind (dense linears); beside structured ones
+it stays an adapter, in a folder that PEFT reads.
+"""
+
+from __future__ import annotations
+
+import warnings
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from surgery.errors import SurgeryError, nearest
+from surgery.shards import Entry, write_shard
+from surgery.standins import SplitLinear
+from surgery.structures import StructuredLinear
+from surgery.training.sharding import whole
+from surgery.training.stages.base import STAGES, Batch, Models, Roles, Stage, StageConfig
+from surgery.training.stages.distill import Distill, DistillStage
+from surgery.training.stages.lm import LM, LMStage
+from surgery.training.strict import Real
+
+ADAPTER = "adapter"
+NAMES = {"merge": "merged", "keep": "default"}
+
+
+class Lora(StageConfig):
+    """targets: roles, or paths of linears with * and ?. towards: the loss, as of the stage of that name. ends: "merge",
+    added to the weights where that is possible; "keep", an adapter everywhere."""
+
+    name: ClassVar[str] = "lora"
+    rank: Annotated[int, Field(ge=1)] = 8
+    alpha: Annotated[int, Field(ge=1)] = 16
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    targets: tuple[str, ...] = ("attention",)
+    towards: Literal["lm", "distill"] = "lm"
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    ce_weight: Annotated[Real, Field(ge=0)] = 0.0
+    ends: Literal["merge", "keep"] = "merge"
+
+
+@STAGES.register(Lora)
+class LoraStage(Stage):
+    config: Lora
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        shared = {k: v for k, v in dict(config).items() if k in Distill.model_fields and k != "kind"}
+        self.inner: Stage = DistillStage(Distill(kind="distill", **shared))
+        if config.towards == "lm":
+            plain = {k: v for k, v in shared.items() if k in LM.model_fields}
+            self.inner = LMStage(LM(kind="lm", **plain))
+
+    @property
+    def needs_teacher(self) -> Any:
+        return self.inner.needs_teacher
+
+    def prepare(self, models: Models, roles: Roles) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        self.inner.prepare(models, roles)
+        for ends, paths in self._paths(models.student, roles).items():
+            if not paths:
+                continue
+            settings = LoraConfig(
+                r=self.config.rank, lora_alpha=self.config.alpha, lora_dropout=self.config.dropout, target_modules=paths
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                inject_adapter_in_model(settings, models.student, NAMES[ends])
+
+    def _paths(self, student: Any, roles: Roles) -> dict[str, list[str]]:
+        """How each target ends -> the targets."""
+        found: dict[str, list[str]] = {"merge": [], "keep": []}
+        for word in self.config.targets:
+            hit = [path for path, played in roles.items() if _meant(word, path, played)]
+            if not hit:
+                words = sorted({role for played in roles.values() for role in played})
+                raise SurgeryError(f"stage lora: targets: {word!r} is no linear{nearest(word, words)}")
+            for path in hit:
+                module = student.get_submodule(path)
+                structured = isinstance(getattr(module, "base_layer", module), (StructuredLinear, SplitLinear))
+                ends = "keep" if structured or self.config.ends == "keep" else "merge"
+                if path not in found[ends]:
+                    found[ends].append(path)
+        return found
+
+    def keeps(self, models: Models, roles: Roles) -> bool:
+        """Whether an adapter will be left."""
+        return bool(self._paths(models.student, roles)["keep"])
+
+    def trains(self, models: Models, roles: Roles) -> set[str]:
+        return {name for name, _ in models.student.named_parameters() if ".lora_" in name}
+
+    def changes(self, models: Models, roles: Roles) -> set[str]:
+        return {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
+
+    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
+        return self.inner.losses(models, batch)
+
+    def finish(self, models: Models, roles: Roles, folder: Path | None) -> None:
+        student, kept = models.student, {}
+        paths = self._paths(student, roles)
+        for path in paths["merge"]:
+            layer = student.get_submodule(path)
+            layer.merge()
+            student.set_submodule(path, layer.get_base_layer())
+        for path in paths["keep"]:
+            layer = student.get_submodule(path)
+            for side in ("lora_A", "lora_B"):
+                kept[f"base_model.model.{path}.{side}.weight"] = whole(getattr(layer, side)["default"].weight)
+            student.set_submodule(path, layer.get_base_layer())
+        if kept and folder is not None:
+            self._write(folder / ADAPTER, paths["keep"], kept)
+        for name in ("peft_config", "_hf_peft_config_loaded"):
+            student.__dict__.pop(name, None)
+
+    def _write(self, folder: Path, paths: list[str], tensors: dict[str, Tensor]) -> None:
+        from peft import LoraConfig
+
+        folder.mkdir(exist_ok=True)
+        told: dict[str, Any] = {"r": self.config.rank, "lora_alpha": self.config.alpha, "target_modules": paths}
+        LoraConfig(**told, task_type="CAUSAL_LM", inference_mode=True).save_pretrained(str(folder))
+        write_shard(folder / "adapter_model.safetensors", [Entry.of(name, t) for name, t in tensors.items()])
+
+
+def _meant(word: str, path: str, roles: tuple[str, ...]) -> bool:
+    return fnmatchcase(path, word) or any(fnmatchcase(r, word) or r.startswith(f"{word}.") for r in roles)

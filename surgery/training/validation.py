@@ -1,0 +1,53 @@
+"""Loss on text that is not trained on, before and after."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from surgery.training.feed import on_device
+from surgery.training.stages.base import IGNORED, Batch, Models, inputs_of, targets_of
+from surgery.training.stages.lm import cross_entropy
+
+
+class Validation:
+    """Nats per token over some examples, shared out over the processes."""
+
+    def __init__(self, examples: list[Batch], rows: int, accelerator: Any):
+        self.examples, self.rows, self.accelerator = examples, rows, accelerator
+
+    def __bool__(self) -> bool:
+        return bool(self.examples)
+
+    @torch.no_grad()
+    def loss(self, run: Any) -> float | None:
+        if not self.examples:
+            return None
+        run.eval()
+        total = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
+        for batch in self._own():
+            batch = on_device(batch, self.accelerator.device)
+            _, next_BT = targets_of(batch)
+            total[0] += cross_entropy(run(**inputs_of(batch)).logits, next_BT)
+            total[1] += (next_BT != IGNORED).sum()
+        summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
+        return summed / count if count else None
+
+    def of_models(self, models: Models) -> float | None:
+        return self.loss(models.run)
+
+    def _own(self) -> list[Batch]:
+        """This process's batches, as many for each: rows of nothing fill up."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        blank = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORED)}
+        own = self.examples[rank::world]
+        count = -(-len(self.examples) // world)
+        own = own + [blank] * (-(-count // self.rows) * self.rows - len(own))
+        parts = [own[i : i + self.rows] for i in range(0, len(own), self.rows)]
+        return [{k: torch.stack([e[k] for e in part]) for k in part[0]} for part in parts]
+
+
+def perplexity(loss: float | None) -> float | None:
+    return None if loss is None else math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,63 @@
+"""Weight normalisation of structured cores: core = gamma min(1, size / rms(M)) M, gamma learnable, one at first.
+
+Keeps a core's entries from outgrowing the size they began with, which is what makes BTT diverge at large rates (Qiu et
+al. 2024, section 5.1, where size is that of the muP initialisation; here it is the start's own root mean square, since
+calibrated cores begin where they do). Folded into the cores when the stage ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from surgery.structures import StructuredLinear
+
+
+class CoreNorm(nn.Module):
+    """size is a parameter that never trains, so that it is kept in checkpoints."""
+
+    def __init__(self, core: Tensor):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones((), dtype=core.dtype, device=core.device))
+        self.size = nn.Parameter(rms(core.detach()), requires_grad=False)
+
+    def forward(self, core: Tensor) -> Tensor:
+        return self.gamma * (self.size / rms(core).clamp_min(1e-12)).clamp(max=1.0) * core
+
+    def right_inverse(self, core: Tensor) -> Tensor:
+        return core
+
+
+def rms(core: Tensor) -> Tensor:
+    return core.square().mean().sqrt()
+
+
+def cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
+    """(path, module, core) of every structured linear."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, StructuredLinear):
+            yield from ((path, module, name) for name in module.mup())
+
+
+def normalise(model: nn.Module, names: set[str]) -> set[str]:
+    """Those of the cores that are among the names, reparametrised; the names as they are now."""
+    now = set(names)
+    for path, module, core in cores(model):
+        name = f"{path}.{core}"
+        if name not in names:
+            continue
+        parametrize.register_parametrization(module, core, CoreNorm(getattr(module, core)))
+        now.remove(name)
+        now |= {f"{path}.parametrizations.{core}.original", f"{path}.parametrizations.{core}.0.gamma"}
+    return now
+
+
+def fold(model: nn.Module) -> None:
+    """Ordinary cores again, with the numbers they have now."""
+    for _, module, core in cores(model):
+        if parametrize.is_parametrized(module, core):
+            parametrize.remove_parametrizations(module, core, leave_parametrized=True)

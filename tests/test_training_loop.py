@@ -1,0 +1,134 @@
+"""The loop: runs, resumes bit-equal after a kill, refuses, stops at bad steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from small_training import EMBEDDED, btt, losses, mixed, recipe, texts  # noqa: F401
+
+from surgery.errors import SurgeryError
+from surgery.training.finetune import finetune
+
+DISTILL = {"kind": "distill", "trains": ["structured"], "ce_weight": 0.1}
+LM = {"kind": "lm", "trains": ["all"], "ema": 0.9}
+
+
+@pytest.fixture(scope="session")
+def whole(btt, texts, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("whole") / "healed"
+    return out, finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED))
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_healing_brings_the_loss_down(whole):
+    out, record = whole
+    assert record["validation"]["after"]["loss"] < record["validation"]["before"]["loss"]
+    assert record["validation"]["original"]["loss"] < record["validation"]["before"]["loss"]
+    assert [stage["steps"] for stage in record["stages"]] == [4, 4]
+    assert len(losses(out / "training")) == 8
+
+
+def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):  # noqa: F811
+    from transformers import AutoModelForCausalLM
+
+    import surgery  # noqa: F401
+
+    out, _ = whole
+    before, after = weights(btt), weights(out)
+    assert before.keys() == after.keys()
+    assert all(before[n].dtype == after[n].dtype for n in before)
+    assert any(not torch.equal(before[n], after[n]) for n in before)
+    assert json.loads((btt / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+    assert json.loads((out / "surgery_report.json").read_text())["training"][0]["stages"]
+    assert not out.with_name("healed.partial").exists()
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_what_is_not_trained_stays_as_it_was(btt, texts, tmp_path):  # noqa: F811
+    finetune(str(btt), recipe(texts, {"kind": "lm", "trains": ["mlp.up"], "tokens": 512}), tmp_path / "out")
+    before, after = weights(btt), weights(tmp_path / "out")
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed and all(".mlp.up_proj." in n for n in changed)
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, monkeypatch):  # noqa: F811
+    """Killed in each stage, between two checkpoints."""
+    from surgery.training.loop import Loop
+
+    out = tmp_path / "healed"
+    for resume, place in ((False, (0, 3)), (True, (1, 3)), (True, None)):
+        pid = os.fork()
+        if pid == 0:
+            step = Loop._step
+
+            def dying(self, taken, step=step, place=place):
+                if (self.at.stage, self.at.step) == place:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(self, taken)
+
+            Loop._step = dying
+            code = 1
+            try:
+                finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED), resume=resume)
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert status == (signal.SIGKILL if place else 0)
+    assert losses(out / "training") == losses(whole[0] / "training")
+    assert all(torch.equal(a, b) for a, b in zip(weights(out).values(), weights(whole[0]).values()))
+
+
+def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):  # noqa: F811
+    stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
+    runs = []
+    for rows in (4, 1):
+        finetune(str(btt), recipe(texts, {**stage, "rows": rows}), tmp_path / f"rows{rows}")
+        runs.append(torch.tensor([loss for _, _, loss in losses(tmp_path / f"rows{rows}" / "training")]))
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):  # noqa: F811
+    stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
+    for memory in ("keep", "checkpoint"):
+        finetune(str(btt), recipe(texts, {**stage, "memory": memory}), tmp_path / memory)
+    pair = [torch.tensor(losses(tmp_path / m / "training")) for m in ("keep", "checkpoint")]
+    torch.testing.assert_close(*pair)
+
+
+def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):  # noqa: F811
+    finetune(str(btt), recipe(texts, {"kind": "lm", "tokens": 512, "weight_norm": "cores"}), tmp_path / "out")
+    assert weights(btt).keys() == weights(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize(
+    "stage, options, said",
+    [
+        ({"kind": "distill"}, {}, "--teacher SRC"),
+        ({"kind": "lm", "length": 4096}, {}, "max_position_embeddings"),
+        ({"kind": "lm", "trains": ["structurd"]}, {}, "did you mean 'structured'"),
+        ({"kind": "lm", "rows": 3}, {}, "divisor of 4"),
+        ({"kind": "lm", "rates": {"mixer": 1e-3}}, {}, "did you mean 'mixers'"),
+        ({"kind": "lm"}, {"track": "wandbb"}, "choose one of"),
+        ({"kind": "lm"}, {"teacher": "nowhere/at/all"}, "does not exist"),
+    ],
+)
+def test_refusals(btt, texts, tmp_path, stage, options, said):  # noqa: F811
+    with pytest.raises(SurgeryError, match=said):
+        finetune(str(btt), recipe(texts, stage), tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
+
+
+def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):  # noqa: F811
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(SurgeryError, match="--resume"):
+        finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
