@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from surgery.kernels import btt_launch as launch
 from surgery.kernels.btt_cores import LARGEST, Dense, from_dense
-from surgery.kernels.btt_decode import TOKENS, decode, few, one_launch
+from surgery.kernels.btt_decode import TOKENS, few
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
 
@@ -33,9 +33,8 @@ DENSE_PAYS = 9
 
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
-    dtypes = {t.dtype for t in (x, right_cdbs, left_bcsa, bias) if t is not None}
-    one = len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type)
-    return one and dtypes <= DTYPES and x.numel() > 0
+    dtypes = {x.dtype, right_cdbs.dtype, left_bcsa.dtype, x.dtype if bias is None else bias.dtype}
+    return x.numel() > 0 and dtypes <= DTYPES and (len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type))
 
 
 @kernel_for(btt_linear, accepts=accepts)
@@ -44,12 +43,13 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
         dtype = torch.get_autocast_dtype(x.device.type)
         x, right_cdbs, left_bcsa = x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    inputs = x.reshape(-1, x.shape[-1]), right_cdbs.contiguous(), left_bcsa.contiguous(), bias
+    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    inputs = x_NI, right_cdbs.contiguous(), left_bcsa.contiguous(), bias
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         y_NO = Product.apply(*inputs, out)
     else:
         y_NO = product(*inputs, out)
-    return y_NO.view(*x.shape[:-1], out)
+    return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
 
 
 def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -66,8 +66,7 @@ def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Ten
 def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     y_NO = x_NI.new_empty(len(x_NI), out)
     if len(x_NI) <= TOKENS:
-        run = decode if one_launch(right_cdbs, left_bcsa) else few
-        run(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+        few(x_NI, right_cdbs, left_bcsa, bias, y_NO)
         return y_NO
     near, far = launch.right_side(right_cdbs), launch.left_side(left_bcsa)
     tiles = launch.tiles_for(len(x_NI), near, far)
@@ -115,18 +114,20 @@ def by_pairs(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dx, dright and dleft from z and dz, a stretch of tokens at a time."""
-    dright, dleft = (torch.zeros_like(core, dtype=torch.float32) for core in (right, left))
     of_right, of_left, rank = launch.right_side(right), launch.left_side(left), right.shape[3]
     size = max(128, HELD // (of_right.groups * of_right.rows) // 128 * 128)
+    sums: list[tuple[Tensor, Tensor]] = []
     for n in range(0, len(x_NI), size):
         x, dy = x_NI[n : n + size], dy_NO[n : n + size]
         tiles = launch.tiles_for(len(x), of_right, of_left)
         z = launch.spread(x, of_right, rank, tiles)
-        dleft += launch.pair(z, dy, of_left, tiles.BN)
+        dleft = launch.pair(z, dy, of_left, tiles.BN)
         del z
         tiles = launch.tiles_for(len(x), of_left, of_right)
         dz = launch.spread(dy, of_left, rank, tiles)
-        dright += launch.pair(dz, x, of_right, tiles.BN)
+        dright = launch.pair(dz, x, of_right, tiles.BN)
         if dx_NI is not None:
             launch.gather(dz, of_right, None, dx_NI[n : n + size], tiles)
+        sums = [(dright, dleft)] if not sums else [(sums[0][0] + dright, sums[0][1] + dleft)]
+    dright, dleft = sums[0]
     return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)

@@ -68,7 +68,7 @@ def dense_kernel(
 
 
 def tile(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def to_dense(right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tensor:
@@ -102,7 +102,7 @@ def from_dense(g_OI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Ten
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     dright, dleft = torch.empty_like(right_cdbs), torch.empty_like(left_bcsa)
     BS = min(64, tile(s))
-    cores_kernel[(c * b, triton.cdiv(s, BS))](
+    cores_kernel[(c * b, -(-s // BS))](
         g_OI, right_cdbs, left_bcsa, dright, dleft, g_OI.shape[1], g_OI.shape[0], c, d, b, s, a, *g_OI.stride(),
         BD=tile(d), BA=tile(a), BS=BS,
         PRECISION="tf32x3" if g_OI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from surgery.kernels import btt_products as products
@@ -57,7 +56,12 @@ INNER, SLAB, RING = 128, 2**22, 2**25
 
 
 def pow2(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def cdiv(n: int, m: int) -> int:
+    """triton.cdiv, and its next_power_of_2, take longer than a launch when called from outside of a kernel."""
+    return -(-n // m)
 
 
 def tiles_for(N: int, near: Side, far: Side) -> Tiles:
@@ -89,9 +93,9 @@ def room_for_z(x: Tensor, side: Side, tiles: int, BN: int) -> Tensor:
 def spread(x_NI: Tensor, side: Side, rank: int, t: Tiles) -> Tensor:
     """All of z."""
     N, (BD, BJ) = len(x_NI), t.near
-    total, tiles_j = triton.cdiv(N, t.BN), triton.cdiv(side.rows, BJ)
+    total, tiles_j = cdiv(N, t.BN), cdiv(side.rows, BJ)
     z = room_for_z(x_NI, side, total, t.BN)
-    products.spread_kernel[(side.groups * tiles_j, triton.cdiv(total, t.count))](
+    products.spread_kernel[(side.groups * tiles_j, cdiv(total, t.count))](
         x_NI, side.core, z, N, x_NI.shape[1], side.inner, side.rows, rank, side.groups, *x_NI.stride(),
         side.step_group, side.step_inner, side.step_row, tiles_j, t.count,
         BN=t.BN, BJ=BJ, BD=BD, D_ONCE=side.inner <= BD, EVEN=even(x_NI, side, t.near), FLIP=t.flip[0],
@@ -103,8 +107,8 @@ def spread(x_NI: Tensor, side: Side, rank: int, t: Tiles) -> Tensor:
 def gather(z: Tensor, side: Side, bias: Tensor | None, y_NO: Tensor, t: Tiles) -> None:
     """From all of z."""
     N, (BA, BK) = len(y_NO), t.far
-    total, tiles_a = triton.cdiv(N, t.BN), triton.cdiv(side.inner, BA)
-    products.gather_kernel[(side.groups * tiles_a, triton.cdiv(total, t.count))](
+    total, tiles_a = cdiv(N, t.BN), cdiv(side.inner, BA)
+    products.gather_kernel[(side.groups * tiles_a, cdiv(total, t.count))](
         z, side.core, z if bias is None else bias, y_NO, N, y_NO.shape[1], side.inner, side.rows, side.groups,
         side.step_group, side.step_row, side.step_inner, *y_NO.stride(), tiles_a, t.count,
         BN=t.BN, BK=BK, BA=BA, K_ONCE=side.rows <= BK, EVEN=even(y_NO, side, t.far), FLIP=t.flip[1],
@@ -115,8 +119,8 @@ def gather(z: Tensor, side: Side, bias: Tensor | None, y_NO: Tensor, t: Tiles) -
 def ring(x_NI: Tensor, near: Side, far: Side, rank: int, bias: Tensor | None, y_NO: Tensor, t: Tiles) -> None:
     """Both products, one launch."""
     N, (BD, BJ), (BA, BK) = len(x_NI), t.near, t.far
-    tiles_j, tiles_a = triton.cdiv(near.rows, BJ), triton.cdiv(far.inner, BA)
-    slabs = triton.cdiv(N, t.BN * t.count)
+    tiles_j, tiles_a = cdiv(near.rows, BJ), cdiv(far.inner, BA)
+    slabs = cdiv(N, t.BN * t.count)
     z = room_for_z(x_NI, near, min(t.ring, slabs) * t.count, t.BN)
     flags = torch.zeros(2 * slabs, dtype=torch.int32, device=x_NI.device)
     products.ring_kernel[((slabs + t.lag) * (near.groups * tiles_j + far.groups * tiles_a),)](
@@ -139,10 +143,10 @@ def pair(z: Tensor, y_NO: Tensor, side: Side, BN: int) -> Tensor:
     """The gradient of the side's core, float32: sums over parts of the tokens, then over the parts."""
     single = z.dtype == torch.float32
     N, BK, BA = len(y_NO), min(64 if single else 128, pow2(side.rows)), min(64, pow2(side.inner))
-    tiles_k, tiles_a, total = triton.cdiv(side.rows, BK), triton.cdiv(side.inner, BA), triton.cdiv(N, BN)
+    tiles_k, tiles_a, total = cdiv(side.rows, BK), cdiv(side.inner, BA), cdiv(N, BN)
     programs = side.groups * tiles_k * tiles_a
-    count = triton.cdiv(total, max(1, min(PROGRAMS // programs, total // 4)))
-    g = torch.empty(triton.cdiv(total, count), *side.core.shape, dtype=torch.float32, device=z.device)
+    count = cdiv(total, max(1, min(PROGRAMS // programs, total // 4)))
+    g = torch.empty(cdiv(total, count), *side.core.shape, dtype=torch.float32, device=z.device)
     products.pair_kernel[(programs, len(g))](
         z, y_NO, g, N, y_NO.shape[1], side.inner, side.rows, side.groups, *y_NO.stride(),
         g[0].numel(), side.step_group, side.step_row, side.step_inner, tiles_k, tiles_a, count,

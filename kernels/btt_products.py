@@ -21,10 +21,23 @@ import triton.language as tl
 
 
 @triton.jit
+def _await(flag, needed):
+    if needed > 0:
+        while tl.atomic_add(flag, 0, sem="acquire") < needed:
+            pass
+
+
+@triton.jit
+def _signal(flag):
+    tl.debug_barrier()  # every thread's reads and writes come before
+    tl.atomic_add(flag, 1, sem="release")
+
+
+@triton.jit
 def _spread(
     x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
+    FLIP: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
     """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
     j = tile_j * BJ + tl.arange(0, BJ)
@@ -38,6 +51,7 @@ def _spread(
     left_i = IN - group * D
     if D_ONCE:
         r_dj = _core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
+    _await(flag, needed)  # with the core on its way
     z_nj = tl.zeros([BN, BJ], tl.float32)
     steps = 1 if D_ONCE else tl.cdiv(D, BD)
     for i in tl.range(0, count * steps):  # tokens and d in one loop: loads run ahead across the tiles
@@ -74,7 +88,7 @@ def _store_z(at, z_jn, j, J, z, EVEN: tl.constexpr):
 def _gather(
     z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr,
+    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
     """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
     a = tile_a * BA + tl.arange(0, BA)
@@ -90,6 +104,7 @@ def _gather(
         b_a = tl.load(bias + group * A + a, mask=inside_a, other=0.0).to(tl.float32)
     if K_ONCE:
         l_ka = _core(left + k[:, None] * l_k + a[None, :] * l_a, (k[:, None] < K) & (a[None, :] < A), EVEN)
+    _await(flag, needed)
     y_na = tl.zeros([BN, BA], tl.float32)
     steps = 1 if K_ONCE else tl.cdiv(K, BK)
     for i in tl.range(0, count * steps):
@@ -163,7 +178,7 @@ def spread_kernel(
     group, tile_j = tl.program_id(0) // tiles_j, tl.program_id(0) % tiles_j
     z += first.to(tl.int64) * (J * groups) * BN
     _spread(x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
-            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION, "")  # fmt: skip
+            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION, "", z, 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
@@ -178,19 +193,7 @@ def gather_kernel(
     group, tile_a = tl.program_id(0) // tiles_a, tl.program_id(0) % tiles_a
     z += first.to(tl.int64) * (K * groups) * BN
     _gather(z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
-            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION, "")  # fmt: skip
-
-
-@triton.jit
-def _await(flag, needed):
-    while tl.atomic_add(flag, 0, sem="acquire") < needed:
-        pass
-
-
-@triton.jit
-def _signal(flag):
-    tl.debug_barrier()  # every thread's reads and writes come before
-    tl.atomic_add(flag, 1, sem="release")
+            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION, "", z, 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs", "lag", "ring"])
@@ -215,15 +218,15 @@ def ring_kernel(
         count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
         z += (slab % ring).to(tl.int64) * tiles * (J * C) * BN
         if is_spread:
-            if slab >= ring:
-                _await(flags + slabs + slab - ring, gathers)
+            # Its place in the ring is free once the slab that was there has been gathered.
+            needed = tl.where(slab >= ring, gathers, 0)
             _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
-                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION, ONCE)  # fmt: skip
+                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION, ONCE,
+                    flags + slabs + tl.maximum(slab - ring, 0), needed)  # fmt: skip
             _signal(flags + slab)
         else:
-            _await(flags + slab, spreads)
             _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
-                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION, ONCE)  # fmt: skip
+                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION, ONCE, flags + slab, spreads)  # fmt: skip
             if slab + ring < slabs:
                 _signal(flags + slabs + slab)
 

@@ -29,8 +29,6 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     found()
-    if DEVICE == "cpu":  # fewer programs with more to do: quicker in the interpreter
-        monkeypatch.setattr("surgery.kernels.btt_decode.PROGRAMS", 16)
 
 
 def relative(x, expected):
