@@ -69,8 +69,8 @@ class Grid:
         more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
         features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
         out = x.new_empty(batch, groups, heads, length, z.shape[-1])
-        v_tile = 16 * tiles(values, 16) if values <= 128 else 64
-        v_tile = power_of_2(v_tile)
+        wide = x.dtype != torch.bfloat16  # spills with a wider tile
+        v_tile = 64 if values > (64 if wide else 128) else max(16, power_of_2(values))
         v_tiles, t_tiles = tiles(values, v_tile), tiles(self.block, self.tokens)
         shares = None
         if compared is not None:
@@ -84,7 +84,7 @@ class Grid:
             F=features, V=values, J=per_group, BACK=back, INNER=weight_GJN is not None, MIXED=mixed is not None,
             SHARES=compared is not None, MORE_F=more_f, MORE_V=more_v, BLOCK=self.block, BT=self.tokens,
             BF=side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
-            num_warps=4 if v_tile <= 64 else 8, num_stages=2,
+            num_warps=8 if max(v_tile, features if wide else 0) > 64 else 4, num_stages=2,
         )  # fmt: skip
         return out, None if shares is None else shares.sum(-1)
 
