@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from surgery.errors import SurgeryError
 
@@ -30,18 +30,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Journal:
-        self._lock = open(self.folder / "lock", "w")
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # no such locks on this system
-            pass
-        except OSError:
-            self._lock.close()
-            raise SurgeryError(
-                f"another conversion is writing into {self.folder}; wait for it, or choose another --out"
-            ) from None
+        self._lock = locked(self.folder, "conversion")
         self._read()
         if not self.lines:
             self._start()
@@ -93,6 +82,21 @@ class Journal:
             if line["step"] == step and all(line.get(k) == v for k, v in what.items()):
                 return line
         return None
+
+
+def locked(folder: Path, what: str) -> TextIO:
+    """An open file: until it is closed, nobody else has the folder's lock."""
+    file = open(folder / "lock", "w")  # noqa: SIM115
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # no such locks on this system
+        pass
+    except OSError:
+        file.close()
+        raise SurgeryError(f"another {what} is writing into {folder}; wait for it, or choose another --out") from None
+    return file
 
 
 def _short(value: Any) -> str:

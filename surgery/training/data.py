@@ -60,24 +60,33 @@ class Data:
     def examples(self, start: int | None = None) -> Iterator[Example]:
         """From the start-th on; None: from where `state` is. One iterator at a time."""
         if start is not None and start != self._state["taken"]:
-            if start < self._state["first"]:
-                self._state = self._beginning()
+            round_ = start - start % (self.config.rows or start + 1)
+            if round_ != self._state["round"] or start < round_ + self._state["first"]:
+                self._state = {**self._beginning(), "round": round_}
             self._state = {**self._state, "taken": start}
         return self._examples()
 
     def _examples(self) -> Iterator[Example]:
-        state = self._state
+        """round: the example that a round of `rows` began with, first: that of the block, counted from there."""
+        state, limit = self._state, self.config.rows
         self._seek(state)
         while True:
-            began = {**self._where(), "first": state["first"], "number": state["number"]}
+            if limit is not None and state["taken"] == state["round"] + limit:
+                state = {**self._beginning(), "round": state["taken"], "taken": state["taken"]}
+                self._seek(state)
+            began = {**self._where(), **{name: state[name] for name in ("round", "first", "number")}}
             rows = self._block(state["number"])
             if rows is None:
                 return
-            for i in range(state["taken"] - state["first"], len(rows)):
-                self._state = {**began, "taken": state["first"] + i + 1}
+            at, last = state["taken"] - state["round"] - state["first"], len(rows)
+            if limit is not None:
+                last = min(last, limit - state["first"])
+            for i in range(at, last):
+                self._state = {**began, "taken": state["round"] + state["first"] + i + 1}
                 yield row(rows[i], self.length, self.encoder.pad)
-            first = state["first"] + len(rows)
-            state = {"first": first, "taken": max(first, state["taken"]), "number": state["number"] + 1}
+            first = state["first"] + last
+            taken = max(state["round"] + first, state["taken"])
+            state = {"round": state["round"], "first": first, "taken": taken, "number": state["number"] + 1}
 
     def state(self) -> dict[str, Any]:
         """Where the next example is to be found; plain JSON."""
@@ -103,7 +112,7 @@ class Data:
     def _beginning(self) -> dict[str, Any]:
         readers = [reader.beginning for reader in self.readers]
         drawn = [{"documents": 0, "characters": 0, "tokens": 0} for _ in readers]
-        return {"readers": readers, "drawn": drawn, "tail": None, "first": 0, "taken": 0, "number": 0}
+        return {"readers": readers, "drawn": drawn, "tail": None, "round": 0, "first": 0, "taken": 0, "number": 0}
 
     def _where(self) -> dict[str, Any]:
         tail = self._tail
@@ -183,7 +192,7 @@ class Data:
         if not self.config.validation:
             return []
         sources = self.config.sources if isinstance(self.config.validation, float) else self.config.validation
-        changed: dict[str, Any] = {"sources": sources, "shuffle": 0, "epochs": 1}
+        changed: dict[str, Any] = {"sources": sources, "shuffle": 0, "epochs": 1, "rows": None}
         if not isinstance(self.config.validation, float):
             changed["validation"] = 0.0
         side: Side = "validation" if isinstance(self.config.validation, float) else "training"
@@ -198,7 +207,7 @@ class Data:
 
     def fingerprint(self) -> str:
         """Of the recipe, the files' names and contents (their ends), the tokenizer, the length and the seed."""
-        config = self.config.model_dump(mode="json", exclude={"epochs": True, "validation_examples": True})
+        config = self.config.model_dump(mode="json", exclude={"epochs", "rows", "validation_examples"})
         for source in (*config["sources"], *(config["validation"] if isinstance(config["validation"], list) else ())):
             source["path"] = source["path"].rstrip("/").rpartition("/")[2]  # wherever it lies
         told = [config, [r.identity() for r in self.readers], self.length, self.seed, self.side]

@@ -64,7 +64,8 @@ class DataConfig(_Strict):
     """packing: `documents`, several in a row, none sees another (position_ids begin anew); `stream`, all joined and
     cut; `none`, one a row, padded. validation: a share of the documents, chosen by their content, or sources of
     their own; `validation_examples` of them at most are kept. shuffle: documents put in random order together;
-    0 keeps the order they come in. epochs: how often the data may be read, None for as long as it takes."""
+    0 keeps the order they come in. epochs: how often the data may be read, None for as long as it takes. rows: the
+    first so many and no others, over and over (those of a teacher cache)."""
 
     sources: tuple[SourceConfig, ...]
     packing: Literal["documents", "stream", "none"] = "documents"
@@ -72,6 +73,7 @@ class DataConfig(_Strict):
     validation_examples: int = Field(64, ge=1)
     shuffle: int = Field(1024, ge=0)
     epochs: int | None = Field(None, ge=1)
+    rows: int | None = Field(None, ge=1)
 
     @field_validator("sources", "validation", mode="before")
     @classmethod

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from surgery.errors import SurgeryError
 from surgery.training.encode import Piece
 
 Example = dict[str, Tensor]  # input_ids, labels, position_ids int64 and valid bool, (T,) each
@@ -95,3 +97,13 @@ def joined(tail: Piece | None, pieces: list[Piece], length: int) -> tuple[list[l
     whole = len(ids_N) - len(ids_N) % length
     rows = [[Piece(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
     return rows, Piece(ids_N[whole:].clone(), trained_N[whole:].clone())
+
+
+def check_rows(model: Any, packing: str, rows: int) -> None:
+    """SurgeryError where the model's attention would let packed documents see each other."""
+    implementation = str(model.config._attn_implementation)
+    if packing == "documents" and rows > 1 and "flash" in implementation:
+        raise SurgeryError(
+            f"{implementation} keeps packed documents apart in batches of one row only, and {rows} are asked for; use "
+            "rows: 1, or attention sdpa"
+        )
