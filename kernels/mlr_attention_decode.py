@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.mlr_attention_forward import capped
+from surgery.kernels.mlr_attention_zones import LEAST, capped
 
 LEVELS = 8  # at most
 TILE = 64  # slots
 PROGRAMS = 1056  # that fill a GPU several times over
-LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -222,7 +221,7 @@ def decode(
     S, V = v.shape[2:]
     held = [k.shape[2] for k in keys]
     q, (v, v_before) = q_BGJTR.contiguous(), rounded(v)
-    keys, befores = zip(*(rounded(k) for k in keys))
+    keys, befores = map(list, zip(*(rounded(k) for k in keys)))
     tile = tile or TILE
     tiles = triton.cdiv(S, tile)
     spans = spans_of(B * G, tiles, wanted or PROGRAMS)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_dq import put, slopes
-from surgery.kernels.mlr_attention_forward import between, level_of, low_of, rows
+from surgery.kernels.mlr_attention_dq import slopes
+from surgery.kernels.mlr_attention_zones import between, level_of, low_of, put, rows
 
 
 @triton.jit

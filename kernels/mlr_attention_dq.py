@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_forward import between, capped, level_of, low_of, rows, zone_of
+from surgery.kernels.mlr_attention_zones import between, capped, level_of, low_of, put, rows, zone_of
 
 
 @triton.jit
@@ -188,11 +188,3 @@ def mlr_queries(
     put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
     if B > 0:
         put(dq, at_M, dq_MB * scale, ok_M, A, B, R)
-
-
-@triton.jit
-def put(x, at_N, x_ND, ok_N, first: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr):
-    """Dims first .. first + D of rows that lie one behind the other."""
-    dim_D = first + tl.arange(0, D)
-    at = x + at_N[:, None] * DIMS + dim_D[None, :]
-    tl.store(at, x_ND.to(x.dtype.element_ty), mask=ok_N[:, None] & (dim_D < DIMS)[None, :])

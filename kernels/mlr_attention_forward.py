@@ -1,11 +1,9 @@
 """out = softmax(scaling (sum_l [s >= low_l(t)] (q_l[t] . k_l[s] + bias_l)), s <= t) V, flash-style, and its base-2 log-sum.
 
-low_l(t) = t - extent_l + 1 (sliding) or t // extent_l * extent_l (nested): what level l sees is an interval of keys that
-ends at the query, and the intervals lie in one another. So the key tiles of a query tile fall into zones: in zone z every
-pair has the levels below z and none has another one; its walk multiplies that many dims, the others of q set to zero, and
-loads them rounded up to a width of A + B. Tiles between zones, where a level begins, and those at the diagonal are walked
-last: level by level, the finest first, each product added where its level is near.
-Positions are counted over a row's real tokens: key slot = position + lead. M queries, N keys of a tile.
+For low_l and zones see mlr_attention_zones.py. The walk of a zone multiplies the dims of its levels, the others of q set
+to zero, and loads them rounded up to a width of A + B. It begins with the tiles before it in which its finest level
+begins, whose product is added where that is near. Tiles left over are walked last: those at the diagonal, of short zones,
+and where several levels begin.
 """
 
 from __future__ import annotations
@@ -13,67 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-1e30)
-FAR = tl.constexpr(-(1 << 30))
-
-
-@triton.jit
-def low_of(t, first, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first position that a level reaches from t; level 0: that any does."""
-    low = t * 0 + first
-    if WINDOWED:
-        low = tl.maximum(t - window + 1, low)
-    if level > 0:
-        extent: tl.constexpr = EXTENTS[level]
-        low = tl.maximum(t // extent * extent if NESTED else t - extent + 1, low)
-    return low
-
-
-@triton.jit
-def zone_of(
-    zone: tl.constexpr, t_first, t_last, first, window,
-    EXTENTS: tl.constexpr, L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, N: tl.constexpr,
-    LEAST_RUN: tl.constexpr,
-):  # fmt: skip
-    """Its first key tile, and how many there are; none where they are too few for a walk of their own."""
-    start = (low_of(t_last, first, window, zone - 1, EXTENTS, NESTED, WINDOWED) + N - 1) // N
-    if zone < L:
-        stop = low_of(t_first, first, window, zone, EXTENTS, NESTED, WINDOWED) // N
-    else:
-        stop = (t_first + 1) // N
-    return start, tl.where(stop - start < LEAST_RUN, 0, stop - start)
-
-
-@triton.jit
-def level_of(level, EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr):
-    """(first dim, dim after the last, extent) of a level."""
-    low, high, extent = 0, 0, 1
-    for z in tl.static_range(1, L):
-        low = tl.where(level == z, CUTS[z], low)
-        high = tl.where(level == z, CUTS[z + 1], high)
-        extent = tl.where(level == z, EXTENTS[z], extent)
-    return low, high, extent
-
-
-@triton.jit
-def rows(
-    x, start, stride, ok_N, N: tl.constexpr, D: tl.constexpr, first: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """x_ND: dims first .. first + D of rows start .. start + N; zeros where a row or a dim is none."""
-    dim_D = first + tl.arange(0, D)
-    at = x + tl.cast(start, tl.int64) * stride + (tl.arange(0, N) * stride)[:, None] + dim_D[None, :]
-    if MASKED:
-        return tl.load(at, mask=ok_N[:, None] & (dim_D < DIMS)[None, :], other=0.0)
-    if first + D > DIMS:
-        return tl.load(at, mask=(dim_D < DIMS)[None, :], other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
-def between(x_MD, low, high, first: tl.constexpr, D: tl.constexpr):
-    """Zeros where a dim is not low .. high."""
-    dim_D = (first + tl.arange(0, D))[None, :]
-    return tl.where((dim_D >= low) & (dim_D < high), x_MD, 0.0)
+from surgery.kernels.mlr_attention_zones import FAR, LEAST, between, border_of, capped, level_of, low_of, rows, zone_of
 
 
 @triton.jit
@@ -83,12 +21,6 @@ def held(x_MD, D: tl.constexpr):
     if x_MD.dtype == tl.float32:
         return x_MD
     return tl.dot(x_MD, (dim_D[:, None] == dim_D[None, :]).to(x_MD.dtype)).to(x_MD.dtype)
-
-
-@triton.jit
-def capped(score, CAP: tl.constexpr):
-    """cap tanh(score / cap) for score / cap given."""
-    return CAP * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score)))
 
 
 @triton.jit
@@ -127,21 +59,47 @@ def weighed(
 @triton.jit
 def walk(
     acc_MV, top_M, sum_M, held_MA, held_MB, q, q_row, q_ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-    t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    t_M, t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
     L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, HELD: tl.constexpr, LEAST_RUN: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, dims = 0, 0, 0
+        start, count, border, dims = 0, 0, 0, 0
         for z in tl.static_range(Z0 + 1, Z1 + 1):
             z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+            if HELD:
+                z_border = border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
+                border = tl.where(zone == z, z_border, border)
             start = tl.where(zone == z, z_start, start)
             count = tl.where(zone == z, z_count, count)
             dims = tl.where(zone == z, CUTS[z], dims)
         bias = tl.load(biases + zone) if BIASED else 0.0
         if HELD:
+            low_dim, high_dim, extent = level_of(zone - 1, EXTENTS, CUTS, L)
+            q_MA = between(held_MA, 0, low_dim, 0, A)
+            q_MB = between(held_MB, 0, low_dim, A, B) if B > 0 else q_MA
+            new_MA = between(held_MA, low_dim, high_dim, 0, A)
+            new_MB = between(held_MB, low_dim, high_dim, A, B) if B > 0 else q_MA
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            for tile in tl.range(start - border, start):
+                k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
+                v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
+                score = tl.dot(new_MA, tl.trans(k_NA), input_precision=PRECISION)
+                if B > 0:
+                    k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
+                    score = tl.dot(new_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+                if BIASED:
+                    score += bias - tl.load(biases + zone - 1)
+                score = tl.where((tile * N + tl.arange(0, N))[None, :] >= low_M[:, None], score, 0.0)
+                score = tl.dot(q_MA, tl.trans(k_NA), score, input_precision=PRECISION)
+                if B > 0:
+                    score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+                shift = tl.load(biases + zone - 1) if BIASED else 0.0
+                acc_MV, top_M, sum_M = weighed(
+                    score, shift, None, acc_MV, top_M, sum_M, v_NV, scale, False, CAP, PRECISION
+                )
             q_MA = between(held_MA, 0, dims, 0, A)
             q_MB = between(held_MB, 0, dims, A, B) if B > 0 else q_MA
         else:
@@ -197,12 +155,12 @@ def mlr_forward(
     if A1 > 0:
         acc_MV, top_M, sum_M = walk(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-            t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            t_M, t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A1, B1, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     if A2 > 0:
         acc_MV, top_M, sum_M = walk(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-            t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            t_M, t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A2, B2, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     q_MA = rows(q, row, stride_q, ok_M, M, A3, 0, R, True)
     q_MB = rows(q, row, stride_q, ok_M, M, B3, A3, R, True) if B3 > 0 else q_MA
@@ -210,18 +168,25 @@ def mlr_forward(
     held_MB = held(q_MB, B3) if L > 1 and B3 > 0 else q_MB
     acc_MV, top_M, sum_M = walk(
         acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-        t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+        t_M, t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
         A3, B3, L > 1, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     # the tiles left
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
+    HELD_FROM: tl.constexpr = L2 if A2 > 0 else L1  # the walk of the zones after it masks q itself
     left = t_last // N + 1 - tile_first
     for z in tl.static_range(1, L + 1):
         z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+        if z > HELD_FROM:
+            left -= border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
         left -= z_count
     for at in tl.range(0, left):
         tile = tile_first + at
         for z in tl.static_range(1, L + 1):
             z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
+            if z > HELD_FROM:
+                border = border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
+                z_start -= border
+                z_count += border
             tile += tl.where(tile >= z_start, z_count, 0)
         s_N = tile * N + tl.arange(0, N)
         ok_N = (s_N >= first) & (s_N < end)

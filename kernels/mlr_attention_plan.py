@@ -1,0 +1,87 @@
+"""What the kernels of MLR attention are compiled for: levels, widths and tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class Tiles(NamedTuple):
+    """M queries, N keys; registers of a thread, at most."""
+
+    M: int
+    N: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    run: int = 3  # key tiles of a zone that a walk of its own pays for
+
+
+class Plan(NamedTuple):
+    """What the kernels are compiled for."""
+
+    ranks: tuple[int, ...]
+    extents: tuple[int, ...]  # of levels 2 .. L
+    nested: bool
+    window: int | None
+    softcap: float | None
+    scaling: float
+    holes: bool
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
+
+    def walks(self) -> list[tuple[int, int, int]]:
+        """(A, B, last zone) of each walk of the forward: at most three widths, the last that of all dims."""
+        full = width(self.cuts[-1])
+        found: list[tuple[int, int, int]] = []
+        zone = 1
+        while len(found) < 2 and sum(width(self.cuts[zone])) < sum(full):
+            a, b = width(self.cuts[zone])
+            zone = next(n for n in range(zone, len(self.cuts)) if self.cuts[n] > a + b)
+            found.append((a, b, zone - 1))
+        return [*found, *[(0, 0, 0)] * (2 - len(found)), (*full, len(self.ranks))]
+
+    def crossing(self, M: int, N: int) -> int:
+        """How many levels may begin in one tile, at most."""
+        if self.nested:
+            return sum(bool(extent % M or extent % N) for extent in self.extents)
+        spans = [(-extent, M + N - extent) for extent in self.extents]  # where low_l begins, of tiles that meet it
+        return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
+
+    def halves(self) -> tuple[int, int, int]:
+        """(A, B, last zone of at most A dims) of the backward, which makes gradients of A and of B dims apart; both of
+        64 or more, as narrower products were measured to go wrong (triton 3.6)."""
+        a = max(16, triton.next_power_of_2(self.cuts[-1]))
+        if self.cuts[1] > a // 2 or a < 128 or len(self.ranks) == 1:
+            return a, 0, 0
+        return a // 2, a // 2, sum(cut <= a // 2 for cut in self.cuts[1:])
+
+
+def width(dims: int) -> tuple[int, int]:
+    """dims as A + B, powers of two that a matrix product takes."""
+    units = -(-dims // 16)
+    a = 1 << (units.bit_length() - 1)
+    b = triton.next_power_of_2(units - a) if units > a else 0
+    return (32 * a, 0) if a == b else (16 * a, 16 * b)
+
+
+def forward_tiles(dtype: torch.dtype, dims: int, sliding: bool) -> Tiles:
+    """sliding: whether levels begin inside tiles, which takes registers."""
+    if dtype == torch.float32:
+        return Tiles(64, 32, 4, 1)
+    if dims <= 64:
+        return Tiles(64, 64, 4, 3, 168) if sliding else Tiles(128, 64, 8, 3, 128)
+    return Tiles(128, 64, 8, 2) if dims <= 128 else Tiles(64, 32, 4, 2)
+
+
+def backward_tiles(dtype: torch.dtype, dims: int) -> tuple[Tiles, Tiles]:
+    """For queries, for keys."""
+    if dtype == torch.float32:
+        return (Tiles(32, 32, 4, 1),) * 2
+    if dims <= 64:
+        return (Tiles(64, 64, 4, 2),) * 2
+    return (Tiles(64, 64, 4, 2) if dims <= 128 else Tiles(32, 32, 4, 1),) * 2
