@@ -160,8 +160,8 @@ def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, c
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    longest = 64 if v_BGTV.dtype != torch.float32 else 32 if K <= 128 else 16  # more does not fit a program
-    C = max(16, min(longest, triton.next_power_of_2(T), 1 << (max(chunk, 16).bit_length() - 1)))
+    longest = 32 if v_BGTV.dtype == torch.float32 else 64  # of float32 no more fits a program
+    C = 64 if min(longest, T, chunk) > 32 else 32
     spare = 0 if start_B is None else C - 1  # slots before the first token
     N = max(1, -(-(T + spare) // C))
     chunks_R = (start_R % C + count_R + C - 1) // C

@@ -12,9 +12,12 @@ from surgery.kernels import gated_delta_wy as wy
 from surgery.kernels import log_linear_delta_chunks as chunks
 from surgery.kernels import log_linear_delta_gather as gather
 from surgery.kernels import log_linear_delta_levels as levels
+from surgery.kernels import log_linear_delta_low as low
 from surgery.kernels.gated_delta_rows import Sizes
 
 KEPT = 2**31  # bytes of the states that chunks read, kept at once for the backward; levels are taken in groups
+
+FUSED = True
 
 
 @dataclass
@@ -53,12 +56,12 @@ class Call:
         pairs = ((self.s.N - 1) >> (level + 1)) + 2
         return (self.s.R * pairs, self.s.G, self.s.blocks), pairs
 
-    def prepared(self, out: bool) -> tuple[Tensor, ...]:
-        """(c, Y, w, u, read, the chunks' own states, what chunks read of themselves or nothing)."""
+    def prepared(self, out: bool, alone: bool = True) -> tuple[Tensor, ...]:
+        """(c, Y, w, u, read, the chunks' own states if `alone`, what chunks read of themselves if `out`)."""
         s, options = self.s, self.options
-        own = self.state(0)
+        own = self.state(0) if alone else None
         c, y, w, u = wy.forward(self.k, self.v, self.beta, self.gates, s, own)
-        if self.extra_RGKV is not None:
+        if self.extra_RGKV is not None and own is not None:
             own[s.table[:, 4]] += self.extra_RGKV.mT
         read = s.buffer(s.J, s.C, s.K)
         acc = torch.empty(*self.q.shape[:4], s.V, dtype=torch.float32, device=self.k.device) if out else read
@@ -67,7 +70,7 @@ class Call:
             self.q, self.k, self.v, self.beta, self.level, s.table, c, y, w, read, acc, *strides, *self.l_strides,
             self.q.shape[3], s.N, s.J, **options, READ=True, OUT=out, num_warps=s.warps(16384),
         )  # fmt: skip
-        return c, y, w, u, read, own, acc
+        return c, y, w, u, read, w if own is None else own, acc
 
     def up(
         self, level: int, c: Tensor, w: Tensor, state: Tensor, read: Tensor | None = None, acc: Tensor | None = None,
@@ -102,13 +105,25 @@ class Call:
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """(out_BGJTV, the buckets behind the tokens)."""
-        c, _, w, _, read, state, acc = self.prepared(out=True)
+        fused = 2 if FUSED and self.bucket_lRGKV is None and self.levels > 2 else 0
+        c, _, w, u, read, state, acc = self.prepared(out=True, alone=not fused)
+        if fused:
+            state = self.low(c, w, u, read, acc)
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        for level in range(self.levels):
+        for level in range(fused, self.levels):
             parent = self.state(level + 1) if level + 1 < self.levels else None
             self.up(level, c, w, state, read, acc, None if after is None else after[level], None, parent)
             state = parent
         return acc.to(self.v.dtype), after
+
+    def low(self, c: Tensor, w: Tensor, u: Tensor, read: Tensor, acc: Tensor) -> Tensor:
+        """Levels 0 and 1 where rows bring nothing along: the states of level 2."""
+        s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
+        low._low[(s.R * groups, s.G, s.blocks)](
+            self.k, w, u, read, c, self.level, acc, s.table, state, *self.k.stride()[:3], *self.l_strides, self.top,
+            self.q.shape[3], groups, s.J, **self.options, READ=True, num_warps=s.warps(4096), num_stages=1,
+        )  # fmt: skip
+        return state
 
     def backward(self, do: Tensor, dafter: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, beta, gates, level, bucket, extra."""

@@ -176,7 +176,7 @@ def check_buckets(shape, dtype, starts, counts, levels=12, chunk=64, gates="mild
         }
         q, k, v, beta, gates = laid_out({**leaves, **tokens}, G)
         start, count = (torch.tensor(x, device=DEVICE) for x in (starts, counts))
-        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves["buckets"], count, chunk)
+        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves["buckets"] * there, count, chunk)
 
     judge(call, leaves, TOLERANCE[dtype])
 
