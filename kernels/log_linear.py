@@ -21,6 +21,7 @@ from surgery.kernels.ssd_launch import (
     Tokens,
     accepted,
     chunk_of,
+    gate_sums,
     of_shared,
     reads,
     reads_grad,
@@ -37,18 +38,19 @@ class LogLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, lay, closing_S, levels = args
-        of = _expanded(*tokens)
+        q, k, v, gates, level, lay, closing_S, levels = args
+        sums = gate_sums(lay, gates)
+        of = _expanded(q, k, v, sums, level)
         slots, totals, _, final = grown(lay, of, closing_S, levels)
-        ctx.save_for_backward(*tokens, closing_S)
+        ctx.save_for_backward(q, k, v, sums, level, closing_S)
         ctx.lay, ctx.levels = lay, levels
         return reads(lay, of, slots, totals), final
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_final = ready(grads[0]), grads[1].contiguous()
-        q, k, v, gates, level, closing_S = ctx.saved_tensors
-        lay, of = ctx.lay, _expanded(q, k, v, gates, level)
+        q, k, v, sums, level, closing_S = ctx.saved_tensors
+        lay, of = ctx.lay, _expanded(q, k, v, sums, level)
         slots, totals, rights, _ = grown(lay, of, closing_S, 0)
         d_q, d_level, pull, shares = reads_grad(lay, of, slots, totals, d_out)
         d_q = of_shared(d_q, q)
@@ -62,9 +64,9 @@ class LogLinear(torch.autograd.Function):
         return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None, None
 
 
-def _expanded(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor) -> Tokens:
+def _expanded(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor) -> Tokens:
     groups = v.shape[1]
-    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, gates, level)
+    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
 
 
 def log_linear_chunks(

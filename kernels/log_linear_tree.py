@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.ssd_launch import Lay, Tokens, level_strides, options, power_of_two, products, stored
-from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence
+from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence, summed, total_of
 
 # One H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192, of what was measured the fastest.
 GROW: dict[str, Any] = {"block_k": 64, "block_v": 64, "num_warps": 4}
@@ -23,8 +23,8 @@ GROW_GRAD: dict[str, Any] = {"block_k": 128, "block_v": 64, "num_warps": 4, "sta
 
 @triton.jit(do_not_specialize=["count", "T", "M", "U", "shift"])
 def grow(
-    k, v, gate, slots, totals, rights, tops, final, closing_S, start, ends, seq_of, first_of,
-    count, T, M, U, shift, G, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt,
+    k, v, sums, slots, totals, rights, tops, final, closing_S, start, ends, seq_of, first_of,
+    count, T, M, U, shift, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
     LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,6 @@ def grow(
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
-    gate += wide * sgb + g * sgg + at * sgt
     here = base + g * M - 1 - first  # slots are counted by the chunk behind them, from position 0
     top = (base >> 3) + seq * (1 if VARLEN else 2) - (first >> 3) + g * U - 1
     if LEVELS > 0:
@@ -66,7 +65,7 @@ def grow(
         if LEAVES:
             t0 = (e - 1 - first) * C - off
             x_KV, total = chunk_state(
-                k, v, gate, t0, length, skt, svt, sgt, kk_K, vv_V, F, V, C, DOT, PRECISION
+                k, v, sums, (here + e), inside, t0, length, skt, svt, kk_K, vv_V, F, V, C, DOT, PRECISION
             )  # fmt: skip
         else:
             x_KV = tl.load(tops + (top + (e >> 3)) * F * V + tile_KV, mask=inside_KV & inside, other=0.0)
@@ -102,8 +101,8 @@ def grow(
 
 @triton.jit(do_not_specialize=["count", "T", "M", "order"])
 def grow_grad(
-    q, gate, level, d_out, d_final, d_slots, closing_S, start, ends, seq_of, first_of,
-    count, T, M, order, G, J, sqb, sqg, sqj, sqt, sgb, sgg, sgt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
+    q, sums, level, d_out, d_final, d_slots, closing_S, start, ends, seq_of, first_of,
+    count, T, M, order, G, J, sqb, sqg, sqj, sqt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     LAST: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -120,7 +119,7 @@ def grow_grad(
         m = (m >> order) * count + place
         if place >= count:
             return
-    row, begin, length, unit, first, off, _ = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     last = first + (off + length + C - 1) // C
     e = unit + 1
     bit = lowest_bit(e)
@@ -142,9 +141,9 @@ def grow_grad(
         )
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     q += wide * sqb + g * sqg + at * sqt
-    gate += wide * sgb + g * sgg + at * sgt
     d_out += wide * sob + g * sog + at * sot
     level += wide * slb + g * slg + at * slt + tl.minimum(bit + BITS + 1, LAST) * sll
+    here = g * M + base + e - first
     passed = 0.0
     for n in tl.range(0, readers * J, num_stages=STAGES):
         j = (n % J).to(tl.int64)
@@ -156,12 +155,13 @@ def grow_grad(
         do_CV = tl.load(
             d_out + j * soj + t_C[:, None] * sot + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0
         )
-        gate_C = tl.maximum(tl.load(gate + t_C * sgt, mask=ok_C, other=0.0).to(tl.float32), -60.0)
+        coarse_C, fine_C = summed(sums, here + n // J, C)
         lambda_C = tl.load(level + j * slj + t_C * slt, mask=ok_C, other=0.0).to(tl.float32)
-        weight_C = lambda_C * tl.exp(tl.cumsum(gate_C, 0) + passed)
+        weight_C = lambda_C * tl.exp(coarse_C + fine_C + passed)
         do_CV = (do_CV.to(tl.float32) * weight_C[:, None]).to(DOT)
         acc_KV += tl.dot(tl.trans(q_CK.to(DOT)), do_CV, input_precision=PRECISION)
-        passed += tl.where(n % J == J - 1, tl.sum(gate_C, 0), 0.0)
+        coarse, fine = total_of(sums, here + n // J, C)
+        passed += tl.where(n % J == J - 1, coarse + fine, 0.0)
     if e <= last:
         tl.store(d_slots + (g * M + m) * F * V + tile_KV, acc_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
 
@@ -170,16 +170,16 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
     """(slots_GMFV, totals_GM, rights_GM, final_SLGFV), see `grow`: final for chunks closing_S, `levels` of them."""
     groups, _, features, values = of.sizes
     slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
-    totals, rights = (of.gates.new_empty(groups, lay.places) for _ in range(2))
-    tops = of.gates.new_empty(groups, lay.units(3), features, values)
-    final = of.gates.new_zeros(lay.seqs, levels, groups, features, values)
+    totals, rights = (of.sums.new_empty(groups, lay.places) for _ in range(2))
+    tops = of.sums.new_empty(groups, lay.units(3), features, values)
+    final = of.sums.new_zeros(lay.seqs, levels, groups, features, values)
     block_k, block_v = min(power_of_two(features), GROW["block_k"]), min(power_of_two(values), GROW["block_v"])
     tiles, shift = triton.cdiv(features, block_k) * triton.cdiv(values, block_v), 0
     while shift == 0 or lay.most > 1 << shift:
         grow[(lay.units(shift + 3), groups, tiles)](
-            of.k, of.v, of.gates, slots, totals, rights, tops, final, closing_S, *lay.tables(shift + 3),
+            of.k, of.v, of.sums, slots, totals, rights, tops, final, closing_S, *lay.tables(shift + 3),
             lay.count, lay.length, lay.places, lay.units(3), shift, groups,
-            *of.k.stride()[:3], *of.v.stride()[:3], *of.gates.stride(), F=features, V=values, C=lay.chunk, BK=block_k,
+            *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
             BV=block_v, LEAVES=shift == 0, LEVELS=levels, VARLEN=lay.varlen, **products(of.v.dtype),
             **options(GROW),
         )  # fmt: skip
@@ -197,8 +197,8 @@ def grown_grad(lay: Lay, of: Tokens, d_out: Tensor, d_final: Tensor, closing_S: 
     tiles = triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
     order = max(lay.count - 1, 0).bit_length()
     grow_grad[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
-        of.q, of.gates, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
-        order, groups, per_group, *of.q.stride()[:4], *of.gates.stride(), *level_strides(of.level), *d_out.stride()[:4],
+        of.q, of.sums, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
+        order, groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
         F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
         LEVELS=d_final.shape[1], VARLEN=lay.varlen, **products(of.v.dtype), STAGES=GROW_GRAD["stages"],
         **options(GROW_GRAD),

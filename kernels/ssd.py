@@ -16,6 +16,7 @@ from surgery.kernels.ssd_launch import (
     Tokens,
     accepted,
     chunk_of,
+    gate_sums,
     of_shared,
     reads,
     reads_grad,
@@ -33,17 +34,18 @@ class SSD(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         q, k, v, gates, first, lay = args
-        of = _expanded(q, k, v, gates)
+        sums = gate_sums(lay, gates)
+        of = _expanded(q, k, v, sums)
         slots, last = passed_on(lay, of, first)
-        ctx.save_for_backward(q, k, v, gates, first)
+        ctx.save_for_backward(q, k, v, sums, first)
         ctx.lay = lay
         return reads(lay, of, slots, slots), last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_last = ready(grads[0]), grads[1].contiguous()
-        q, k, v, gates, first = ctx.saved_tensors
-        lay, of = ctx.lay, _expanded(q, k, v, gates)
+        q, k, v, sums, first = ctx.saved_tensors
+        lay, of = ctx.lay, _expanded(q, k, v, sums)
         slots, _ = passed_on(lay, of, first)
         d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
         d_q = of_shared(d_q, q)
@@ -52,9 +54,9 @@ class SSD(torch.autograd.Function):
         return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first, None
 
 
-def _expanded(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tokens:
+def _expanded(q: Tensor, k: Tensor, v: Tensor, sums: Tensor) -> Tokens:
     groups = v.shape[1]
-    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, gates, None)
+    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, None)
 
 
 def ssd(

@@ -9,13 +9,21 @@ apart, so that what differs by rounding never cancels.
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd_parts import chunk_at, cumulated, faded, faded_back, lambdas, lowest_bit, meeting
+from surgery.kernels.ssd_parts import (
+    chunk_at,
+    faded,
+    lambdas,
+    lowest_bit,
+    meeting,
+    summed,
+    total_of,
+)
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
 def read_grad(
-    q, k, v, gate, level, slots, totals, d_out, d_q, d_level, pull, shares, start, ends, seq_of, first_of,
-    count, T, M, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt, slb, slg, slj, slt, sll,
+    q, k, v, sums, level, slots, totals, d_out, d_q, d_level, pull, shares, start, ends, seq_of, first_of,
+    count, T, M, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, slb, slg, slj, slt, sll,
     sob, sog, soj, sot, sdb, sdg, sdj, sdt, smb, smg, smj, smt, sml, spb, spg, spj, spt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HEADS: tl.constexpr, LAST: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
@@ -54,8 +62,7 @@ def read_grad(
         to = d_out + row * sob + g * sog + j * soj + at_C[:, None] * sot + vv_V[None, :]
         do_CV = tl.load(to, mask=ok_CV, other=0.0).to(DOT)
         v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0).to(DOT)
-        gate_C = tl.load(gate + row * sgb + g * sgg + at_C * sgt, mask=ok_C, other=0.0).to(tl.float32)
-        coarse_C, fine_C, _, _ = cumulated(gate_C)
+        coarse_C, fine_C = summed(sums, g * M + m, C)
         log_C = coarse_C + fine_C
         ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * faded(coarse_C, fine_C, C)
         pull_C = tl.zeros([C], tl.float32)
@@ -71,7 +78,7 @@ def read_grad(
                     tl.store(to_C + b * sml, one_C, mask=ok_C)
                 else:
                     rest_C += one_C
-            ds_CC *= lambdas(of, at_C, ok_C, slt, sll, 0, LAST, BITS, C)
+            ds_CC *= lambdas(of, at_C, ok_C, slt, sll, LAST, BITS, C)
             dq_CK += tl.dot(ds_CC.to(DOT), k_CK, input_precision=PRECISION)
             here = g * M + base - 1 - first
             e = unit
@@ -108,8 +115,8 @@ def read_grad(
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
 def write_grad(
-    q, k, v, gate, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gate, passing, start, ends, seq_of, first_of,
-    count, T, M, J, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt, slb, slg, slj, slt, sll,
+    q, k, v, sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gate, passing, start, ends, seq_of, first_of,
+    count, T, M, J, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, slb, slg, slj, slt, sll,
     sob, sog, soj, sot, spb, spg, spj, spt, sdb, sdg, sdt, seb, seg, se_t, sfb, sfg, sft,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HEADS: tl.constexpr, LAST: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
@@ -146,8 +153,8 @@ def write_grad(
     for h in range(HEADS):
         g = head + h
         v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0).to(DOT)
-        gate_C = tl.load(gate + row * sgb + g * sgg + at_C * sgt, mask=ok_C, other=0.0).to(tl.float32)
-        coarse_C, fine_C, coarse, fine = cumulated(gate_C)
+        coarse_C, fine_C = summed(sums, g * M + m, C)
+        coarse, fine = total_of(sums, g * M + m, C)
         weight_C = tl.exp(tl.minimum((coarse - coarse_C) + (fine - fine_C), 0.0))
         if LAST >= 0:
             here = g * M + base - 1 - first
@@ -178,16 +185,16 @@ def write_grad(
             q_CK = tl.load(at, mask=ok_CK, other=0.0).to(DOT)
             at = d_out + row * sob + g * sog + j * soj + at_C[:, None] * sot + vv_V[None, :]
             do_CV = tl.load(at, mask=ok_CV, other=0.0).to(DOT)
-            mask_CC = faded_back(coarse_C, fine_C, C)
+            mask_CC = faded(coarse_C, fine_C, C)
             if LAST >= 0:
                 of = level + row * slb + g * slg + j * slj
-                mask_CC *= lambdas(of, at_C, ok_C, slt, sll, 1, LAST, BITS, C)
-            ds_CC = tl.dot(v_CV, tl.trans(do_CV), input_precision=PRECISION) * mask_CC
-            dk_CK += tl.dot(ds_CC.to(DOT), q_CK, input_precision=PRECISION)
-            qk_CC = tl.dot(k_CK, tl.trans(q_CK), input_precision=PRECISION)
+                mask_CC *= lambdas(of, at_C, ok_C, slt, sll, LAST, BITS, C)
+            ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * mask_CC
+            dk_CK += tl.dot(tl.trans(ds_CC.to(DOT)), q_CK, input_precision=PRECISION)
+            qk_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
             each_CC = qk_CC * ds_CC
-            dv_CV += tl.dot((qk_CC * mask_CC).to(DOT), do_CV, input_precision=PRECISION)
-            read_C += tl.sum(each_CC, 0) - tl.sum(each_CC, 1)
+            dv_CV += tl.dot(tl.trans((qk_CC * mask_CC).to(DOT)), do_CV, input_precision=PRECISION)
+            read_C += tl.sum(each_CC, 1) - tl.sum(each_CC, 0)
             read_C += tl.load(pull + row * spb + g * spg + j * spj + at_C * spt, mask=ok_C, other=0.0)
         # sum_u>=t of what is read and sum_s<t of what is written
         both_C = write_C - read_C

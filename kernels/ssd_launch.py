@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surgery.kernels.ssd_grad import read_grad, write_grad
 from surgery.kernels.ssd_out import read
+from surgery.kernels.ssd_parts import sum_gates
 
 # One H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192, of what was measured the fastest.
 READ: dict[str, Any] = {"num_warps": 4, "stages": 3}
@@ -80,13 +81,13 @@ class Lay:
 
 @dataclass
 class Tokens:
-    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis; gates_BGT; level_BTGJL or None. Axes of size 1 in
+    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis; sums_GM2C of the log-gates; level_BTGJL or None. Axes of size 1 in
     place of G are expanded."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    gates: Tensor
+    sums: Tensor
     level: Tensor | None
 
     @property
@@ -105,11 +106,11 @@ class Tokens:
         return next((n for n in range(most, 1, -1) if same and groups % n == 0), 1)
 
     def strides(self) -> tuple[int, ...]:
-        return *self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.gates.stride()
+        return *self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3]
 
     def levels(self) -> tuple[Any, ...]:
         """(tensor, strides) of lambda."""
-        return (self.gates, (0, 0, 0, 0, 0)) if self.level is None else (self.level, level_strides(self.level))
+        return (self.sums, (0, 0, 0, 0, 0)) if self.level is None else (self.level, level_strides(self.level))
 
 
 def level_strides(level_BTGJL: Tensor) -> tuple[int, ...]:
@@ -137,6 +138,17 @@ def stored(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
+def gate_sums(lay: Lay, gates_BGT: Tensor) -> Tensor:
+    """sums_GM2C, see `sum_gates`."""
+    groups = gates_BGT.shape[1]
+    sums = gates_BGT.new_empty(groups, lay.places, 2, lay.chunk, dtype=torch.float32)
+    sum_gates[(lay.places, groups)](
+        gates_BGT, sums, *lay.tables(), lay.count, lay.length, lay.places, *gates_BGT.stride(), C=lay.chunk,
+        VARLEN=lay.varlen, num_warps=1,
+    )  # fmt: skip
+    return sums
+
+
 def reads(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor) -> Tensor:
     """out_BGJTV, laid out as (B, T, G, J, V)."""
     groups, per_group, features, values = of.sizes
@@ -144,7 +156,7 @@ def reads(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor) -> Tensor:
     level, strides = of.levels()
     block = min(power_of_two(values), 64)
     read[(lay.places, groups * triton.cdiv(values, block), per_group)](
-        of.q, of.k, of.v, of.gates, level, slots, totals, out, *lay.tables(), lay.count, lay.length, lay.places,
+        of.q, of.k, of.v, of.sums, level, slots, totals, out, *lay.tables(), lay.count, lay.length, lay.places,
         *of.strides(), *strides, *out.stride()[:4], F=features, V=values, C=lay.chunk, BITS=lay.bits,
         BK=power_of_two(features), BV=block, LAST=of.last, VARLEN=lay.varlen, **products(of.v.dtype),
         STAGES=READ["stages"], **options(READ),
@@ -160,12 +172,12 @@ def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tenso
     kept = of.q.dtype if heads == 1 else torch.float32
     d_q = of.q.new_empty(batch, lay.length, parts, per_group, features, dtype=kept).permute(0, 2, 3, 1, 4)
     level, strides = of.levels()
-    d_level = of.gates if of.level is None else torch.zeros_like(level)
-    pull = of.gates.new_empty(batch, groups, per_group, lay.length)
+    d_level = of.sums if of.level is None else torch.zeros_like(level)
+    pull = of.sums.new_empty(batch, groups, per_group, lay.length)
     levels = lay.most.bit_length() + 1
-    shares = of.gates.new_empty(groups, per_group, 1 if of.level is None else levels, lay.places)
+    shares = of.sums.new_empty(groups, per_group, 1 if of.level is None else levels, lay.places)
     read_grad[(lay.places, parts, per_group)](
-        of.q, of.k, of.v, of.gates, level, slots, totals, d_out, d_q, d_level, pull, shares, *lay.tables(), lay.count,
+        of.q, of.k, of.v, of.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *lay.tables(), lay.count,
         lay.length, lay.places, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
         *(strides if of.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=lay.chunk,
         BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last, LEVELS=levels,
@@ -184,11 +196,11 @@ def writes_grad(
     kept = of.k.dtype if heads == 1 else torch.float32
     d_k = of.k.new_empty(batch, lay.length, parts, features, dtype=kept).transpose(1, 2)
     d_v = of.v.new_empty(batch, lay.length, groups, values).transpose(1, 2)
-    d_gates = of.gates.new_empty(batch, groups, lay.length)
-    passing = of.gates.new_empty(groups, lay.places)
+    d_gates = of.sums.new_empty(batch, groups, lay.length)
+    passing = of.sums.new_empty(groups, lay.places)
     level, strides = of.levels()
     write_grad[(lay.places, parts)](
-        of.q, of.k, of.v, of.gates, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
+        of.q, of.k, of.v, of.sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
         *lay.tables(), lay.count, lay.length, lay.places, per_group, *of.strides(), *strides, *d_out.stride()[:4],
         *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=lay.chunk,
         BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last, FINAL=final,

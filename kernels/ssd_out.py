@@ -9,13 +9,13 @@ chunk.
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd_parts import chunk_at, cumulated, faded, lambdas, lowest_bit
+from surgery.kernels.ssd_parts import chunk_at, faded, lambdas, lowest_bit, summed
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
 def read(
-    q, k, v, gate, level, slots, totals, out, start, ends, seq_of, first_of,
-    count, T, M, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt, slb, slg, slj, slt, sll,
+    q, k, v, sums, level, slots, totals, out, start, ends, seq_of, first_of,
+    count, T, M, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, slb, slg, slj, slt, sll,
     sob, sog, soj, sot, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -45,13 +45,12 @@ def read(
     v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0)
     q_CK = q_CK.to(DOT)
     qk_CC = tl.dot(q_CK, tl.trans(k_CK.to(DOT)), input_precision=PRECISION)
-    gate_C = tl.load(gate + row * sgb + g * sgg + at_C * sgt, mask=ok_C, other=0.0).to(tl.float32)
-    coarse_C, fine_C, _, _ = cumulated(gate_C)
+    coarse_C, fine_C = summed(sums, g * M + m, C)
     log_C = coarse_C + fine_C
     qk_CC *= faded(coarse_C, fine_C, C)
     level += row * slb + g * slg + j * slj
     if LAST >= 0:
-        qk_CC *= lambdas(level, at_C, ok_C, slt, sll, 0, LAST, BITS, C)
+        qk_CC *= lambdas(level, at_C, ok_C, slt, sll, LAST, BITS, C)
     acc_CV = tl.dot(qk_CC.to(DOT), v_CV.to(DOT), input_precision=PRECISION)
     if LAST >= 0:
         here = g * M + base - 1 - first

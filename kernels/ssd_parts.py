@@ -47,13 +47,37 @@ def chunk_at(m, start, ends, seq_of, first_of, count, T, C: tl.constexpr, VARLEN
     return row, begin, length, first + m - base, first, off, base
 
 
-@triton.jit
-def cumulated(gate_C):
-    """Sums up to each token and over all: (exact part, rest, total of either)."""
-    gate_C = tl.maximum(gate_C, -60.0)
+@triton.jit(do_not_specialize=["count", "T", "M"])
+def sum_gates(
+    gate, sums, start, ends, seq_of, first_of, count, T, M, sgb, sgg, sgt, C: tl.constexpr, VARLEN: tl.constexpr
+):  # fmt: skip
+    """sums (G, M, 2, C): of the log-gates from the chunk's start up to each token, exact part and rest."""
+    m = tl.program_id(0)
+    row, begin, length, unit, first, off, _ = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    t0 = (unit - first) * C - off
+    g = tl.program_id(1).to(tl.int64)
+    x_C = tl.arange(0, C)
+    ok_C = (t0 + x_C >= 0) & (t0 + x_C < length)
+    at_C = row.to(tl.int64) * sgb + g * sgg + (begin + t0 + x_C).to(tl.int64) * sgt
+    gate_C = tl.maximum(tl.load(gate + at_C, mask=ok_C, other=0.0).to(tl.float32), -60.0)
     coarse_C = tl.floor(gate_C * 1024.0) * (1.0 / 1024.0)
-    fine_C = gate_C - coarse_C
-    return tl.cumsum(coarse_C, 0), tl.cumsum(fine_C, 0), tl.sum(coarse_C, 0), tl.sum(fine_C, 0)
+    to = sums + (g * M + m) * 2 * C
+    tl.store(to + x_C, tl.cumsum(coarse_C, 0))
+    tl.store(to + C + x_C, tl.cumsum(gate_C - coarse_C, 0))
+
+
+@triton.jit
+def summed(sums, place, C: tl.constexpr):
+    """Of the chunk at a place: (exact part, rest)."""
+    at_C = sums + place * 2 * C + tl.arange(0, C)
+    return tl.load(at_C), tl.load(at_C + C)
+
+
+@triton.jit
+def total_of(sums, place, C: tl.constexpr):
+    """The same over the whole chunk."""
+    at = sums + place * 2 * C + C - 1
+    return tl.load(at), tl.load(at + C)
 
 
 @triton.jit
@@ -62,14 +86,6 @@ def faded(coarse_C, fine_C, C: tl.constexpr):
     x_C = tl.arange(0, C)
     log_CC = (coarse_C[:, None] - coarse_C[None, :]) + (fine_C[:, None] - fine_C[None, :])
     return tl.where(x_C[:, None] >= x_C[None, :], tl.exp(tl.minimum(log_CC, 0.0)), 0.0)
-
-
-@triton.jit
-def faded_back(coarse_C, fine_C, C: tl.constexpr):
-    """The same, [s, t]."""
-    x_C = tl.arange(0, C)
-    log_CC = (coarse_C[None, :] - coarse_C[:, None]) + (fine_C[None, :] - fine_C[:, None])
-    return tl.where(x_C[None, :] >= x_C[:, None], tl.exp(tl.minimum(log_CC, 0.0)), 0.0)
 
 
 @triton.jit
@@ -84,13 +100,13 @@ def meeting(BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def lambdas(level, at_C, ok_C, stride_t, stride_l, AXIS: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """lambda_t^(level(t, s)), t along AXIS."""
+def lambdas(level, at_C, ok_C, stride_t, stride_l, LAST: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """lambda_t^(level(t, s)), [t, s]."""
     meets_CC = meeting(BITS, C)
     out_CC = tl.zeros([C, C], tl.float32)
     for b in tl.static_range(BITS + 1):
         lambda_C = tl.load(level + at_C * stride_t + min(b, LAST) * stride_l, mask=ok_C, other=0.0).to(tl.float32)
-        out_CC = tl.where(meets_CC == b, tl.expand_dims(lambda_C, 1 - AXIS), out_CC)
+        out_CC = tl.where(meets_CC == b, lambda_C[:, None], out_CC)
     return out_CC
 
 
@@ -103,17 +119,21 @@ def lowest_bit(x):
 
 @triton.jit
 def chunk_state(
-    k, v, gate, t0, length, skt, svt, sgt, kk_K, vv_V, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    k, v, sums, place, inside, t0, length, skt, svt, kk_K, vv_V, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(sum of k v^T as it stands at the chunk's end, [K, V]; its log-gate)."""
-    t_C = t0 + tl.arange(0, C)
+    """(sum of k v^T as it stands at the chunk's end, [K, V]; its log-gate); zeros unless the place is inside."""
+    x_C = tl.arange(0, C)
+    t_C = t0 + x_C
     ok_C = (t_C >= 0) & (t_C < length)
     t_C = t_C.to(tl.int64)
     k_CK = tl.load(k + t_C[:, None] * skt + kk_K[None, :], mask=ok_C[:, None] & (kk_K < F)[None, :], other=0.0)
     v_CV = tl.load(v + t_C[:, None] * svt + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0)
-    gate_C = tl.load(gate + t_C * sgt, mask=ok_C, other=0.0).to(tl.float32)
-    coarse_C, fine_C, coarse, fine = cumulated(gate_C)
+    at = sums + place * 2 * C
+    coarse_C = tl.load(at + x_C, mask=ok_C, other=0.0)
+    fine_C = tl.load(at + C + x_C, mask=ok_C, other=0.0)
+    coarse = tl.load(at + C - 1, mask=inside, other=0.0)
+    fine = tl.load(at + 2 * C - 1, mask=inside, other=0.0)
     weight_C = tl.exp(tl.minimum((coarse - coarse_C) + (fine - fine_C), 0.0))
     v_CV = (v_CV.to(tl.float32) * weight_C[:, None]).to(DOT)
     return tl.dot(tl.trans(k_CK.to(DOT)), v_CV, input_precision=PRECISION), coarse + fine

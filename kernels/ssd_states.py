@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.ssd_launch import Lay, Tokens, options, power_of_two, products, stored
-from surgery.kernels.ssd_parts import chunk_state, sequence
+from surgery.kernels.ssd_parts import chunk_state, sequence, summed, total_of
 
 PASS: dict[str, Any] = {"block_k": 64, "block_v": 64, "num_warps": 4, "stages": 3}
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
 def pass_on(
-    k, v, gate, slots, first_state, last_state, start, ends, seq_of, first_of,
-    count, T, M, G, skb, skg, skt, svb, svg, svt, sgb, sgg, sgt,
+    k, v, sums, slots, first_state, last_state, start, ends, seq_of, first_of,
+    count, T, M, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr,
     VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,6 @@ def pass_on(
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
-    gate += wide * sgb + g * sgg + at * sgt
     here = g * M + base
     state_KV = tl.zeros([BK, BV], tl.float32)
     if FIRST:
@@ -47,7 +46,7 @@ def pass_on(
     for n in tl.range(0, (length + C - 1) // C, num_stages=STAGES):
         tl.store(slots + (here + n) * F * V + tile_KV, state_KV.to(slots.dtype.element_ty), mask=inside_KV)
         x_KV, total = chunk_state(
-            k, v, gate, n * C, length, skt, svt, sgt, kk_K, vv_V, F, V, C, DOT, PRECISION
+            k, v, sums, here + n, True, n * C, length, skt, svt, kk_K, vv_V, F, V, C, DOT, PRECISION
         )  # fmt: skip
         state_KV = tl.exp(total) * state_KV + x_KV
     tl.store(last_state + (seq * G + g) * F * V + tile_KV, state_KV, mask=inside_KV)
@@ -55,8 +54,8 @@ def pass_on(
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
 def pass_back(
-    q, gate, d_out, d_slots, d_first, d_last, start, ends, seq_of, first_of,
-    count, T, M, G, J, sqb, sqg, sqj, sqt, sgb, sgg, sgt, sob, sog, soj, sot,
+    q, sums, d_out, d_slots, d_first, d_last, start, ends, seq_of, first_of,
+    count, T, M, G, J, sqb, sqg, sqj, sqt, sob, sog, soj, sot,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +71,6 @@ def pass_back(
     inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     q += wide * sqb + g * sqg + at * sqt
-    gate += wide * sgb + g * sgg + at * sgt
     d_out += wide * sob + g * sog + at * sot
     here = g * M + base
     state_KV = tl.load(d_last + (seq * G + g) * F * V + tile_KV, mask=inside_KV, other=0.0)
@@ -88,11 +86,12 @@ def pass_back(
         do_CV = tl.load(
             d_out + j * soj + t_C[:, None] * sot + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0
         )
-        gate_C = tl.maximum(tl.load(gate + t_C * sgt, mask=ok_C, other=0.0).to(tl.float32), -60.0)
+        coarse_C, fine_C = summed(sums, here + n, C)
         if i % J == 0:
             tl.store(d_slots + (here + n) * F * V + tile_KV, state_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
-            state_KV = tl.exp(tl.sum(gate_C, 0)) * state_KV
-        do_CV = (do_CV.to(tl.float32) * tl.exp(tl.cumsum(gate_C, 0))[:, None]).to(DOT)
+            coarse, fine = total_of(sums, here + n, C)
+            state_KV = tl.exp(coarse + fine) * state_KV
+        do_CV = (do_CV.to(tl.float32) * tl.exp(coarse_C + fine_C)[:, None]).to(DOT)
         state_KV += tl.dot(tl.trans(q_CK.to(DOT)), do_CV, input_precision=PRECISION)
     tl.store(d_first + (seq * G + g) * F * V + tile_KV, state_KV, mask=inside_KV)
 
@@ -107,11 +106,11 @@ def passed_on(lay: Lay, of: Tokens, first_SGFV: Tensor | None) -> tuple[Tensor, 
     """(slots_GMFV, last_SGFV), see `pass_on`."""
     groups, _, features, values = of.sizes
     slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
-    last = of.gates.new_empty(lay.seqs, groups, features, values)
+    last = of.sums.new_empty(lay.seqs, groups, features, values)
     block_k, block_v, tiles = _tiles(of)
     pass_on[(lay.seqs, groups, tiles)](
-        of.k, of.v, of.gates, slots, last if first_SGFV is None else first_SGFV, last, *lay.tables(), lay.count,
-        lay.length, lay.places, groups, *of.k.stride()[:3], *of.v.stride()[:3], *of.gates.stride(), F=features,
+        of.k, of.v, of.sums, slots, last if first_SGFV is None else first_SGFV, last, *lay.tables(), lay.count,
+        lay.length, lay.places, groups, *of.k.stride()[:3], *of.v.stride()[:3], F=features,
         V=values, C=lay.chunk, BK=block_k, BV=block_v, FIRST=first_SGFV is not None, VARLEN=lay.varlen,
         **products(of.v.dtype), STAGES=PASS["stages"], **options(PASS),
     )  # fmt: skip
@@ -125,8 +124,8 @@ def passed_back(lay: Lay, of: Tokens, d_out: Tensor, d_last: Tensor) -> tuple[Te
     d_first = torch.empty_like(d_last)
     block_k, block_v, tiles = _tiles(of)
     pass_back[(lay.seqs, groups, tiles)](
-        of.q, of.gates, d_out, d_slots, d_first, d_last, *lay.tables(), lay.count, lay.length, lay.places, groups,
-        per_group, *of.q.stride()[:4], *of.gates.stride(), *d_out.stride()[:4], F=features, V=values, C=lay.chunk,
+        of.q, of.sums, d_out, d_slots, d_first, d_last, *lay.tables(), lay.count, lay.length, lay.places, groups,
+        per_group, *of.q.stride()[:4], *d_out.stride()[:4], F=features, V=values, C=lay.chunk,
         BK=block_k, BV=block_v, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=PASS["stages"],
         **options(PASS),
     )  # fmt: skip
