@@ -165,9 +165,8 @@ def check_buckets(shape, dtype, starts, counts, levels=12, chunk=64, gates="mild
     B, G, J, T, features, V, _ = shape
     leaves["level"] = 0.1 + torch.rand(B, T, G, J, levels, device=DEVICE)
     there = torch.tensor([[start >> bit & 1 for bit in range(max(starts).bit_length())] for start in starts])
-    leaves["buckets"] = torch.randn(*there.shape, G, features, V, device=DEVICE) * there[..., None, None, None].to(
-        DEVICE
-    )
+    there = there[..., None, None, None].to(DEVICE)
+    leaves["buckets"] = torch.randn(*there.shape[:2], G, features, V, device=DEVICE)
     silent = (torch.arange(T) < torch.tensor(counts).unsqueeze(1)).to(DEVICE)
 
     def call(leaves):
