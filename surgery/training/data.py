@@ -138,7 +138,8 @@ class Data:
             elif all(reader.epoch >= epoch + 2 for reader, epoch in zip(self.readers, before)):
                 break
         else:
-            return None
+            if number > 0 or self.side == "validation":
+                return None
         names = ", ".join(source.path for source in self.config.sources)
         raise SurgeryError(f"data: {names}: no {self.side} document with a token to train on")
 

@@ -27,6 +27,7 @@ class SourceConfig(_Strict):
     """path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: of the
     tokens, its share among the sources. What a row holds: `text`, a column of text; `messages`, a column of
     conversations ({role, content} each); or `prompt` and `completion`, two columns of text.
+    train_on: of conversations the `answers`, the `last` of them, or `all` of the text.
     separator: what parts the documents of a text file; without it a file is one document."""
 
     path: str
@@ -40,7 +41,7 @@ class SourceConfig(_Strict):
     revision: str | None = None
     weight: float = Field(1.0, gt=0)
     streaming: bool = False
-    train_on: Literal["answers", "all"] = "answers"
+    train_on: Literal["answers", "last", "all"] = "answers"
 
     @model_validator(mode="after")
     def _one_kind(self) -> SourceConfig:

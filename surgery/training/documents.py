@@ -28,7 +28,7 @@ class Document:
         """Characters, about."""
         if isinstance(self.content, str):
             return len(self.content)
-        return sum(len(part) if isinstance(part, str) else len(str(part.get("content"))) for part in self.content)
+        return sum(len(str(part)) for part in self.content)
 
 
 def held_out(content: Any, share: float) -> bool:
