@@ -74,7 +74,7 @@ def forward(
         q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
         A1=a1, B1=b1, L1=l1, A2=a2, B2=b2, L2=l2, A3=a3, B3=b3,
-        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, **meta(plan, q, v, biases, tiles),
+        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1, **meta(plan, q, v, biases, tiles),
     )  # fmt: skip
     return out, lse
 

@@ -127,7 +127,7 @@ def mlr_forward(
     A2: tl.constexpr, B2: tl.constexpr, L2: tl.constexpr, A3: tl.constexpr, B3: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
     R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
-    CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr,
+    CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, up to L2 A2 + B2, the others A3 + B3."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
@@ -164,26 +164,26 @@ def mlr_forward(
             A2, B2, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     q_MA = rows(q, row, stride_q, ok_M, M, A3, 0, R, True)
     q_MB = rows(q, row, stride_q, ok_M, M, B3, A3, R, True) if B3 > 0 else q_MA
-    held_MA = held(q_MA, A3) if L > 1 else q_MA
-    held_MB = held(q_MB, B3) if L > 1 and B3 > 0 else q_MB
+    held_MA = held(q_MA, A3) if HOLD else q_MA
+    held_MB = held(q_MB, B3) if HOLD and B3 > 0 else q_MB
     acc_MV, top_M, sum_M = walk(
         acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
         t_M, t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
-        A3, B3, L > 1, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+        A3, B3, HOLD, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     # the tiles left
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
     HELD_FROM: tl.constexpr = L2 if A2 > 0 else L1  # the walk of the zones after it masks q itself
     left = t_last // N + 1 - tile_first
     for z in tl.static_range(1, L + 1):
         z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-        if z > HELD_FROM:
+        if HOLD and z > HELD_FROM:
             left -= border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
         left -= z_count
     for at in tl.range(0, left):
         tile = tile_first + at
         for z in tl.static_range(1, L + 1):
             z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-            if z > HELD_FROM:
+            if HOLD and z > HELD_FROM:
                 border = border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
                 z_start -= border
                 z_count += border

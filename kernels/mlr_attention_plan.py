@@ -16,6 +16,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    hold: bool = False  # whether q stays in registers, for zones to mask
     run: int = 3  # key tiles of a zone that a walk of its own pays for
 
 
@@ -74,8 +75,8 @@ def forward_tiles(dtype: torch.dtype, dims: int, sliding: bool) -> Tiles:
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 1)
     if dims <= 64:
-        return Tiles(64, 64, 4, 3, 168) if sliding else Tiles(128, 64, 8, 3, 128)
-    return Tiles(128, 64, 8, 2) if dims <= 128 else Tiles(64, 32, 4, 2)
+        return Tiles(64, 64, 4, 3, 168, True) if sliding else Tiles(128, 64, 8, 3, 128, True)
+    return Tiles(128, 64, 8, 3) if dims <= 128 else Tiles(64, 32, 4, 2)
 
 
 def backward_tiles(dtype: torch.dtype, dims: int) -> tuple[Tiles, Tiles]:

@@ -38,7 +38,7 @@ def small_tiles(monkeypatch):
         return range(*(int(a.handle.data.item()) if hasattr(a, "handle") else int(a) for a in args))
 
     monkeypatch.setattr(interpreter, "range", bounds, raising=False)
-    tiles = mlr_attention.Tiles(16, 16, 4, 1, run=2)
+    tiles = mlr_attention.Tiles(16, 16, 4, 1, run=2, hold=True)
     monkeypatch.setattr(mlr_attention, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(mlr_attention, "backward_tiles", lambda *_: (tiles, tiles))
     monkeypatch.setattr(mlr_attention_decode, "TILE", 16)
