@@ -58,8 +58,8 @@ class LogLinear(torch.autograd.Function):
         d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, ctx.levels > 0)
         groups, per_group, levels, _ = shares.shape
         spans[(lay.places, groups)](
-            shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, per_group, *d_gates.stride(),
-            C=lay.chunk, LEVELS=levels, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
+            shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, levels, per_group, *d_gates.stride(),
+            C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
         )  # fmt: skip
         return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None, None
 

@@ -20,16 +20,16 @@ from surgery.kernels.ssd_parts import (
 )
 
 
-@triton.jit(do_not_specialize=["count", "T", "M"])
+@triton.jit(do_not_specialize=["count", "T", "M", "levels"])
 def read_grad(
     q, k, v, sums, level, slots, totals, d_out, d_q, d_level, pull, shares, start, ends, seq_of, first_of,
-    count, T, M, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, slb, slg, slj, slt, sll,
+    count, T, M, levels, sqb, sqg, sqj, sqt, skb, skg, skt, svb, svg, svt, slb, slg, slj, slt, sll,
     sob, sog, soj, sot, sdb, sdg, sdj, sdt, smb, smg, smj, smt, sml, spb, spg, spj, spt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HEADS: tl.constexpr, LAST: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """HEADS to a program, of the same queries and keys. shares (G, J, LEVELS, M): what a chunk reads of its slot of a
+    """HEADS to a program, of the same queries and keys. shares (G, J, levels, M): what a chunk reads of its slot of a
     level, times the gradient."""
     m = tl.program_id(0)
     row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
@@ -97,7 +97,7 @@ def read_grad(
                 rest_C += tl.where(at_level < LAST, 0.0, one_C)
                 one_C *= weight_C
                 pull_C += one_C
-                share = ((g * tl.num_programs(2) + j) * LEVELS + tl.minimum(bit, LEVELS - 1)) * M + m
+                share = ((g * tl.num_programs(2) + j) * levels + tl.minimum(bit, levels - 1)) * M + m
                 tl.store(shares + share, tl.sum(one_C, 0))
                 passed += tl.load(totals + here + e)
                 e = e & (e - 1)
@@ -206,10 +206,10 @@ def write_grad(
     tl.store(to, dk_CK.to(d_k.dtype.element_ty), mask=ok_CK)
 
 
-@triton.jit(do_not_specialize=["count", "T", "M"])
+@triton.jit(do_not_specialize=["count", "T", "M", "levels"])
 def spans(
-    shares, passing, d_gate, start, ends, seq_of, first_of, count, T, M, J, sfb, sfg, sft,
-    C: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    shares, passing, d_gate, start, ends, seq_of, first_of, count, T, M, levels, J, sfb, sfg, sft,
+    C: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds to a chunk's log-gates what passes it: of its left sibling at every level, what goes beyond the right one,
     and what chunks behind this one in the right one read of it."""
@@ -229,7 +229,7 @@ def spans(
         total += tl.load(passing + g * M + base - 1 - first + e)
         end = tl.minimum(e + (1 << bit), last)
         for j in range(J):
-            at = shares + ((g * J + j) * LEVELS + tl.minimum(bit, LEVELS - 1)) * M + base - first
+            at = shares + ((g * J + j) * levels + tl.minimum(bit, levels - 1)) * M + base - first
             for n in range(unit + 1, end, BLOCK):
                 acc_N += tl.load(at + n + x_N, mask=n + x_N < end, other=0.0)
         e = e & (e - 1)

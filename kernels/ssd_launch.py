@@ -178,9 +178,9 @@ def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tenso
     shares = of.sums.new_empty(groups, per_group, 1 if of.level is None else levels, lay.places)
     read_grad[(lay.places, parts, per_group)](
         of.q, of.k, of.v, of.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *lay.tables(), lay.count,
-        lay.length, lay.places, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
+        lay.length, lay.places, levels, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
         *(strides if of.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=lay.chunk,
-        BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last, LEVELS=levels,
+        BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last,
         VARLEN=lay.varlen, **products(of.v.dtype), STAGES=READ_GRAD["stages"], **options(READ_GRAD),
     )  # fmt: skip
     return d_q, d_level, pull, shares
