@@ -156,8 +156,8 @@ class Call:
         s, wide = self.s, torch.float32
         batch, length, G, J, lambdas = self.level.shape
         dlevel = torch.zeros(batch, length, G, J, lambdas, dtype=wide, device=self.k.device)
-        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K, dtype=wide), s.buffer(s.V, s.C)
-        return *matrices, s.buffer(s.J, s.C, s.K, dtype=wide), dlevel, s.buffer(s.C, dtype=wide)
+        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
+        return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(s.C, dtype=wide)
 
     def _group_down(self, low, high, terms, states, down, do, dbucket, dafter, sums):  # type: ignore[no-untyped-def]
         """Levels high - 1 .. low: what comes down to level `low`."""
