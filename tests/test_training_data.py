@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_standin import HubStandIn
+from small import run_python
 
 from surgery.errors import SurgeryError
 from surgery.training import documents
@@ -143,6 +145,51 @@ def test_a_long_text_is_read_in_parts(tmp_path, tokenizer, monkeypatch):
     assert len(parts) > 5 and "".join(part.content for part in parts) == text
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+FROM_THE_HUB = """
+import itertools, json, sys
+from transformers import AutoTokenizer
+from surgery.errors import SurgeryError
+from surgery.training.data import DataConfig, make_data
+
+folder, *cases = json.loads(sys.stdin.read())
+tokenizer, told = AutoTokenizer.from_pretrained(folder), []
+for case in cases:
+    try:
+        data = make_data(DataConfig(sources=case, epochs=1, packing="none", shuffle=0), tokenizer, 64, 0)
+        examples = data.examples()
+        rows = [e["input_ids"].tolist() for e, _ in zip(examples, range(40))]
+        later = make_data(DataConfig(sources=case, epochs=1, packing="none", shuffle=0), tokenizer, 64, 0)
+        later.restore(json.loads(json.dumps(data.state())))
+        told.append([rows, [e["input_ids"].tolist() for e in examples] == [e["input_ids"].tolist() for e in later.examples()]])
+    except SurgeryError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_hub_ids(files, texts, tokenizer, tmp_path):
+    """Whole and as streams, by revision; from endpoints that stand on this machine."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "train.parquet").write_bytes((files / "columns.parquet").read_bytes())
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "train.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts[::-1]))
+    both = [{"path": "org/texts", "text": "body", "streaming": streaming} for streaming in (False, True)]
+    cases = [*both, *({**case, "revision": "v2"} for case in both)]
+    wrong = [{"path": "org/nothing"}, {"path": "org/texts", "text": "boy"}, {"path": "org/texts", "split": "dev"}]
+    with HubStandIn() as hub:
+        hub.add("datasets", "org/texts", tmp_path / "first")
+        hub.add("datasets", "org/texts", tmp_path / "second", branch="v2")
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = run_python(FROM_THE_HUB, stdin=json.dumps([str(EMBEDDED), *cases, *wrong]), **environment)
+    assert done.returncode == 0, done.stderr
+    *found, nothing, column, split = json.loads(done.stdout)
+    local = [e["input_ids"].tolist() for e in first(data_of(tokenizer, source(files), packing="none", shuffle=0), 40)]
+    assert found[0] == found[1] == [local, True]
+    assert found[2] == found[3] and found[2][1] and found[2][0] != local
+    assert "data source org/nothing cannot be read" in nothing and "did you mean 'body'" in column
+    assert "data source org/texts cannot be read" in split and "dev" in split
 
 
 # -- order -----------------------------------------------------------------------------------------
