@@ -21,16 +21,16 @@ GROW: dict[str, Any] = {"block_k": 64, "block_v": 64, "num_warps": 4}
 GROW_GRAD: dict[str, Any] = {"block_k": 128, "block_v": 64, "num_warps": 4, "stages": 3}
 
 
-@triton.jit(do_not_specialize=["count", "T", "M", "U", "shift"])
+@triton.jit(do_not_specialize=["count", "T", "M", "U", "shift", "levels"])
 def grow(
     k, v, sums, slots, totals, rights, tops, final, closing_S, start, ends, seq_of, first_of,
-    count, T, M, U, shift, G, skb, skg, skt, svb, svg, svt,
+    count, T, M, U, shift, levels, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
-    LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's segment
     and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their last eight
-    chunks; final (seqs, LEVELS, G, F, V) float32: the slots that a token behind the last one would read."""
+    chunks; final (seqs, levels, G, F, V) float32: the slots that a token behind the last one would read."""
     m = tl.program_id(0)
     if VARLEN:
         seq = tl.load(seq_of + m)
@@ -55,7 +55,7 @@ def grow(
     v += wide * svb + g * svg + at * svt
     here = base + g * M - 1 - first  # slots are counted by the chunk behind them, from position 0
     top = (base >> 3) + seq * (1 if VARLEN else 2) - (first >> 3) + g * U - 1
-    if LEVELS > 0:
+    if FINAL:
         closing = tl.load(closing_S + seq).to(tl.int32)
     a_KV, b_KV, c_KV = inside_KV, inside_KV, inside_KV  # left siblings of 1, 2, 4 segments
     a, b, c = 0.0, 0.0, 0.0
@@ -92,23 +92,23 @@ def grow(
         if LEAVES or (i % 2 == 1):
             tl.store(slots + (here + e) * F * V + tile_KV, x_KV.to(slots.dtype.element_ty), mask=inside_KV & inside)
             tl.store(totals + here + e, total, mask=inside)
-            if LEVELS > 0:
+            if FINAL:
                 bit = lowest_bit(e)  # of whole units it may be higher than here: later launches write again
-                closes = inside & (((closing >> bit) << bit) == e) & (bit < LEVELS)
-                to = final + ((seq * LEVELS + bit) * G + g) * F * V
+                closes = inside & (((closing >> bit) << bit) == e) & (bit < levels)
+                to = final + ((seq * levels + bit) * G + g) * F * V
                 tl.store(to + tile_KV, x_KV, mask=inside_KV & closes)
 
 
-@triton.jit(do_not_specialize=["count", "T", "M", "order"])
+@triton.jit(do_not_specialize=["count", "T", "M", "order", "levels"])
 def grow_grad(
     q, sums, level, d_out, d_final, d_slots, closing_S, start, ends, seq_of, first_of,
-    count, T, M, order, G, J, sqb, sqg, sqj, sqt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
+    count, T, M, order, levels, G, J, sqb, sqg, sqj, sqt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LAST: tl.constexpr, LEVELS: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
+    LAST: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d_slots (G, M, F, V): gradients of the slots by the chunks that read them, those of its right sibling, and where
-    LEVELS > 0 by d_final. Slots that many read come first: a row's slots in the order of their number's bits reversed,
+    FINAL by d_final. Slots that many read come first: a row's slots in the order of their number's bits reversed,
     of which there are `order`."""
     m = tl.program_id(0)
     if not VARLEN:
@@ -132,12 +132,12 @@ def grow_grad(
     tile_KV = kk_K[:, None] * V + vv_V[None, :]
     inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
     acc_KV = tl.zeros([BK, BV], tl.float32)
-    if LEVELS > 0:
+    if FINAL:
         seq = tl.load(seq_of + m) if VARLEN else row
         closing = tl.load(closing_S + seq).to(tl.int32)
-        closes = (((closing >> bit) << bit) == e) & (bit < LEVELS)
+        closes = (((closing >> bit) << bit) == e) & (bit < levels)
         acc_KV += tl.load(
-            d_final + ((seq * LEVELS + bit) * G + g) * F * V + tile_KV, mask=inside_KV & closes, other=0.0
+            d_final + ((seq * levels + bit) * G + g) * F * V + tile_KV, mask=inside_KV & closes, other=0.0
         )
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     q += wide * sqb + g * sqg + at * sqt
@@ -178,9 +178,9 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
     while shift == 0 or lay.most > 1 << shift:
         grow[(lay.units(shift + 3), groups, tiles)](
             of.k, of.v, of.sums, slots, totals, rights, tops, final, closing_S, *lay.tables(shift + 3),
-            lay.count, lay.length, lay.places, lay.units(3), shift, groups,
+            lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
             *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
-            BV=block_v, LEAVES=shift == 0, LEVELS=levels, VARLEN=lay.varlen, **products(of.v.dtype),
+            BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **products(of.v.dtype),
             **options(GROW),
         )  # fmt: skip
         shift += 3
@@ -198,9 +198,9 @@ def grown_grad(lay: Lay, of: Tokens, d_out: Tensor, d_final: Tensor, closing_S: 
     order = max(lay.count - 1, 0).bit_length()
     grow_grad[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
         of.q, of.sums, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
-        order, groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
+        order, d_final.shape[1], groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
         F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        LEVELS=d_final.shape[1], VARLEN=lay.varlen, **products(of.v.dtype), STAGES=GROW_GRAD["stages"],
+        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=GROW_GRAD["stages"],
         **options(GROW_GRAD),
     )  # fmt: skip
     return d_slots
