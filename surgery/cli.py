@@ -16,6 +16,7 @@ from surgery import options
 from surgery.console import progress as _progress
 from surgery.console import show as _show
 from surgery.errors import SurgeryError
+from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
 from surgery.version import __version__
 
@@ -156,6 +157,7 @@ def inspect(
 
 
 app.command()(finetune)
+app.command("teacher-cache")(teacher_cache)
 
 
 @app.command(name="eval")

@@ -81,3 +81,12 @@ Track = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="tensorboard (the default, where installed), wandb, trackio or none."),
 ]
+
+# -- of surgery teacher-cache
+Cache = Annotated[Path, typer.Option("--out", "-o", help="Folder for the cache.")]
+TopK = Annotated[int, typer.Option("--top-k", min=1, help="Tokens kept of every prediction, the likeliest.")]
+Examples = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, help="Rows of the data; default: data.rows, or all that the stage trains on."),
+]
+ResumeCache = Annotated[bool, typer.Option("--resume", help="Finish the cache in --out.")]

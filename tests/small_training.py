@@ -40,7 +40,7 @@ def btt(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory) -> Path:
     """Attention with mixers."""
-    return conversion(tmp_path_factory.mktemp("mixed"), "lolcats", "attention.steps=4")
+    return conversion(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
 
 
 def recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:

@@ -132,3 +132,88 @@ def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):  # noqa: F
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(SurgeryError, match="--resume"):
         finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
+
+
+# -- bad steps ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def poisoned(monkeypatch):
+    """The loss of the step that begins with this example is no number, in the third layer's MLP or of itself."""
+    from surgery.training.stages.lm import LMStage
+
+    plain = LMStage.losses
+
+    def poison(where: str, example: int):
+        def losses(self, models, batch):
+            hit = example in batch["index"].tolist()
+            module = models.student.model.layers[2].mlp
+            hook = (
+                module.register_forward_hook(lambda *a: a[-1] * float("nan"), prepend=True)
+                if hit and where == "mlp"
+                else None
+            )
+            parts = plain(self, models, batch)
+            if hook is not None:
+                hook.remove()
+            if hit and where == "loss":
+                parts = {**parts, "total": parts["total"] * float("inf")}
+            return parts
+
+        monkeypatch.setattr(LMStage, "losses", losses)
+
+    return poison
+
+
+def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poisoned):  # noqa: F811
+    """Though the loop looks only every fourth step; the message names step, module and checkpoint."""
+    poisoned("mlp", 13)  # the fourth step of four rows
+    told = recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
+    with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.2\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
+        finetune(str(btt), told, tmp_path / "out")
+    assert "first activations that are no numbers" in str(error.value)
+    record = finetune(str(btt), told, tmp_path / "out", resume=True, skip_bad_steps=True)
+    assert record["stages"][0]["steps"] == 8
+    assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "out").values())
+
+
+def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):  # noqa: F811
+    """Weights after a bad last step are those before it."""
+    stage = {"kind": "lm", "trains": ["new"], "schedule": {"name": "constant", "warmup": 0}}
+    finetune(str(btt), recipe(texts, {**stage, "tokens": 512}), tmp_path / "two")
+    poisoned("loss", 9)
+    finetune(str(btt), recipe(texts, {**stage, "tokens": 768}), tmp_path / "three", skip_bad_steps=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(tmp_path / "two").values(), weights(tmp_path / "three").values())
+    )
+
+
+def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):  # noqa: F811
+    stage = {
+        "kind": "lm",
+        "trains": ["new"],
+        "tokens": 8192,
+        "rate": 0.3,
+        "schedule": {"name": "constant", "warmup": 0},
+    }
+    with pytest.raises(SurgeryError, match=r"runs away from.*largest activations"):
+        finetune(str(btt), recipe(texts, stage), tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):  # noqa: F811
+    from surgery.training.checkpoints import Checkpoints
+
+    state = tmp_path / "checkpoints" / "stage-00-step-0000002" / "state.json"
+    state.parent.mkdir(parents=True)
+    (state.parent.with_name("stage-00-step-0000004.tmp")).mkdir()
+    state.write_text("{")
+    found = Checkpoints(tmp_path / "checkpoints", 2)
+    assert found.latest() == state.parent
+    with pytest.raises(SurgeryError, match="damaged"):
+        found.position(state.parent)
+
+
+def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):  # noqa: F811
+    poisoned("loss", 9)
+    with pytest.raises(SurgeryError, match="no number"):
+        finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
+    with pytest.raises(SurgeryError, match="another recipe"):
+        finetune(str(btt), recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)

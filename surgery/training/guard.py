@@ -8,6 +8,7 @@ which module it was.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -122,7 +123,8 @@ def blamed(model: nn.Module, again: Callable[[], None]) -> str:
     lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
     if lost:
         return f"The parameter {lost[0]} holds numbers that are none."
-    with watched(model) as seen:
+    with watched(model) as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on hooks of modules whose inputs need no gradient
         try:
             again()
         except RuntimeError as error:

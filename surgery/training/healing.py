@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from surgery.convert import partial_of
-from surgery.devices import device_name
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.progress import Progress
@@ -23,14 +22,14 @@ from surgery.training.log import CURVE, Log, draw, tracker
 from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
 from surgery.training.recipe import HealingRecipe, data_of
-from surgery.training.result import keys_of, settle, write_result
+from surgery.training.record import circumstances, scores, stage_record
+from surgery.training.result import keys_of, round_as_stored, settle, write_result
 from surgery.training.sharding import whole
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
 from surgery.training.stages.lora import LoraStage
-from surgery.training.validation import Validation, perplexity
+from surgery.training.validation import Validation
 from surgery.training.weight_norm import fold, normalise
-from surgery.version import __version__
 
 
 def named(model: Any) -> dict[str, Tensor]:
@@ -80,12 +79,12 @@ class Healing:
         at = self._position()
         models = self._models(student)
         self.validation = self._validation()
-        measured = self._measured(models)
+        self.measured = self._measured(models)
         after = None
         for number in range(len(self.recipe.stages)):
             if number >= at.stage:
                 after = self._stage(models, number, at if number == at.stage else Position(number))
-        record = self._record(measured, after, time.perf_counter() - began)
+        record = self._record(self.measured, after, time.perf_counter() - began)
         self._write(models, record)
         return record
 
@@ -151,22 +150,32 @@ class Healing:
         return Validation(data.validation(), last.rows, self.accelerator)
 
     def _measured(self, models: Models) -> dict[str, float | None]:
-        """Losses of the original and, when the first stage begins, of the converted; once, and then from the journal."""
-        done = self.journal.find("measured") if self.journal else None
-        found = None if done is None else {k: done[k] for k in ("original", "before")}
+        """Losses of the original and of the converted, before anything is trained; once, and then from the journal."""
+        lines = [line for line in self.journal.lines if line["step"] == "measured"] if self.journal else []
+        found: dict[str, float | None] = {"original": None, "before": None}
+        for line in lines:
+            found |= {key: line[key] for key in found if key in line}
         if self.accelerator.num_processes > 1:
             from accelerate.utils import broadcast_object_list
 
-            found = broadcast_object_list([found])[0]
-        if found is None:
-            found = {"original": None, "before": None}
-            if self.validation and models.teacher is not None and models.teacher.device == self.accelerator.device:
+            found, lines = broadcast_object_list([found, lines])
+        if not lines and self.validation:
+            if models.teacher is not None and models.teacher.device == self.accelerator.device:
                 found["original"] = self.validation.loss(models.teacher)
-            if self.validation and not self.fsdp:
+            if not self.fsdp:
                 found["before"] = self.validation.loss(models.student)
-            if self.journal:
-                self.journal.add("measured", **found)
+            self._note(found)
         return found
+
+    def _note(self, found: dict[str, float | None]) -> None:
+        self.measured = found
+        if self.journal:
+            self.journal.add("measured", **found)
+
+    def _measured_now(self, models: Models, number: int, at: Position) -> None:
+        """The converted model, where it had to be spread over devices first."""
+        if self.fsdp and self.validation and (number, at.step) == (0, 0):
+            self._note({**self.measured, "before": self.validation.of_models(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
     def _stage(self, models: Models, number: int, at: Position) -> float | None:
@@ -198,6 +207,7 @@ class Healing:
         data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
         self._check_cache(models, data)
         self._measure(models, stage, data)
+        self._measured_now(models, number, at)
         at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
         now = named(models.student)
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
@@ -208,9 +218,7 @@ class Healing:
         loop = Loop(setting, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
-        after = self.validation.of_models(models)
-        self._over(models, stage, loop, after)
-        return after
+        return self._over(models, stage, loop)
 
     def _restored(self, models: Models) -> None:
         if latest := self.checkpoints.latest():
@@ -232,11 +240,13 @@ class Healing:
         if models.cache is not None and hasattr(models.cache, "check"):
             models.cache.check(data)
 
-    def _over(self, models: Models, stage: Stage, loop: Loop, after: float | None) -> None:
-        """The wrappers off, and a checkpoint between the stages."""
+    def _over(self, models: Models, stage: Stage, loop: Loop) -> float | None:
+        """The wrappers off, numbers as they will be stored, and a checkpoint between the stages. The loss on validation
+        text of what is kept."""
         self.accelerator.wait_for_everyone()
-        models.student = self.accelerator.unwrap_model(models.run, keep_fp32_wrapper=False)
-        models.run = models.student
+        adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
+        after = self.validation.of_models(models) if adapter else None
+        models.student = models.run = self.accelerator.unwrap_model(models.run, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         if stage.config.memory == "checkpoint":
             opening.recompute_nothing(models.student)
@@ -244,44 +254,27 @@ class Healing:
             fold(models.student)
         stage.finish(models, self.roles, self.work if self.main else None)
         self.trained |= stage.changes(models, self.roles)
-        self.stages.append(self._told(stage, loop))
-        parameters = dict(models.student.named_parameters())
-        held = Held({n: parameters[n] for n in self.trained})
+        held = Held({n: p for n, p in models.student.named_parameters() if n in self.trained})
+        if loop.at.stage + 1 == len(self.recipe.stages):
+            round_as_stored(held.parameters, keys_of(models.student, self.source, self.trained), self.source)
+        after = after if adapter else self.validation.of_models(models)
+        self.stages.append(stage_record(stage.config.kind, loop.at))
         notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
         self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
-
-    def _told(self, stage: Stage, loop: Loop) -> dict[str, Any]:
-        lines = [line for line in self.log.lines() if line["stage"] == loop.at.stage and "loss" in line]
-        speeds = sorted(line["tokens_per_second"] for line in lines)
-        return {
-            "kind": stage.config.kind,
-            "steps": loop.at.step,
-            "tokens": loop.at.tokens,
-            "first_loss": lines[0]["loss"],
-            "last_loss": lines[-1]["loss"],
-            "tokens_per_second": speeds[len(speeds) // 2],
-        }
+        return after
 
     # -- the end ---------------------------------------------------------------------------------------
     def _record(self, measured: dict[str, float | None], after: float | None, seconds: float) -> dict[str, Any]:
         if after is None and (latest := self.checkpoints.latest()):
             after = self.checkpoints.position(latest).notes.get("after")
-        losses = {**measured, "after": after}
-        scores = {k: {"loss": v, "perplexity": perplexity(v)} if v is not None else None for k, v in losses.items()}
-        return {
-            "surgery": __version__,
+        told: dict[str, Any] = {
             "out": str(self.out),
             "teacher": self.teacher_name,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "validation": scores,
-            "validation_rows": len(self.validation.examples),
             "stages": self.stages,
             "trained": len(self.trained),
-            "seconds": round(seconds, 1),
-            "processes": self.accelerator.num_processes,
-            "device": device_name(self.accelerator.device),
-            "precision": self.accelerator.mixed_precision,
         }
+        told |= {"validation": scores({**measured, "after": after}), "validation_rows": len(self.validation.examples)}
+        return {**told, **circumstances(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
     def _write(self, models: Models, record: dict[str, Any]) -> None:
         parameters = dict(models.student.named_parameters())

@@ -146,7 +146,7 @@ class Loop:
         self.seconds += time.perf_counter() - began
         good = self._judged(rows, norms, steps, names.index("total"))
         line = self._line({n: _mean(row[i] for row in good) for i, n in enumerate(names)}, norms)
-        self.positions, self.seconds = 0, 0.0
+        self._remember(line)
         if self.accelerator.is_main_process:
             self.setting.log.add(line)
         self.setting.report(line)
@@ -154,6 +154,14 @@ class Loop:
             what = f"the loss runs away from {self.divergence.best:g}"
             raise self._stopped(what, self.at.step, line["loss"], steps[-1])
         self.at.notes["best"] = self.divergence.best
+
+    def _remember(self, line: dict[str, Any]) -> None:
+        notes = self.at.notes
+        notes.setdefault("first_loss", line["loss"])
+        notes["last_loss"] = line["loss"]
+        notes["seconds"] = notes.get("seconds", 0.0) + self.seconds
+        notes["positions"] = notes.get("positions", 0) + self.positions
+        self.positions, self.seconds = 0, 0.0
 
     def _judged(self, rows: list[list[float]], norms: list[float], steps: list[Step], total: int) -> list[list[float]]:
         """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
@@ -200,8 +208,7 @@ class Loop:
 
         alone = self.accelerator.num_processes == 1
         blame = blamed(self.models.student, again) if alone else ""
-        rate = max(group["peak"] for group in self.inner.param_groups)
-        return stop(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), rate)
+        return stop(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), self.config.rate)
 
     # -- between steps -------------------------------------------------------------------------------
     def _pause(self, began: float) -> float:

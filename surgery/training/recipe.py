@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError
 
 from surgery.errors import SurgeryError, nearest
 from surgery.recipe import MAX_BYTES, recipes_folder
@@ -46,7 +46,7 @@ class HealingRecipe(Strict):
 
     description: str = ""
     data: DataConfig | None = None
-    stages: tuple[StageConfig, ...]
+    stages: tuple[SerializeAsAny[StageConfig], ...]
     teacher: Teacher = Teacher()
     guard: Guard = Guard()
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"

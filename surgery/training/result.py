@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from surgery.checkpoint import SHIM
@@ -37,6 +38,13 @@ def keys_of(student: Any, source: Source, trained: set[str]) -> dict[str, str]:
             )
         found[name] = key
     return found
+
+
+@torch.no_grad()
+def round_as_stored(trained: dict[str, Tensor], keys: dict[str, str], source: Source) -> None:
+    """In place, so that what is measured last is what is written."""
+    for name, tensor in trained.items():
+        tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
 
 
 def write_result(
