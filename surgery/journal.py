@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from surgery.errors import SurgeryError
 
-NAME = "journal.jsonl"
+NAME, LOCK = "journal.jsonl", "lock"
 
 
 class Journal:
@@ -86,7 +86,7 @@ class Journal:
 
 def locked(folder: Path, what: str) -> TextIO:
     """An open file: until it is closed, nobody else has the folder's lock."""
-    file = open(folder / "lock", "w")  # noqa: SIM115
+    file = open(folder / LOCK, "w")  # noqa: SIM115
     try:
         import fcntl
 

@@ -102,7 +102,7 @@ def test_the_files_are_as_documented(cache):
     """For tools that know nothing of this one."""
     index = json.loads((cache / "index.json").read_text())
     assert [shard["count"] for shard in index["shards"]] == [8, 8, 5]
-    assert {p.name for p in cache.iterdir()} - {"lock"} == {"index.json", *(s["file"] for s in index["shards"])}
+    assert {p.name for p in cache.iterdir()} == {"index.json", *(s["file"] for s in index["shards"])}
     tensors = load_file(cache / index["shards"][0]["file"])
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     assert shapes == {
@@ -228,6 +228,35 @@ def test_people_s_mistakes(cache, teacher, tokenizer, text, tmp_path):
             written(teacher, data, tmp_path / "d")
     finally:
         teacher.config._attn_implementation_internal = before
+
+
+def test_the_command_and_a_run_without_a_teacher(text, teacher, tmp_path, capsys):
+    """`surgery teacher-cache` writes what `surgery finetune` asks for; other text is refused before a step."""
+    from surgery.cli import main
+
+    def said(*words, code=0):
+        with pytest.raises(SystemExit) as left:
+            main([str(word) for word in words])
+        assert (left.value.code or 0) == code
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    recipe = tmp_path / "heal.yaml"
+    recipe.write_text(
+        "data: {packing: documents, validation: 0.05, validation_examples: 2}\nprecision: float32\n"
+        "stages: [{kind: distill, length: 32, batch: 2, rows: 2, tokens: 256, rate: 1e-4, trains: [all]}]\n"
+    )
+    common = ("--recipe", recipe, "--data", text)
+    assert "8 rows of 32 tokens" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", "--top-k", 4)
+    assert "finish it with --resume" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", code=2)
+    use = ("--set", f"teacher.cache={tmp_path / 'c'}", "--track", "none")
+    assert "distill: 4 steps" in said("finetune", EMBEDDED, *common, *use, "--out", tmp_path / "healed")
+    other = (*use, "--set", "seed=3", "--out", tmp_path / "other")
+    assert "written with another seed" in said("finetune", EMBEDDED, *common, *other, code=2)
+    align = tmp_path / "lm.yaml"
+    align.write_text("stages: [{kind: lm, length: 32, tokens: 256, rate: 1e-4}]\n")
+    words = ("teacher-cache", EMBEDDED, "--recipe", align, "--data", text, "--out", tmp_path / "d")
+    assert "no stage that learns from logits" in said(*words, code=2)
 
 
 def test_importing_it_is_light():

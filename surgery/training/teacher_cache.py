@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.journal import locked
+from surgery.journal import LOCK, locked
 from surgery.progress import Progress
 from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_json, write_shard
 from surgery.training.data import Data, Example
@@ -68,8 +68,9 @@ def write_teacher_cache(
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, "teacher cache"):
-        index = _begun(out, about, resume)
-        return _fill(model, data, out, index, rows, dtype, progress or Progress())
+        index = _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
+        (out / LOCK).unlink()
+    return index
 
 
 def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
