@@ -89,26 +89,23 @@ class Attend(torch.autograd.Function):
         ctx.mixing, ctx.grid = mixing, grid
         ctx.save_for_backward(q, k, v, own_GJN, *parameters)
         ctx.set_materialize_grads(False)
-        k1, v1 = k.unsqueeze(2), v.unsqueeze(2)
-        mixed, more = mixing.mix(grid.sums(k1, v1).squeeze(2), *parameters)
-        return grid.read(q, k1, v1, mixed, own_GJN)[0], more
+        mixed, more = mixing.mix(grid.sums(k, v), *parameters)
+        return grid.read(q, k, v, mixed, own_GJN)[0], more
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_more: Any) -> Any:
         (q, k, v, own_GJN, *parameters), grid = ctx.saved_tensors, ctx.grid
-        k1, v1 = k.unsqueeze(2), v.unsqueeze(2)
         grad = q.new_zeros(*q.shape[:-1], v.shape[-1]) if grad is None else packed_rows(grad)
-        sums = grid.sums(k1, v1).squeeze(2)
+        sums = grid.sums(k, v)
         mixed, _ = ctx.mixing.mix(sums, *parameters)
         compared = None if own_GJN is None else q
-        grad_q, shares = grid.read(grad, v1, k1, mixed, own_GJN, turned=True, compared=compared)
+        grad_q, grad_own = grid.read(grad, v, k, mixed, own_GJN, turned=True, compared=compared)
         del mixed
         mixed_grad = grid.sums(q, grad)
         grad_sums, *grads = ctx.mixing.mix_back(sums, mixed_grad, grad_more, *parameters)
-        grad_v, _ = grid.read(k1, q, grad, grad_sums, own_GJN, back=True)
-        grad_k, _ = grid.read(v1, grad, q, grad_sums, own_GJN, back=True, turned=True)
-        grad_own = None if shares is None else shares.sum(0)
-        return None, None, grad_q, grad_k.squeeze(2), grad_v.squeeze(2), grad_own, *grads
+        grad_v, _ = grid.read(k, q, grad, grad_sums, own_GJN, back=True)
+        grad_k, _ = grid.read(v, grad, q, grad_sums, own_GJN, back=True, turned=True)
+        return None, None, grad_q, grad_k, grad_v, grad_own, *grads
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:

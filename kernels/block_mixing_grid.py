@@ -36,16 +36,16 @@ class Grid:
         return max(16, min(64, power_of_2(self.block)))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """x (B, G, J, T, F), y (B, G, J, T, V) -> (B, G, J, N, F V), a last column apart (`apart`)."""
-        batch, groups, per_group, length, features = x.shape
+        """x (B, G, [J,] T, F), y (B, G, [J,] T, V) -> (B, G, [J,] N, F V), a last column apart (`apart`)."""
+        heads, features = x.shape[2] if x.dim() == 5 else 1, x.shape[-1]
         more = apart(y.shape[-1])
         values = y.shape[-1] - more
         wide = torch.float32 if self.wide or x.dtype != torch.bfloat16 else x.dtype
-        out = x.new_empty(batch, groups, per_group, self.blocks, features * (values + more), dtype=wide)
+        out = x.new_empty(*x.shape[:-2], self.blocks, features * (values + more), dtype=wide)
         f_tile, v_tile = side(features), side(values)
         programs = self.blocks * tiles(features, f_tile) * tiles(values, v_tile)
-        sum_blocks[(programs, batch * groups * per_group)](
-            x, y, out, self.start_B, length, self.blocks, groups, per_group, *x.stride()[:4], *y.stride()[:4],
+        sum_blocks[(programs, x.shape[0] * x.shape[1] * heads)](
+            x, y, out, self.start_B, self.length, self.blocks, x.shape[1], heads, *strides(x), *strides(y),
             F=features, V=values, MORE=more, BLOCK=self.block, BT=self.tokens, BF=f_tile, BV=v_tile,
             OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2], num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -62,13 +62,14 @@ class Grid:
         turned: bool = False,
         compared: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `read_blocks`. weight None: nothing of the own block; turned: M^T. With `compared`, also the sums of
-        <compared_t, what t reads of its own block unweighted> over each block, (B, G, J, N)."""
-        batch, groups, heads, length = x.shape[:4]
+        """See `read_blocks`; heads of a group as an axis or, one, without. weight None: nothing of the own block; turned:
+        M^T. With `compared`, also the sums over rows of <compared_t, what t reads of its own block unweighted>,
+        (G, J, N)."""
+        (batch, groups), heads = x.shape[:2], x.shape[2] if x.dim() == 5 else 1
         per_group = y.shape[2] if back else heads
         more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
         features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
-        out = x.new_empty(batch, groups, heads, length, z.shape[-1])
+        out = x.new_empty(*x.shape[:-1], z.shape[-1])
         wide = x.dtype != torch.bfloat16  # spills with a wider tile
         v_tile = 64 if values > (64 if wide else 128) else max(16, power_of_2(values))
         v_tiles, t_tiles = tiles(values, v_tile), tiles(self.block, self.tokens)
@@ -78,15 +79,20 @@ class Grid:
         stand_in = x if compared is None else compared
         read_blocks[(self.blocks * t_tiles * v_tiles, batch * groups * heads)](
             x, y, z, out if mixed is None else mixed, out if weight_GJN is None else weight_GJN, out, stand_in,
-            out if shares is None else shares, self.start_B, length, self.blocks, groups,
-            *x.stride()[:4], *y.stride()[:4], *z.stride()[:4], *((1, features) if turned else (values, 1)),
-            *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()), *stand_in.stride()[:4],
+            out if shares is None else shares, self.start_B, self.length, self.blocks, groups,
+            *strides(x), *strides(y), *strides(z), *((1, features) if turned else (values, 1)),
+            *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()), *strides(stand_in),
             F=features, V=values, J=per_group, BACK=back, INNER=weight_GJN is not None, MIXED=mixed is not None,
             SHARES=compared is not None, MORE_F=more_f, MORE_V=more_v, BLOCK=self.block, BT=self.tokens,
             BF=side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
             num_warps=8 if max(v_tile, features if wide else 0) > 64 else 4, num_stages=2,
         )  # fmt: skip
-        return out, None if shares is None else shares.sum(-1)
+        return out, None if shares is None else shares.sum((0, -1))
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Of rows, groups, heads and tokens."""
+    return x.stride()[:4] if x.dim() == 5 else (x.stride(0), x.stride(1), 0, x.stride(2))
 
 
 def side(size: int) -> int:

@@ -59,7 +59,8 @@ class Kernel:
 
     @classmethod
     def of(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> Kernel:
-        return cls(rate_RG.detach().float().contiguous(), weight_RGJ.detach().float().contiguous())
+        """Without gradients."""
+        return cls(rate_RG.float().contiguous(), weight_RGJ.float().contiguous())
 
     def table(self, dtype: torch.dtype, diagonal: bool, blocks: int) -> Tensor:
         """K written out for tiles of that many blocks."""
@@ -153,17 +154,26 @@ class Scan(torch.autograd.Function):
         kernel = Kernel.of(rate_RG, weight_RGJ)
         if grad is None:
             grad = x.new_zeros(len(x), x.shape[1], weight_RGJ.shape[2], *x.shape[2:])
-        return *scan_backward(x, kernel, grad.contiguous(), first, grad_last, count_B), None
+        weighed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        return *scan_backward(x, kernel, grad.contiguous(), first, grad_last, count_B, weighed), None
 
 
 def scan_backward(
-    x: Tensor, kernel: Kernel, grad: Tensor, first: Tensor | None, grad_last: Tensor | None, count_B: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of x, rate_RG, weight_RGJ and first."""
+    x: Tensor,
+    kernel: Kernel,
+    grad: Tensor,
+    first: Tensor | None,
+    grad_last: Tensor | None,
+    count_B: Tensor | None,
+    weighed: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, rate_RG and weight_RGJ (where they are wanted) and first."""
     grad_last = None if grad_last is None else grad_last.float().contiguous()
     grad_x, grad_first = scan(
         grad, kernel, adjoint=True, reverse=True, first=grad_last, final=first is not None, count_B=count_B
     )
+    if not weighed:
+        return grad_x, None, None, grad_first
     return grad_x, *weigh(x, grad, kernel, first=first, grad_last=grad_last, count_B=count_B), grad_first
 
 
@@ -206,10 +216,10 @@ def block_scan_triton(
     first_BRGFV: Tensor | None = None,
     count_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    values = sum_BGMFV.shape[3:]
     first = None if first_BRGFV is None else first_BRGFV.flatten(3).float().contiguous()
     mixed, last = Scan.apply(sum_BGMFV.flatten(3).contiguous(), rate_RG, weight_RGJ, first, count_B)
-    return mixed.unflatten(-1, values), last.unflatten(-1, values)
+    values = sum_BGMFV.shape[3:]
+    return mixed.view(*mixed.shape[:4], *values), last.view(*last.shape[:3], *values)
 
 
 @kernel_for(block_scan_both, accepts)

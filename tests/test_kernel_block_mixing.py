@@ -150,13 +150,41 @@ def test_causal_attention(dtype, shape):
     count_B = torch.full_like(start_B, length)
     judged(lambda *given: toeplitz_causal(*given, start_B, count_B, block, block), inputs, dtype, kept=(3, 4, 5))
     zero_B = torch.zeros_like(start_B)
-    judged(lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, block)[:1], inputs[:5], dtype, kept=(3, 4))
+    judged(
+        lambda *given: toeplitz_causal(*given, None, zero_B, count_B, block, block)[:1], inputs[:5], dtype, kept=(3, 4)
+    )
 
 
 @pytest.mark.parametrize("dtype, shape", TOKENS)
 def test_attention_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])[:5]]
     judged(lambda *given: [toeplitz_both_ways(*given, shape[-1])], inputs, dtype, kept=(3, 4))
+
+
+def test_attention_of_views():
+    """Tokens before heads, as projections give them; a gradient whose rows are spread out."""
+    q, k, v, *kernel = (x.to(DEVICE) for x in tokens_of(1, 2, 1, 20, 3, 2, 2)[:5])
+    zero_B = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def run(q, k, v, *kernel):
+        q, k, v = q.permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.permute(0, 3, 2, 1)
+        out, _ = toeplitz_causal(q, k, v, *kernel, None, zero_B, zero_B + 20, 16, 16)
+        return [out.transpose(3, 4)]
+
+    views = q.permute(0, 3, 1, 2, 4).contiguous(), k.transpose(1, 2).contiguous(), v.permute(0, 3, 2, 1).contiguous()
+    judged(run, (*views, *kernel), torch.float32, kept=(3, 4))
+
+
+@ON_GPU
+def test_more_than_2_31_numbers():
+    x = torch.randn(1, 9, 65536, 64, 64, device=DEVICE, dtype=torch.bfloat16)
+    kernel = [part.to(DEVICE) for part in kernel_of(4, 9, 1)]
+    with choose("kernel"), torch.no_grad():
+        whole, last = block_scan(x, *kernel)
+        alone, last_alone = block_scan(x[:, 8:], *(part[:, 8:] for part in kernel))
+        again, _ = block_scan(x, *kernel)
+    assert torch.equal(whole[:, 8:], alone) and torch.equal(last[:, :, 8:], last_alone)
+    assert torch.equal(whole, again)
 
 
 @pytest.mark.parametrize("dtype, shape", TOKENS)
