@@ -92,7 +92,7 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
             for graph in (False, True):
                 sized = {**where, "batch": batch, "context": length}
                 name = f"decode, batch {batch}{', CUDA graph' if graph else ''}"
-                yield Heat(name, length, sized, _rivals(bench, batch, length, graph, sized))
+                yield Heat(name, length, sized, _rivals(bench, batch, length, graph, sized), launches=not graph)
 
 
 def _rivals(bench: Bench, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> list[Rival]:
@@ -114,13 +114,13 @@ def _step(bench: Bench, name: str, config: Any, batch: int, length: int, graph: 
     """Each step takes the state that the one before left; a graph holds STEPS of them."""
     mixer, state = bench.state(config, batch, length)
     sized["cache"][name] = state.nbytes()
-    inputs, now = bench.inputs(batch, 1), [state]
+    inputs, now, held = bench.inputs(batch, 1), [state], []
 
     def advance() -> None:
         now[0] = mixer(inputs, now[0])[1]
 
-    if graph:
-        return graphed(STEPS * [forward(advance)], bench.device)
+    if graph:  # which reads the state it was captured from
+        return graphed([lambda: held.append(now[0]), *STEPS * [forward(advance)]], bench.device)
     return forward(advance)
 
 

@@ -2,12 +2,13 @@
 with BTT in place of its linears. Prefill and decoding, in transformers' own code, eagerly, batch 1.
 
     prefill    tokens a second of one call over the prompt, cache included; the head reads the last token alone
-    decode     tokens a second after that prompt, one call a token
+    decode     tokens a second after that prompt, one call a token; all but the first row without cuDNN's attention
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ SHAPES["main"] = SHAPES["full"]
 CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
 RANKS = {64: (32, 8, 6, 4, 4, 4, 4, 2), 16: (8, 4, 4)}
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
-STEPS = {"full": 24, "main": 24, "small": 2}
+ORIGINAL, WITHOUT = "original, SDPA", " without cuDNN"
+STEPS = {"full": 8, "main": 8, "small": 2}
 
 
 def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat]:
@@ -58,12 +60,15 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
         prefills, steps = [], []
         for name, choice, change in changes(sizes):
             made = lambda n=name, c=change: _model(models, n, c, sizes, device, dtype)  # noqa: E731
-            pre = lambda n=name, m=made, i=ids_1T: _prefill(m(), i, caches, n)  # noqa: E731
-            step = lambda n=name, m=made: _steps(m(), _left_by_prefill(caches, n), STEPS[sizes], device)  # noqa: E731
-            prefills.append(Rival(name, pre, choice))
-            steps.append(Rival(name, step, choice, times=STEPS[sizes]))
-        yield Heat("model, prefill", length, where, prefills)
-        yield Heat("model, decode", length, where, steps)
+            off = name.endswith(WITHOUT), name != ORIGINAL  # cuDNN's attention, in prefill and decoding
+            pre = lambda n=name, m=made, i=ids_1T, o=off: _prefill(m(), i, caches, n, o[0])  # noqa: E731
+            last = lambda n=name: _left_by_prefill(caches, n)  # noqa: E731
+            step = lambda c=last, m=made, o=off: _steps(m(), c(), STEPS[sizes], device, o[1])  # noqa: E731
+            op = "original" if name.startswith(ORIGINAL) else None
+            prefills.append(Rival(name, pre, choice, op=op))
+            steps.append(Rival(name, step, choice, times=STEPS[sizes], op=op))
+        yield Heat("model, prefill", length, where, prefills, launches=True)
+        yield Heat("model, decode", length, where, steps, launches=True)
         caches.clear()
 
 
@@ -74,7 +79,8 @@ def changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
     mlr = MLR(ranks=RANKS[key], extents=extents)
     log_linear = LinearAttention(mask="hierarchical")
     return [
-        ("original, SDPA", "measured", lambda model: None),
+        (ORIGINAL, "measured", lambda model: None),
+        (ORIGINAL + WITHOUT, "measured", lambda model: None),
         ("log-linear Mamba-2", "measured", lambda model: mixed(model, log_linear)),
         ("log-linear Mamba-2, reference", "reference", lambda model: mixed(model, log_linear)),
         ("MLR attention", "measured", lambda model: mixed(model, mlr)),
@@ -101,7 +107,7 @@ def structured(model: Any, config: Any) -> None:
 
 def _model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:
     """Made once; kept, for they are small beside what a long prompt takes. Rivals that differ in the choice share one."""
-    name = name.removesuffix(", reference")
+    name = name.removesuffix(", reference").removesuffix(WITHOUT)
     if name not in models:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,16 +124,29 @@ def _model(models: dict[str, Any], name: str, change: Any, sizes: str, device: A
     return models[name]
 
 
-def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str) -> Call:
+def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str, flash: bool) -> Call:
     from transformers import DynamicCache
 
     def run() -> None:
         caches.pop(name, None)
         cache = DynamicCache(config=model.config)
-        model(ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with cudnn(not flash):
+            model(ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
         caches[name] = cache
 
     return forward(run)
+
+
+@contextmanager
+def cudnn(on: bool) -> Iterator[None]:
+    """Whether SDPA may take cuDNN's attention, which torch 2.11 prefers on Hopper, and which makes a plan for every
+    length of a cache that it has not met."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(on and before)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _left_by_prefill(caches: dict[str, Any], name: str) -> Any:
@@ -136,12 +155,13 @@ def _left_by_prefill(caches: dict[str, Any], name: str) -> Any:
     return caches.pop(name)
 
 
-def _steps(model: Any, cache: Any, steps: int, device: torch.device) -> Call:
+def _steps(model: Any, cache: Any, steps: int, device: torch.device, flash: bool) -> Call:
     """The cache goes on growing from run to run: by less than a hundredth of a long context."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def run() -> None:
-        for _ in range(steps):
-            model(token_11, past_key_values=cache, use_cache=True)
+        with cudnn(not flash):
+            for _ in range(steps):
+                model(token_11, past_key_values=cache, use_cache=True)
 
     return forward(run)

@@ -2,7 +2,8 @@
 
     rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, rivals=[Rival("SDPA flash", make), ..]))
 
-On a GPU time is taken by device events with the L2 cache flushed before each run, else by the clock. Nothing that goes
+On a GPU time is taken by device events with the L2 cache flushed before each run, and, unless a heat counts the CPU's
+part, with the launches queued behind a pause as long as they take; else by the clock. Nothing that goes
 wrong with one rival (no memory, a refusal) stops the others: its row says so.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from surgery.errors import SurgeryError
 from surgery.op import Choice, choose, watched
 
 FLUSH = 2**27  # bytes, twice the L2 cache of an H200
+CYCLES, PAUSE = 2_000_000, 5.0  # of a GPU's clock in a millisecond, about; ms of a pause at most
+LONG = 1000.0  # ms of a run
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -53,12 +57,14 @@ class Rival:
 
 @dataclass
 class Heat:
-    """One column of a table: rivals at one size x, the first of them the one that others are compared with."""
+    """One column of a table: rivals at one size x, the first of them the one that others are compared with. launches:
+    whether a run's time is to hold what the CPU takes to launch it."""
 
     table: str
     x: int
     sizes: dict[str, Any]
     rivals: list[Rival]
+    launches: bool = False
 
 
 class Race:
@@ -80,7 +86,7 @@ class Race:
             if note := self._left_out(heat, rival):
                 row["note"] = note
                 continue
-            call = self._started(rival, row)
+            call = self._started(rival, row, heat.launches)
             if call is not None:
                 calls.append((rival, call, row))
         self._turns([entry for entry in calls if entry[2]["ms"] < self.patience])
@@ -97,18 +103,24 @@ class Race:
             return f"left out: {ms:,.0f} ms at {x:,}"
         return None
 
-    def _started(self, rival: Rival, row: Row) -> Call | None:
-        """Warms up, which compiles, and takes a first time; None where that goes wrong."""
+    def _started(self, rival: Rival, row: Row, launches: bool) -> Call | None:
+        """Warms up, which compiles, and takes a first time; None where that goes wrong. A long run that did well at a
+        smaller size is warm."""
+        x, ms = self.last.get((row["table"], rival.name), (row["x"], 0.0))
+        warm = row["x"] > x and ms * row["x"] / x > LONG and rival.choice != "kernel"
         try:
             with choose(rival.choice), watched() as used:
                 call = rival.make()
-                self._ms(call)
+                if not warm:
+                    self._ms(call)
             if rival.choice == "kernel" and not used:
                 row["note"] = "no kernel"
                 return None
             row["kernels"] = sorted(used)
             with choose(rival.choice):
-                row["ms"], row["peak"] = self._second(call)
+                row["ms"], row["launch"], row["peak"] = self._second(call)
+                if launches:
+                    del row["launch"]
                 if row["ms"] > self.patience and self.least > 1:  # was that compiling too, for another kind of size?
                     row["ms"] = min(row["ms"], self._ms(call))
             return call
@@ -132,29 +144,35 @@ class Race:
                 "with --only to measure without it"
             ) from None
 
-    def _second(self, call: Call) -> tuple[float, int | None]:
-        """ms, and bytes allocated above what lay there before."""
+    def _second(self, call: Call) -> tuple[float, float, int | None]:
+        """ms, those until all was launched, and bytes allocated above what lay there before."""
         if self.device.type != "cuda":
-            return self._ms(call), None
+            return self._ms(call), 0.0, None
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        ms = self._ms(call)
-        return ms, torch.cuda.max_memory_allocated(self.device) - before
+        start = time.perf_counter()
+        marks = self._marked(call)
+        launched = (time.perf_counter() - start) * 1e3
+        torch.cuda.synchronize(self.device)
+        return marks[0].elapsed_time(marks[1]), launched, torch.cuda.max_memory_allocated(self.device) - before
 
     def _turns(self, entries: list[tuple[Rival, Call, Row]]) -> None:
         """The medians of as many runs as `spend` pays for, at most 50."""
-        wanted = [max(self.least, min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
+        wanted = [max(self._least(row), min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
         taken: list[list[Any]] = [[] for _ in entries]
         for turn in range(max(wanted, default=0)):
-            for (rival, call, _), runs, into in zip(entries, wanted, taken):
+            for (rival, call, row), runs, into in zip(entries, wanted, taken):
                 if turn < runs and (turn < 1 or time.monotonic() < self.ends + 2):
                     with choose(rival.choice):
-                        into.append(self._marked(call))
+                        into.append(self._marked(call, row.get("launch", 0.0)))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for (_, _, row), marks in zip(entries, taken):
             row["ms"] = median(m if isinstance(m, float) else m[0].elapsed_time(m[1]) for m in marks)
             row["runs"] = len(marks)
+
+    def _least(self, row: Row) -> int:
+        return self.least if row["ms"] < LONG / 10 else 1
 
     def _ms(self, call: Call) -> float:
         marked = self._marked(call)
@@ -163,13 +181,15 @@ class Race:
         torch.cuda.synchronize(self.device)
         return marked[0].elapsed_time(marked[1])
 
-    def _marked(self, call: Call) -> Any:
-        """A time, or the events around the run, to be read later."""
+    def _marked(self, call: Call, pause: float = 0.0) -> Any:
+        """A time, or the events around the run, to be read later. pause: ms in which the CPU launches ahead."""
         if self.flush is None:
             start = time.perf_counter()
             call()
             return (time.perf_counter() - start) * 1e3
         self.flush.zero_()
+        if pause:
+            torch.cuda._sleep(int(min(1.2 * pause, PAUSE) * CYCLES))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         call()
@@ -232,7 +252,9 @@ def asking_nothing() -> Iterator[None]:
     """RuntimeError where the host waits for the device: such a call cannot be captured, and trying leaves the random
     generator and the allocator unusable."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
