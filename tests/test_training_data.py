@@ -6,6 +6,7 @@ import importlib.resources
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from small import run_python
 
 from surgery.errors import SurgeryError
 from surgery.training import documents
-from surgery.training.data import DataConfig, make_data
+from surgery.training.data import DataConfig, SourceConfig, make_data
 from surgery.training.packing import IGNORED
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
@@ -151,7 +152,7 @@ FROM_THE_HUB = """
 import itertools, json, sys
 from transformers import AutoTokenizer
 from surgery.errors import SurgeryError
-from surgery.training.data import DataConfig, make_data
+from surgery.training.data import DataConfig, SourceConfig, make_data
 
 folder, *cases = json.loads(sys.stdin.read())
 tokenizer, told = AutoTokenizer.from_pretrained(folder), []
@@ -319,3 +320,15 @@ def test_fingerprints(files, tokenizer, tmp_path):
     (tmp_path / "lines.jsonl").write_text((files / "lines.jsonl").read_text() + '{"body": "x y z"}\n')
     others.append(data_of(tokenizer, source(tmp_path)))
     assert len({one, *(other.fingerprint() for other in others)}) == 6
+
+
+def test_every_key_is_documented():
+    """With its default."""
+    page = (Path(__file__).resolve().parents[1] / "docs/data.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)`(?:, `\w+`)* \| (.*?) \|", page, re.M))
+    keys = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.M))))
+    assert {*SourceConfig.model_fields, *DataConfig.model_fields} - {"sources"} <= keys
+    for key in ("packing", "validation", "validation_examples", "shuffle"):
+        assert float(told[key]) == DataConfig.model_fields[key].default if told[key][0].isdigit() else (
+            told[key].strip("`") == DataConfig.model_fields[key].default
+        )  # fmt: skip
