@@ -144,7 +144,9 @@ def forward(
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), *gates.stride(), s.N)
     options: dict[str, Any] = {**s.kernel, "H": s.C // 2, "BX": s.features, "OWN": own is not None}
     buffers = (c, y, w, u, c if own is None else own)
-    _forward[(s.R * s.N, s.G)](k, v, beta, gates, s.table, *buffers, *strides, **options, num_warps=4)
+    _forward[(s.R * s.N, s.G)](
+        k, v, beta, gates, s.table, *buffers, *strides, **options, num_warps=2 if s.dtype != torch.float32 else 4
+    )
     return c, y, w, u
 
 

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.gated_delta_rows import chunks_of, matrix, put_matrix, row_of, tile, to_end_of, tokens_of
-from surgery.kernels.log_linear_delta_levels import first_chunk, lambda_at
-
-
-@triton.jit
-def has_left(a0, n, lev, BUCKET: tl.constexpr):
-    """Whether the row's n-th chunk reads at level `lev`."""
-    at = (a0 + n) >> lev
-    return ((at & 1) == 1) & (((at << lev) > a0) | BUCKET)
+from surgery.kernels.log_linear_delta_levels import first_chunk, has_left, lambda_at
 
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])

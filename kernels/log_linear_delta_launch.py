@@ -12,12 +12,20 @@ from surgery.kernels import gated_delta_wy as wy
 from surgery.kernels import log_linear_delta_chunks as chunks
 from surgery.kernels import log_linear_delta_gather as gather
 from surgery.kernels import log_linear_delta_levels as levels
-from surgery.kernels import log_linear_delta_low as low
+from surgery.kernels import log_linear_delta_low as lowest
 from surgery.kernels.gated_delta_rows import Sizes
 
-KEPT = 2**31  # bytes of the states that chunks read, kept at once for the backward; levels are taken in groups
+KEPT = 1 / 32  # of the device's memory: states that chunks read, kept at once; levels are taken in groups
 
-FUSED = True
+
+@dataclass
+class Terms:
+    """c, Y, w, u^T of every chunk (gated_delta_wy.py)."""
+
+    c: Tensor
+    y: Tensor
+    w: Tensor
+    u: Tensor
 
 
 @dataclass
@@ -56,38 +64,68 @@ class Call:
         pairs = ((self.s.N - 1) >> (level + 1)) + 2
         return (self.s.R * pairs, self.s.G, self.s.blocks), pairs
 
-    def prepared(self, out: bool, alone: bool = True) -> tuple[Tensor, ...]:
-        """(c, Y, w, u, read, the chunks' own states if `alone`, what chunks read of themselves if `out`)."""
-        s, options = self.s, self.options
-        own = self.state(0) if alone else None
-        c, y, w, u = wy.forward(self.k, self.v, self.beta, self.gates, s, own)
+    @property
+    def fused(self) -> bool:
+        """Whether the two lowest levels are one launch: where rows bring nothing along."""
+        return self.bucket_lRGKV is None and self.levels >= 2
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(low, high) of the levels whose states are kept at once."""
+        s = self.s
+        memory = torch.cuda.get_device_properties(self.k.device).total_memory if self.k.is_cuda else 2**34
+        size = max(2, int(memory * KEPT) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
+        return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
+
+    def kept(self, groups: list[tuple[int, int]]) -> Tensor:
+        s = self.s
+        most = max(high - low for low, high in groups)
+        return torch.empty(most, s.most[0], s.G, s.V, s.K, dtype=s.dtype, device=self.k.device)
+
+    def prepared(self) -> tuple[Terms, Tensor | None]:
+        """What there is of each chunk by itself, and the chunks' own states where `climb` takes them."""
+        own = None if self.fused else self.state(0)
+        terms = Terms(*wy.forward(self.k, self.v, self.beta, self.gates, self.s, own))
         if self.extra_RGKV is not None and own is not None:
-            own[s.table[:, 4]] += self.extra_RGKV.mT
-        read = s.buffer(s.J, s.C, s.K)
-        acc = torch.empty(*self.q.shape[:4], s.V, dtype=torch.float32, device=self.k.device) if out else read
-        strides = (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
-        chunks._forward[(s.R * s.N, s.G * s.J)](
-            self.q, self.k, self.v, self.beta, self.level, s.table, c, y, w, read, acc, *strides, *self.l_strides,
-            self.q.shape[3], s.N, s.J, **options, READ=True, OUT=out, num_warps=s.warps(16384),
-        )  # fmt: skip
-        return c, y, w, u, read, w if own is None else own, acc
+            own[self.s.table[:, 4]] += self.extra_RGKV.mT
+        return terms, own
+
+    def climb(
+        self, t: Terms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None
+    ) -> Tensor | None:
+        """Levels low .. high - 1 from the states of level `low`, to those of level `high`."""
+        for level in range(low, high):
+            if self.fused and level < 2:
+                state = self.lowest(t, kept) if level == 0 else state
+                continue
+            parent = self.state(level + 1) if level + 1 < self.levels else None
+            assert state is not None
+            self.up(level, t, state, kept[level - low], parent, None if after is None else after[level])
+            state = parent
+        return state
 
     def up(
-        self, level: int, c: Tensor, w: Tensor, state: Tensor, read: Tensor | None = None, acc: Tensor | None = None,
-        after: Tensor | None = None, kept: Tensor | None = None, parent: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, level: int, t: Terms, state: Tensor, kept: Tensor | None, parent: Tensor | None, after: Tensor | None
+    ) -> None:
         s, (grid, pairs) = self.s, self.grid(level)
         bucket = None if self.bucket_lRGKV is None else self.bucket_lRGKV[level]
-        other = (parent, bucket, after, self.end_R, kept)
+        other = (parent, bucket, after, self.end_R if after is not None else None, kept)
         flags = {
-            "READ": acc is not None, "KEEP": kept is not None, "BUCKET": bucket is not None,
-            "AFTER": after is not None, "PARENT": parent is not None,
+            "KEEP": kept is not None, "BUCKET": bucket is not None, "AFTER": after is not None,
+            "PARENT": parent is not None,
         }  # fmt: skip
         levels._up[grid](
-            self.k, w, w if read is None else read, c, self.level, c if acc is None else acc, s.table, state,
-            *(state if t is None else t for t in other), *self.k.stride()[:3], *self.l_strides, level, self.top,
-            self.q.shape[3], pairs, s.J, **self.options, **flags, num_warps=s.warps(8192), num_stages=2,
+            self.k, t.w, t.c, s.table, state, *(state if x is None else x for x in other), *self.k.stride()[:3],
+            level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=2,
         )  # fmt: skip
+
+    def lowest(self, t: Terms, kept: Tensor) -> Tensor:
+        """Levels 0 and 1 at once."""
+        s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
+        lowest._low[(s.R * groups, s.G, s.blocks)](
+            self.k, t.w, t.u, t.c, s.table, state, kept[0], kept[1], *self.k.stride()[:3], self.top, groups,
+            **s.kernel, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return state
 
     def down(
         self, level: int, c: Tensor, w: Tensor, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
@@ -105,51 +143,60 @@ class Call:
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """(out_BGJTV, the buckets behind the tokens)."""
-        fused = 2 if FUSED and self.bucket_lRGKV is None and self.levels > 2 else 0
-        c, _, w, u, read, state, acc = self.prepared(out=True, alone=not fused)
-        if fused:
-            state = self.low(c, w, u, read, acc)
+        t, state = self.prepared()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        for level in range(fused, self.levels):
-            parent = self.state(level + 1) if level + 1 < self.levels else None
-            self.up(level, c, w, state, read, acc, None if after is None else after[level], None, parent)
-            state = parent
-        return acc.to(self.v.dtype), after
+        groups = self.groups()
+        kept, wide = self.kept(groups), self.v.dtype if len(groups) == 1 else torch.float32
+        out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
+        for low, high in groups:
+            state = self.climb(t, low, high, state, kept, after)
+            self.read(t, low, high, kept, out)
+        return out.to(self.v.dtype), after
 
-    def low(self, c: Tensor, w: Tensor, u: Tensor, read: Tensor, acc: Tensor) -> Tensor:
-        """Levels 0 and 1 where rows bring nothing along: the states of level 2."""
-        s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
-        low._low[(s.R * groups, s.G, s.blocks)](
-            self.k, w, u, read, c, self.level, acc, s.table, state, *self.k.stride()[:3], *self.l_strides, self.top,
-            self.q.shape[3], groups, s.J, **self.options, READ=True, num_warps=s.warps(4096), num_stages=1,
+    def read(self, t: Terms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
+        """Adds what chunks read of these levels; with the lowest ones, sets it to that and their own."""
+        s = self.s
+        chunks._forward[(s.R * s.N, s.G * s.J, s.blocks)](
+            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, kept, out, *self.strides,
+            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
+            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
         )  # fmt: skip
-        return state
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
 
     def backward(self, do: Tensor, dafter: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, beta, gates, level, bucket, extra."""
         s = self.s
-        c, y, w, u, read, own, _ = self.prepared(out=False)
-        states = [own]
-        for level in range(self.levels - 1):
-            states.append(self.state(level + 1))
-            self.up(level, c, w, states[level], parent=states[level + 1])
+        t, state = self.prepared()
+        read = s.buffer(s.J, s.C, s.K)
+        chunks._reads[(s.R * s.N, s.G * s.J)](
+            self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
+        )
+        groups, starts = self.groups(), []
+        kept = self.kept(groups)
+        for low, high in groups:
+            starts.append(state)
+            state = self.climb(t, low, high, state, kept)
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        terms, sums, group = (c, w, u, read), self._sums(), self._group(own)
-        down = torch.zeros_like(own) if self.levels == 0 else None
-        for high in range(self.levels, 0, -group) or [0]:
-            low = max(0, high - group)
-            down = self._group_down(low, high, terms, states, down, do, dbucket, dafter, sums)
+        sums, dkept = self._sums(), torch.empty_like(kept)
+        down = None if self.levels else torch.zeros_like(self.state(0))
+        for (low, high), start in zip(reversed(groups), reversed(starts)):
+            if high < self.levels:
+                self.climb(t, low, high, start, kept)
+            for level in range(high - 1, low - 1, -1):
+                above, down = down, self.state(level)
+                into, out = (None if x is None else x[level] for x in (dbucket, dafter))
+                self.down(level, t.c, t.w, read, do, above, down, into, out, dkept[level - low])
+            self._gather(low, high, t, read, kept, dkept, down, do, sums)
         dk, dw, du, dread, dlevel, dc = sums
         dq, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.q, self.v))
         dt = s.buffer(s.C, s.C, dtype=torch.float32)
-        self._chunks(do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc)
-        dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, c, y, dw, du, dt, dk, dc, dv, s)
+        self._chunks(do, t.c, t.y, t.w, dread, dq, dk, dv, dw, dt, dlevel, dc)
+        dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, t.c, t.y, dw, du, dt, dk, dc, dv, s)
         dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
         return dq, dk, dv, dbeta, dgates, dlevel, dbucket, dextra
-
-    def _group(self, own: Tensor) -> int:
-        """Levels whose states are kept at once."""
-        return max(1, KEPT // (own.numel() * self.v.element_size()))
 
     def _sums(self) -> tuple[Tensor, ...]:
         """Of all levels: dk, dw, du, dread, dlevel, dc."""
@@ -159,36 +206,21 @@ class Call:
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(s.C, dtype=wide)
 
-    def _group_down(self, low, high, terms, states, down, do, dbucket, dafter, sums):  # type: ignore[no-untyped-def]
-        """Levels high - 1 .. low: what comes down to level `low`."""
-        c, w, _, read = terms
-        kept, dkept = (
-            self.s.buffer(high - low, self.s.V, self.s.K).view(high - low, *states[0].shape) for _ in range(2)
-        )
-        for level in range(high - 1, low - 1, -1):
-            self.up(level, c, w, states[level], kept=kept[level - low])
-            above, down = down, torch.empty_like(states[level])
-            into, out = (None if t is None else t[level] for t in (dbucket, dafter))
-            self.down(level, c, w, read, do, above, down, into, out, dkept[level - low])
-        self._gather(low, high, terms, kept, dkept, down, do, sums)
-        return down
-
-    def _gather(self, low, high, terms, kept, dkept, down, do, sums):  # type: ignore[no-untyped-def]
-        s, (c, w, u, read), options = self.s, terms, self.options
+    def _gather(self, low, high, t, read, kept, dkept, down, do, sums):  # type: ignore[no-untyped-def]
+        s, options = self.s, self.options
         options["BX"] = min(options["BK"], 16384 // options["BK"])
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
         gather._gather[(s.R * s.N, s.G)](
-            self.k, do, self.level, s.table, c, w, u, read, kept, dkept, down, *sums, *self.k.stride()[:3],
+            self.k, do, self.level, s.table, t.c, t.w, t.u, read, kept, dkept, down, *sums, *self.k.stride()[:3],
             *do.stride()[:4], *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **options,
             **flags, num_warps=8, num_stages=1,
         )  # fmt: skip
 
     def _chunks(self, do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc):  # type: ignore[no-untyped-def]
         s = self.s
-        strides = (*self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3], *self.beta.stride())
         chunks._backward[(s.R * s.N, s.G)](
             self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
-            *strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
+            *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
             BX=s.features, num_warps=8,
             num_stages=1,
         )  # fmt: skip

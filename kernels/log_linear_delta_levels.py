@@ -3,7 +3,7 @@
 Level l pairs segments of 2^l chunks. The left one's state S passes through the chunks of the right one, each of which
 reads it; what comes out and the right one's own state are the pair's:
 
-    up      o += diag(lambda^(l)) R S      S' = gamma S - K^T e w S                         pair = S' + right
+    up      o += diag(lambda^(l)) R S      S' = gamma S - K^T e w S          pair = S' + right
     down    dS' = right = pair             dS = gamma dS' - w^T e K dS' + R^T diag(lambda^(l)) dO
 
 A level is one launch, all pairs at once; the sequential steps of all levels sum to the chunks of the row, as those of
@@ -19,7 +19,6 @@ import triton.language as tl
 from surgery.kernels.gated_delta_rows import (
     chunks_of,
     matrix,
-    put,
     put_matrix,
     row_of,
     tile,
@@ -44,6 +43,13 @@ def lambda_at(level, start, lev, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMB
 
 
 @triton.jit
+def has_left(a0, n, lev, BUCKET: tl.constexpr):
+    """Whether the row's n-th chunk reads at level `lev`."""
+    at = (a0 + n) >> lev
+    return ((at & 1) == 1) & (((at << lev) > a0) | BUCKET)
+
+
+@triton.jit
 def pair_of(i, lev, a0, chunks):
     """Of the row's i-th pair: (left segment, counted from the row's first one; the right one's chunks, counted from
     the row's first; how many segments the row has)."""
@@ -57,11 +63,10 @@ def pair_of(i, lev, a0, chunks):
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
 def _up(
-    k, w, read, c, level, acc, rows, state, parent, bucket, after, end, kept,
-    k_b, k_g, k_t, l_b, l_t, l_g, l_j, l_l, lev, top, T, PAIRS, J,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
-    READ: tl.constexpr, KEEP: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
+    k, w, c, rows, state, parent, bucket, after, end, kept, k_b, k_g, k_t, lev, top, PAIRS,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    KEEP: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
     r, i, g, at_v = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1), tl.program_id(2) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -77,7 +82,6 @@ def _up(
         s_VK = tl.trans(matrix(bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     else:
         hi = lo
-    which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
     for n in range(lo, hi):
         at = (base + n) * G + g
         t_C, here_C = tokens_of(n, bos, length, start, C)
@@ -87,20 +91,10 @@ def _up(
         half_VK = s_VK.to(k_CK.dtype)
         if KEEP:
             put_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        if READ:
-            for j in range(J):
-                read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
-                at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l
-                lambda_C = tl.load(at_l, mask=here_C, other=0.0)
-                out = acc + ((batch * G + g) * J + j) * T * V
-                acc_CV = tile(out, t_C, V, here_C, V, at_v, BV)
-                seen_VC = tl.dot(half_VK, tl.trans(read_CK), input_precision=P) * lambda_C[None, :]
-                acc_CV += tl.trans(seen_VC)
-                put(out, t_C, V, here_C, V, at_v, acc_CV, BV)
         x_VC = tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]
         s_VK = tl.dot(x_VC.to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
     if AFTER:
-        at_end = (first_chunk(start, top, C) + (tl.load(end + r) // C - start // C)) >> lev
+        at_end = (a0 + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
             put_matrix(after + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(s_VK), BK, BV)
     if PARENT:

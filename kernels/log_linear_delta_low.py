@@ -9,22 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.gated_delta_rows import chunks_of, matrix, put, put_matrix, row_of, tile, tokens_of
-from surgery.kernels.log_linear_delta_levels import first_chunk, lambda_at
-
-
-@triton.jit
-def _read(
-    s_VK, read, level, acc, at, t_C, here_C, l_t, l_j, J, T, V, at_v, K: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """o += diag(lambda) R S, for every query head."""
-    for j in range(J):
-        read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
-        lambda_C = tl.load(level + t_C * l_t + j * l_j, mask=here_C, other=0.0)
-        seen_CV = tl.trans(tl.dot(s_VK.to(read_CK.dtype), tl.trans(read_CK), input_precision=P) * lambda_C[None, :])
-        seen_CV += tile(acc + j * T * V, t_C, V, here_C, V, at_v, BV)
-        put(acc + j * T * V, t_C, V, here_C, V, at_v, seen_CV, BV)
+from surgery.kernels.gated_delta_rows import chunks_of, matrix, put_matrix, row_of, tile, tokens_of
+from surgery.kernels.log_linear_delta_levels import first_chunk
 
 
 @triton.jit
@@ -36,9 +22,9 @@ def _pass(s_VK, w_CK, k_CK, x_VC, to_end_C, total, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top", "GROUPS"])
 def _low(
-    k, w, u, read, c, level, acc, rows, state, k_b, k_g, k_t, l_b, l_t, l_g, l_j, l_l, top, T, GROUPS, J,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, READ: tl.constexpr,
+    k, w, u, c, rows, state, kept0, kept1, k_b, k_g, k_t, top, GROUPS,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     r, i, g, at_v = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS, tl.program_id(1), tl.program_id(2) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -47,10 +33,6 @@ def _low(
     if first >= chunks:
         return
     at_C = tl.arange(0, C)
-    at_l = level + batch * l_b + g * l_g
-    lambda0 = at_l + lambda_at(level, start, 0, top, C, LOG_C, LAMBDAS) * l_l
-    lambda1 = at_l + lambda_at(level, start, 1, top, C, LOG_C, LAMBDAS) * l_l
-    out = acc + (batch * G + g) * J * T * V
     a_VK = tl.zeros([BV, BK], tl.float32)
     b_VK = tl.zeros([BV, BK], tl.float32)
     for step in tl.static_range(4):
@@ -59,8 +41,9 @@ def _low(
         at = (base + tl.where(here, n, 0)) * G + g
         t_C, here_C = tokens_of(n, bos, length, start, C)
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        rows_V = tl.where(here, V - at_v, 0)
         w_CK = matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
-        u_VC = matrix(u + (at * V + at_v) * C, tl.where(here, V - at_v, 0), C, 0, BV, C).to(tl.float32)
+        u_VC = matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
         hi, lo = c + at * 2 * C, c + at * 2 * C + C
         end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
         log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
@@ -70,19 +53,15 @@ def _low(
         if step == 0:
             a_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 1:
-            if READ:
-                _read(a_VK, read, lambda0, out, at, t_C, here_C, l_t, l_j, J, T, V, at_v, K, C, BK, BV, P)
+            put_matrix(kept0 + (at * V + at_v) * K, rows_V, K, 0, a_VK, BV, BK)
             a_VK = _pass(a_VK, w_CK, k_CK, u_VC, to_end_C, total, P)
         if step >= 2:
-            if READ:
-                _read(a_VK, read, lambda1, out, at, t_C, here_C, l_t, l_j, J, T, V, at_v, K, C, BK, BV, P)
+            put_matrix(kept1 + (at * V + at_v) * K, rows_V, K, 0, a_VK, BV, BK)
             a_VK = _pass(a_VK, w_CK, k_CK, tl.zeros([BV, C], tl.float32), to_end_C, total, P)
         if step == 2:
             b_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 3:
-            if READ:
-                tl.debug_barrier()  # adds to what was just stored
-                _read(b_VK, read, lambda0, out, at, t_C, here_C, l_t, l_j, J, T, V, at_v, K, C, BK, BV, P)
+            put_matrix(kept0 + (at * V + at_v) * K, rows_V, K, 0, b_VK, BV, BK)
             b_VK = _pass(b_VK, w_CK, k_CK, u_VC, to_end_C, total, P)
     segment = tl.load(rows + r * WIDTH + 6) + i
     put_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
