@@ -26,7 +26,7 @@ from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
 from surgery.op import kernel_for
 
-LONGEST = 256  # tokens in a block; inside it the work is quadratic
+LONGEST = 1024  # tokens in a block; inside it the work is quadratic
 
 
 class Mixing(Protocol):

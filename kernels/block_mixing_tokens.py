@@ -49,7 +49,7 @@ def sum_blocks(
     i = tl.arange(0, BT)
     total = tl.zeros((BF, BV), tl.float32)
     more = tl.zeros((BF,), tl.float32)
-    for s in tl.static_range(0, BLOCK, BT):
+    for s in range(0, BLOCK, BT):
         keep = (t0 + s + i >= 0) & (t0 + s + i < T) & (s + i < BLOCK)
         tile = load_tokens(x, s + i, x_t, keep, f, F, OP)
         total = tl.dot(tl.trans(tile), load_tokens(y, s + i, y_t, keep, v, V, OP), total, input_precision=PRECISION)

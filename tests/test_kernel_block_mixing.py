@@ -137,7 +137,12 @@ def tokens_of(batch, groups, per_group, length, features, values, components):
 
 # batch, groups, per group, tokens, features, values, components, block
 SHORT = [(1, 1, 1, 1, 3, 2, 1, 16), (2, 1, 1, 37, 3, 17, 3, 16), (1, 1, 2, 70, 20, 3, 2, 70)]
-LONG = [(2, 3, 1, 1000, 64, 65, 8, 64), (1, 2, 4, 2048, 128, 128, 4, 128), (1, 12, 1, 1536, 64, 64, 16, 64)]
+LONG = [
+    (2, 3, 1, 1000, 64, 65, 8, 64),
+    (1, 2, 4, 2048, 128, 128, 4, 128),
+    (1, 12, 1, 1536, 64, 64, 16, 64),
+    (1, 2, 1, 1300, 64, 65, 3, 500),
+]
 TOKENS = [(torch.float32, s) for s in SHORT] + [(torch.bfloat16, SHORT[1])]
 TOKENS += [pytest.param(d, s, marks=ON_GPU) for d in TOLERANCE for s in LONG]
 
