@@ -26,10 +26,10 @@ from surgery.structures.btt import btt_linear
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 # Numbers of z that the backward holds at a time.
-HELD = 2**29
+HELD = 2**28
 
 # Stored numbers of the cores, times this, beyond which their gradients go by that of the dense matrix.
-DENSE_PAYS = 9
+DENSE_PAYS = 4
 
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -114,20 +114,15 @@ def by_pairs(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dx, dright and dleft from z and dz, a stretch of tokens at a time."""
-    of_right, of_left, rank = launch.right_side(right), launch.left_side(left), right.shape[3]
-    size = max(128, HELD // (of_right.groups * of_right.rows) // 128 * 128)
-    sums: list[tuple[Tensor, Tensor]] = []
-    for n in range(0, len(x_NI), size):
-        x, dy = x_NI[n : n + size], dy_NO[n : n + size]
-        tiles = launch.tiles_for(len(x), of_right, of_left)
-        z = launch.spread(x, of_right, rank, tiles)
-        dleft = launch.pair(z, dy, of_left, tiles.BN)
-        del z
-        tiles = launch.tiles_for(len(x), of_left, of_right)
-        dz = launch.spread(dy, of_left, rank, tiles)
-        dright = launch.pair(dz, x, of_right, tiles.BN)
-        if dx_NI is not None:
-            launch.gather(dz, of_right, None, dx_NI[n : n + size], tiles)
-        sums = [(dright, dleft)] if not sums else [(sums[0][0] + dright, sums[0][1] + dleft)]
-    dright, dleft = sums[0]
+    (c, _, b, s), N = right.shape, len(x_NI)
+    size = max(64, HELD // (b * c * s) // 64 * 64)
+    if size >= N:
+        dright, dleft = launch.gradients(x_NI, right, left, dy_NO, dx_NI, exact=False)
+        return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)
+    dright, dleft = (torch.zeros_like(core, dtype=torch.float32) for core in (right, left))
+    for n in range(0, N, size):
+        dx = None if dx_NI is None else dx_NI[n : n + size]
+        parts = launch.gradients(x_NI[n : n + size], right, left, dy_NO[n : n + size], dx, exact=True)
+        dright += parts[0]
+        dleft += parts[1]
     return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)

@@ -1,4 +1,4 @@
-"""The two products of BTT and the gradients of its cores, as Triton kernels.
+"""The two products of BTT and the gradients of its cores, a tile each; btt_kernels.py makes launches of them.
 
     spread   z[b, c, s, n] = sum_d x[n, c, d] right[c, d, b, s]        a group: one c, its rows j = (b, s)
     gather   y[n, b, a]    = sum_cs z[b, c, s, n] left[b, c, s, a]     a group: one b, its terms k = (c, s)
@@ -7,11 +7,8 @@
 Between them z lies transposed, tokens last: spread writes and gather reads whole lines, so neither permutation
 costs anything. z is kept in tiles of BN tokens: z[tile][row][BN], row = (b, c, s).
 
-`ring` does both products in one launch. Its programs are ordered by slabs of tokens, the second product of a slab
-LAG slabs behind the first; z is a ring of RING slabs, so it stays in the L2 cache and device memory sees x once and
-y once. A program waits only for programs of lower index, which are started first, so the waiting ends.
-
-The transposed map has the same form with the cores exchanged, b <-> c and a <-> d: dz and dx are spread and gather.
+The transposed map has the same form with the cores exchanged, b <-> c and a <-> d: dz and dx are spread and gather,
+and the gradient of right is a pair.
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ def _await(flag, needed):
 @triton.jit
 def _signal(flag):
     tl.debug_barrier()  # every thread's reads and writes come before
-    tl.atomic_add(flag, 1, sem="release")
+    return tl.atomic_add(flag, 1, sem="release")
 
 
 @triton.jit
 def _spread(
     x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
+    PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
     """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
     j = tile_j * BJ + tl.arange(0, BJ)
@@ -64,11 +61,7 @@ def _spread(
             r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
         at = z + t * rows.to(tl.int64) * BN + row[:, None] * BN + n[None, :]
         if D_ONCE:
-            if FLIP:
-                z_jn = tl.dot(tl.trans(r_dj), tl.trans(x_nd), input_precision=PRECISION)
-            else:
-                z_jn = tl.trans(tl.dot(x_nd, r_dj, input_precision=PRECISION))
-            _store_z(at, z_jn, j, J, z, EVEN)
+            _store_z(at, tl.trans(tl.dot(x_nd, r_dj, input_precision=PRECISION)), j, J, z, EVEN)
         else:
             z_nj = tl.dot(x_nd, r_dj, z_nj, input_precision=PRECISION)
             if k + BD >= D:
@@ -88,7 +81,7 @@ def _store_z(at, z_jn, j, J, z, EVEN: tl.constexpr):
 def _gather(
     z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
-    FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
     """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
     a = tile_a * BA + tl.arange(0, BA)
@@ -118,10 +111,7 @@ def _gather(
         at = y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o
         inside_n = n[:, None] < left_n - t * BN
         if K_ONCE:
-            if FLIP:
-                y_na = tl.trans(tl.dot(tl.trans(l_ka), z_kn, input_precision=PRECISION))
-            else:
-                y_na = tl.dot(tl.trans(z_kn), l_ka, input_precision=PRECISION)
+            y_na = tl.dot(tl.trans(z_kn), l_ka, input_precision=PRECISION)
             if BIAS:
                 y_na += b_a[None, :]
             _store_y(at, y_na, inside_n, inside_a, y, EVEN, ONCE)
@@ -166,82 +156,12 @@ def _fresh(at, inside, EVEN: tl.constexpr):
         return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
 
 
-@triton.jit(do_not_specialize=["N", "tiles"])
-def spread_kernel(
-    x, right, z, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j, tiles_j, tiles,
-    BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr,
-    EVEN: tl.constexpr, FLIP: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _pair(
+    z, y, g, group, tile_k, tile_a, first, count, N, OUT, A, K, groups, y_n, y_o, g_g, g_k, g_a,
+    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * tiles_j, slabs of tiles tiles)."""
-    first = tl.program_id(1) * tiles
-    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
-    group, tile_j = tl.program_id(0) // tiles_j, tl.program_id(0) % tiles_j
-    z += first.to(tl.int64) * (J * groups) * BN
-    _spread(x, right, z, group, tile_j, first, count, N, IN, D, J, S, groups, x_n, x_i, r_g, r_d, r_j,
-            BN, BJ, BD, D_ONCE, EVEN, FLIP, PRECISION, "", z, 0)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["N", "tiles"])
-def gather_kernel(
-    z, left, bias, y, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o, tiles_a, tiles,
-    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr,
-    EVEN: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid: (groups * tiles_a, slabs of tiles tiles)."""
-    first = tl.program_id(1) * tiles
-    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
-    group, tile_a = tl.program_id(0) // tiles_a, tl.program_id(0) % tiles_a
-    z += first.to(tl.int64) * (K * groups) * BN
-    _gather(z, left, bias, y, group, tile_a, first, count, N, OUT, A, K, groups, l_g, l_k, l_a, y_n, y_o,
-            BN, BK, BA, K_ONCE, EVEN, FLIP, BIAS, PRECISION, "", z, 0)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["N", "tiles", "slabs", "lag", "ring"])
-def ring_kernel(
-    x, right, left, bias, y, z, flags, N, IN, OUT, D, A, S, J, K, C, B,
-    x_n, x_i, r_g, r_d, r_j, l_g, l_k, l_a, y_n, y_o, tiles_j, tiles_a, slabs, lag, ring, tiles,
-    BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
-    BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr, K_ONCE: tl.constexpr, EVEN_1: tl.constexpr,
-    EVEN_2: tl.constexpr, FLIP_1: tl.constexpr, FLIP_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    ONCE: tl.constexpr,
-):  # fmt: skip
-    """Grid: (slabs + lag) * (C * tiles_j + B * tiles_a). flags: zeros, two a slab, of spreads and gathers done."""
-    spreads, gathers = C * tiles_j, B * tiles_a
-    step, work = tl.program_id(0) // (spreads + gathers), tl.program_id(0) % (spreads + gathers)
-    # Alternating while both last: reading x and writing z goes beside reading z and writing y.
-    both = 2 * tl.minimum(spreads, gathers)
-    is_spread = tl.where(work < both, work % 2 == 0, spreads > gathers)
-    item = tl.where(work < both, work // 2, work - both // 2)
-    slab = tl.where(is_spread, step, step - lag)
-    if slab >= 0 and slab < slabs:
-        first = slab * tiles
-        count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
-        z += (slab % ring).to(tl.int64) * tiles * (J * C) * BN
-        if is_spread:
-            # Its place in the ring is free once the slab that was there has been gathered.
-            needed = tl.where(slab >= ring, gathers, 0)
-            _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
-                    BN, BJ, BD, D_ONCE, EVEN_1, FLIP_1, PRECISION, ONCE,
-                    flags + slabs + tl.maximum(slab - ring, 0), needed)  # fmt: skip
-            _signal(flags + slab)
-        else:
-            _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
-                    BN, BK, BA, K_ONCE, EVEN_2, FLIP_2, BIAS, PRECISION, ONCE, flags + slab, spreads)  # fmt: skip
-            if slab + ring < slabs:
-                _signal(flags + slabs + slab)
-
-
-@triton.jit(do_not_specialize=["N", "tiles"])
-def pair_kernel(
-    z, y, g, N, OUT, A, K, groups, y_n, y_o, g_p, g_g, g_k, g_a, tiles_k, tiles_a, tiles,
-    BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid: (groups * tiles_k * tiles_a, parts of tiles tiles); g[part, group, k, a] sums its part of the tokens."""
-    part, item = tl.program_id(1), tl.program_id(0)
-    group, tile_k, tile_a = item // (tiles_k * tiles_a), item // tiles_a % tiles_k, item % tiles_a
-    first = part * tiles
-    count = tl.minimum(tiles, tl.cdiv(N, BN) - first)
+    """Sums `count` tiles from `first` on; z and y begin at the first token of all."""
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)
@@ -258,5 +178,5 @@ def pair_kernel(
             y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, ""
         )
         g_ka = tl.dot(z_kn, y_na, g_ka, input_precision=PRECISION)
-    at = g + part.to(tl.int64) * g_p + group * g_g + k[:, None] * g_k + a[None, :] * g_a
+    at = g + group * g_g + k[:, None] * g_k + a[None, :] * g_a
     tl.store(at, g_ka.to(g.dtype.element_ty), mask=(k[:, None] < K) & (a[None, :] < A))
