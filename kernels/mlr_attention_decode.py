@@ -60,7 +60,7 @@ def walk(
     biases_R, lead, first, window, S, scale, SEEN: tl.constexpr,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr,
     CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P0: tl.constexpr,
-    P: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles whose slots hold the first SEEN levels."""
     q0 = query_rows(q, ok_R, R, DIMS, CUTS, 0, P0)
@@ -73,7 +73,7 @@ def walk(
     q7 = query_rows(q, ok_R, R, DIMS, CUTS, 7, P) if SEEN > 7 else q0
     dim_V = tl.arange(0, DV)
     unit: tl.constexpr = 1.4426950408889634
-    for tile in tl.range(start, stop):
+    for tile in tl.range(start, stop, num_stages=STAGES if SEEN < 3 else 2):
         s_N = tile * N + tl.arange(0, N)
         k_NP = key_rows(k0, s_N, m0, S, CUTS, 0, P0)
         value = v + (s_N - mv).to(tl.int64)[:, None] * V + dim_V[None, :]
@@ -133,10 +133,11 @@ def mlr_decode(
     mv, m0, m1, m2, m3, m4, m5, m6, m7, g0, g1, g2, g3, g4, g5, g6, g7, gv, stride_end, span,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr,
     BIASED: tl.constexpr, CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+    P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span of slots for a group of heads; part: (.., spans, J T, V + 2): sums, the largest score and the divisor."""
-    at = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64)
+    place = tl.num_programs(1) - 1 - tl.program_id(1)  # near spans first: they have the most to do
     end = tl.load(ends + at // G * stride_end).to(tl.int32)
     lead = S - end
     first = tl.maximum(-lead, 0)
@@ -164,27 +165,41 @@ def mlr_decode(
     acc_RV = tl.zeros([R, DV], tl.float32)
     top_R = tl.full([R], LEAST, tl.float32)
     sum_R = tl.zeros([R], tl.float32)
-    tile = tl.program_id(0) * span
+    tile = place * span
     last = tl.minimum(tile + span, (S + N - 1) // N)
     if L > 1:
         stop = tl.maximum(tl.minimum(m1 // N, last), tile)
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 1, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, PRECISION)  # fmt: skip
+            DV, STAGES, PRECISION)  # fmt: skip
         tile = stop
     if L > 2:
         stop = tl.maximum(tl.minimum(m2 // N, last), tile)
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 2, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, PRECISION)  # fmt: skip
+            DV, STAGES, PRECISION)  # fmt: skip
+        tile = stop
+    if L > 3:
+        stop = tl.maximum(tl.minimum(m3 // N, last), tile)
+        acc_RV, top_R, sum_R = walk(
+            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
+            biases_R, lead, first, window, S, scale, 3, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
+            DV, STAGES, PRECISION)  # fmt: skip
+        tile = stop
+    if L > 4:
+        stop = tl.maximum(tl.minimum(m4 // N, last), tile)
+        acc_RV, top_R, sum_R = walk(
+            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
+            biases_R, lead, first, window, S, scale, 4, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
+            DV, STAGES, PRECISION)  # fmt: skip
         tile = stop
     acc_RV, top_R, sum_R = walk(
         acc_RV, top_R, sum_R, tile, last, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
         biases_R, lead, first, window, S, scale, L, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-        DV, PRECISION)  # fmt: skip
-    part += ((at * tl.num_programs(0) + tl.program_id(0)) * J * T + row_R) * (V + 2)
+        DV, STAGES, PRECISION)  # fmt: skip
+    part += ((at * tl.num_programs(1) + place) * J * T + row_R) * (V + 2)
     dim_V = tl.arange(0, DV)
     tl.store(part[:, None] + dim_V[None, :], acc_RV, mask=ok_R[:, None] & (dim_V < V)[None, :])
     tl.store(part + V, top_R, mask=ok_R)
@@ -233,13 +248,13 @@ def decode(
     missing = [S - slots - before for slots, before in zip(held, befores)] + [0] * len(padding)
     strides = [k.stride(1) for k in keys] + [0] * len(padding)
     DV = max(16, triton.next_power_of_2(V))
-    mlr_decode[spans, B * G](
+    mlr_decode[B * G, spans](
         q, *keys, *padding, v, part, ends, biases, plan.scaling, plan.window or 0, T, S, G, J,
         -v_before, *missing, *strides, v.stride(1), 0 if ends.shape[0] == 1 else 1, span,
         EXTENTS=(0, *plan.extents), CUTS=plan.cuts, L=len(keys), WINDOWED=plan.window is not None, NESTED=plan.nested,
         BIASED=biases is not None, CAP=plan.softcap or 0.0, DIMS=dims, V=V, R=max(16, triton.next_power_of_2(J * T)), N=tile,
         P0=max(16, triton.next_power_of_2(plan.ranks[0])),
-        P=max([16, *(triton.next_power_of_2(rank) for rank in plan.ranks[1:])]), DV=DV,
+        P=max([16, *(triton.next_power_of_2(rank) for rank in plan.ranks[1:])]), DV=DV, STAGES=stages,
         PRECISION="tf32x3" if v.dtype == torch.float32 else None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     mlr_combine[(B * G * J * T,)](part, out, J * T, spans, V, DV, triton.next_power_of_2(spans), num_warps=1)

@@ -1,9 +1,8 @@
 """out = softmax(scaling (sum_l [s >= low_l(t)] (q_l[t] . k_l[s] + bias_l)), s <= t) V, flash-style, and its base-2 log-sum.
 
 For low_l and zones see mlr_attention_zones.py. The walk of a zone multiplies the dims of its levels, the others of q set
-to zero, and loads them rounded up to a width of A + B. It begins with the tiles before it in which its finest level
-begins, whose product is added where that is near. Tiles left over are walked last: those at the diagonal, of short zones,
-and where several levels begin.
+to zero, and loads them rounded up to a width of A + B. Tiles left over are walked last: those at the diagonal, of short
+zones, and where levels begin; there the product of each level by itself, the finest first, is added where that is near.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_zones import FAR, LEAST, between, border_of, capped, level_of, low_of, rows, zone_of
+from surgery.kernels.mlr_attention_zones import FAR, LEAST, between, capped, level_of, low_of, rows, zone_of
 
 
 @triton.jit
@@ -59,47 +58,21 @@ def weighed(
 @triton.jit
 def walk(
     acc_MV, top_M, sum_M, held_MA, held_MB, q, q_row, q_ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-    t_M, t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
     L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, HELD: tl.constexpr, LEAST_RUN: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, border, dims = 0, 0, 0, 0
+        start, count, dims = 0, 0, 0
         for z in tl.static_range(Z0 + 1, Z1 + 1):
             z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-            if HELD:
-                z_border = border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
-                border = tl.where(zone == z, z_border, border)
             start = tl.where(zone == z, z_start, start)
             count = tl.where(zone == z, z_count, count)
             dims = tl.where(zone == z, CUTS[z], dims)
         bias = tl.load(biases + zone) if BIASED else 0.0
         if HELD:
-            low_dim, high_dim, extent = level_of(zone - 1, EXTENTS, CUTS, L)
-            q_MA = between(held_MA, 0, low_dim, 0, A)
-            q_MB = between(held_MB, 0, low_dim, A, B) if B > 0 else q_MA
-            new_MA = between(held_MA, low_dim, high_dim, 0, A)
-            new_MB = between(held_MB, low_dim, high_dim, A, B) if B > 0 else q_MA
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            for tile in tl.range(start - border, start):
-                k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
-                v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
-                score = tl.dot(new_MA, tl.trans(k_NA), input_precision=PRECISION)
-                if B > 0:
-                    k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
-                    score = tl.dot(new_MB, tl.trans(k_NB), score, input_precision=PRECISION)
-                if BIASED:
-                    score += bias - tl.load(biases + zone - 1)
-                score = tl.where((tile * N + tl.arange(0, N))[None, :] >= low_M[:, None], score, 0.0)
-                score = tl.dot(q_MA, tl.trans(k_NA), score, input_precision=PRECISION)
-                if B > 0:
-                    score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
-                shift = tl.load(biases + zone - 1) if BIASED else 0.0
-                acc_MV, top_M, sum_M = weighed(
-                    score, shift, None, acc_MV, top_M, sum_M, v_NV, scale, False, CAP, PRECISION
-                )
             q_MA = between(held_MA, 0, dims, 0, A)
             q_MB = between(held_MB, 0, dims, A, B) if B > 0 else q_MA
         else:
@@ -117,6 +90,53 @@ def walk(
                 score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
             acc_MV, top_M, sum_M = weighed(score, bias, None, acc_MV, top_M, sum_M, v_NV, scale, False, CAP, PRECISION)
     return acc_MV, top_M, sum_M
+
+
+@triton.jit
+def odd(
+    acc_MV, top_M, sum_M, tile, q_MA, q_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
+    first, window, end, MASKED: tl.constexpr, CROSSING: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of any kind, in which at most CROSSING levels begin; MASKED: where queries may not see all of its keys."""
+    s_N = tile * N + tl.arange(0, N)
+    ok_N = (s_N >= first) & (s_N < end)
+    k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, MASKED)
+    k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, MASKED) if B > 0 else k_NA
+    v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, MASKED)
+    full, reached, dims = 1, 1, CUTS[1]
+    for z in tl.static_range(1, L):
+        has = low_of(t_last, FAR, window, z, EXTENTS, NESTED, False) <= tile * N
+        full += has.to(tl.int32)
+        dims = tl.where(has, CUTS[z + 1], dims)
+        some = low_of(t_first, FAR, window, z, EXTENTS, NESTED, False) < (tile + 1) * N
+        reached += some.to(tl.int32)
+    score = tl.zeros([M, N], tl.float32)
+    for back in tl.static_range(CROSSING):
+        level = full + CROSSING - 1 - back
+        if level < reached:
+            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+            score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
+            if B > 0:
+                part_MB = between(q_MB, low_dim, high_dim, A, B)
+                score = tl.dot(part_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+            if BIASED:
+                score += tl.load(biases + level + 1) - tl.load(biases + level)
+            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+            score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
+    bias = tl.load(biases + full) if BIASED else 0.0
+    part_MA = between(q_MA, 0, dims, 0, A) if L > 1 else q_MA
+    score = tl.dot(part_MA, tl.trans(k_NA), score, input_precision=PRECISION)
+    if B > 0:
+        part_MB = between(q_MB, 0, dims, A, B) if L > 1 else q_MB
+        score = tl.dot(part_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+    seen = None
+    if MASKED:
+        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
+    return weighed(score, bias, seen, acc_MV, top_M, sum_M, v_NV, scale, MASKED, CAP, PRECISION)
 
 
 @triton.jit
@@ -155,12 +175,12 @@ def mlr_forward(
     if A1 > 0:
         acc_MV, top_M, sum_M = walk(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-            t_M, t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A1, B1, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     if A2 > 0:
         acc_MV, top_M, sum_M = walk(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-            t_M, t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+            t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A2, B2, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     q_MA = rows(q, row, stride_q, ok_M, M, A3, 0, R, True)
     q_MB = rows(q, row, stride_q, ok_M, M, B3, A3, R, True) if B3 > 0 else q_MA
@@ -168,61 +188,32 @@ def mlr_forward(
     held_MB = held(q_MB, B3) if HOLD and B3 > 0 else q_MB
     acc_MV, top_M, sum_M = walk(
         acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-        t_M, t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+        t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
         A3, B3, HOLD, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     # the tiles left
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
-    HELD_FROM: tl.constexpr = L2 if A2 > 0 else L1  # the walk of the zones after it masks q itself
-    left = t_last // N + 1 - tile_first
-    for z in tl.static_range(1, L + 1):
-        z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-        if HOLD and z > HELD_FROM:
-            left -= border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
-        left -= z_count
-    for at in tl.range(0, left):
-        tile = tile_first + at
+    whole = tl.maximum((t_first + 1) // N, tile_first)
+    if L > 1 or HOLES or WINDOWED:
+        left = whole - tile_first
         for z in tl.static_range(1, L + 1):
             z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-            if HOLD and z > HELD_FROM:
-                border = border_of(z, z_start, z_count, t_first, t_last, first, window, EXTENTS, NESTED, WINDOWED, N)
-                z_start -= border
-                z_count += border
-            tile += tl.where(tile >= z_start, z_count, 0)
-        s_N = tile * N + tl.arange(0, N)
-        ok_N = (s_N >= first) & (s_N < end)
-        k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A3, 0, R, True)
-        k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B3, A3, R, True) if B3 > 0 else k_NA
-        v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
-        full, reached, dims = 1, 1, CUTS[1]
-        for z in tl.static_range(1, L):
-            has = low_of(t_last, FAR, window, z, EXTENTS, NESTED, False) <= tile * N
-            full += has.to(tl.int32)
-            dims = tl.where(has, CUTS[z + 1], dims)
-            some = low_of(t_first, FAR, window, z, EXTENTS, NESTED, False) < (tile + 1) * N
-            reached += some.to(tl.int32)
-        score = tl.zeros([M, N], tl.float32)
-        for back in tl.static_range(CROSSING):
-            level = full + CROSSING - 1 - back
-            if level < reached:
-                low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-                q_A = between(held_MA, low_dim, high_dim, 0, A3)
-                score = tl.dot(q_A, tl.trans(k_NA), score, input_precision=PRECISION)
-                if B3 > 0:
-                    q_B = between(held_MB, low_dim, high_dim, A3, B3)
-                    score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
-                if BIASED:
-                    score += tl.load(biases + level + 1) - tl.load(biases + level)
-                low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-                score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
-        bias = tl.load(biases + full) if BIASED else 0.0
-        q_A = between(held_MA, 0, dims, 0, A3) if L > 1 else held_MA
-        score = tl.dot(q_A, tl.trans(k_NA), score, input_precision=PRECISION)
-        if B3 > 0:
-            q_B = between(held_MB, 0, dims, A3, B3) if L > 1 else held_MB
-            score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
-        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
-        seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
-        acc_MV, top_M, sum_M = weighed(score, bias, seen, acc_MV, top_M, sum_M, v_NV, scale, True, CAP, PRECISION)
+            left -= z_count
+        for at in tl.range(0, left):
+            tile = tile_first + at
+            for z in tl.static_range(1, L + 1):
+                z_start, z_count = zone_of(
+                    z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
+                )
+                tile += tl.where(tile >= z_start, z_count, 0)
+            acc_MV, top_M, sum_M = odd(
+                acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
+                first, window, end, HOLES or WINDOWED, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A3, B3, CAP, R, V, M, N, DV,
+                PRECISION)  # fmt: skip
+    for tile in tl.range(whole, t_last // N + 1):
+        acc_MV, top_M, sum_M = odd(
+            acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
+            first, window, end, True, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A3, B3, CAP, R, V, M, N, DV,
+            PRECISION)  # fmt: skip
     some_M = sum_M > 0
     row_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T
     acc_MV = acc_MV / tl.where(some_M, sum_M, 1.0)[:, None]

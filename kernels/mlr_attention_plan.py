@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     def halves(self) -> tuple[int, int, int]:
         """(A, B, last zone of at most A dims) of the backward, which makes gradients of A and of B dims apart; both of
-        64 or more, as narrower products were measured to go wrong (triton 3.6)."""
+        64 or more, which are made faster than narrower ones."""
         a = max(16, triton.next_power_of_2(self.cuts[-1]))
         if self.cuts[1] > a // 2 or a < 128 or len(self.ranks) == 1:
             return a, 0, 0

@@ -39,21 +39,7 @@ def zone_of(
         stop = low_of(t_first, first, window, zone, EXTENTS, NESTED, WINDOWED) // N
     else:
         stop = (t_first + 1) // N
-    return start, tl.where(stop - start < LEAST_RUN, 0, stop - start)
-
-
-@triton.jit
-def border_of(
-    zone: tl.constexpr, start, count, t_first, t_last, first, window,
-    EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """How many tiles before the zone's first hold the begin of its finest level and of no other one, and only keys that
-    every query sees; those its walk takes along."""
-    begin = low_of(t_first, FAR, window, zone - 1, EXTENTS, NESTED, False) // N
-    alone = (count > 0) & (begin * N >= low_of(t_last, first, window, 0, EXTENTS, NESTED, WINDOWED))
-    if zone > 2:
-        alone &= low_of(t_last, FAR, window, zone - 2, EXTENTS, NESTED, False) <= begin * N
-    return tl.where(alone, start - begin, 0)
+    return start, tl.where(stop - start < (LEAST_RUN if L > 1 else 1), 0, stop - start)
 
 
 @triton.jit
