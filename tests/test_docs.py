@@ -11,10 +11,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from quick_python import QuickPython
 
 from surgery.convert import convert
 from surgery.recipe import Recipe, Rule, load_recipe
@@ -27,6 +27,7 @@ TAUGHT = [page for page in PAGES if page.name not in MEASURED]
 NEED_OUT = {"checkpoint.md", "evaluate.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 CHARACTERS = 10_000  # of each text, over two windows of tokens: enough to run every command, in little time
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
 
 
@@ -49,8 +50,15 @@ def converted(source):
     return source.parent / "OUT"
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    python = QuickPython(tmp_path_factory.mktemp("quick"), ENVIRONMENT)
+    yield python
+    python.close()
+
+
 @pytest.fixture
-def desk(tmp_path, source):
+def desk(tmp_path, source, quick):
     """Where a page's commands run, and their environment; `surgery` and `python` are this checkout's."""
     (tmp_path / "desk").mkdir()
     (tmp_path / "desk" / "SRC").symlink_to(source)
@@ -58,11 +66,10 @@ def desk(tmp_path, source):
         (tmp_path / "desk" / text).write_text((EMBEDDED / text).read_text(encoding="utf-8")[:CHARACTERS])
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, words in (("surgery", "-m surgery"), ("python", "")):
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-        (commands / name).chmod(0o755)
+    quick.write(commands / "surgery", "-m surgery")
+    quick.write(commands / "python")
     path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
-    return tmp_path / "desk", {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return tmp_path / "desk", {**ENVIRONMENT, "PATH": path}
 
 
 @pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.name)
@@ -70,7 +77,7 @@ def test_commands_run(page, desk, request):
     place, environment = desk
     if page.name in NEED_OUT:
         (place / "OUT").symlink_to(request.getfixturevalue("converted"))
-    shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+    shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": ["python", "-c"]}
     runnable = [(language, text) for language, text in blocks(page) if language in shells]
     assert runnable, f"{page.name} has no command that a test runs"
     for language, text in runnable:
