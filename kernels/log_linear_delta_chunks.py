@@ -110,11 +110,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    q, k, v, beta, level, do, rows, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
+    q, k, v, beta, level, do, rows, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc_in, dc,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
     do_b, do_g, do_j, do_t, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -130,7 +130,9 @@ def _backward(
     lower_CC = at_C[:, None] >= at_C[None, :]
     t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     dt_CC = tl.zeros([C, C], tl.float32)
-    dc_C = tl.load(dc + at * C + at_C)
+    dc_C = tl.zeros([C], tl.float32)
+    for part in range(PARTS):
+        dc_C += tl.load(dc_in + (at * PARTS + part) * C + at_C)
     for j in range(J):
         q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
         dread_here = dread + (at * J + j) * C * K

@@ -76,10 +76,10 @@ class Call:
         size = max(2, int(memory * KEPT) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
         return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
 
-    def kept(self, groups: list[tuple[int, int]]) -> Tensor:
+    def kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
         s = self.s
         most = max(high - low for low, high in groups)
-        return torch.empty(most, s.most[0], s.G, s.V, s.K, dtype=s.dtype, device=self.k.device)
+        return torch.empty(most, s.most[0], s.G, s.V, size, dtype=s.dtype, device=self.k.device)
 
     def prepared(self) -> tuple[Terms, Tensor | None]:
         """What there is of each chunk by itself, and the chunks' own states where `climb` takes them."""
@@ -90,27 +90,30 @@ class Call:
         return terms, own
 
     def climb(
-        self, t: Terms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None
-    ) -> Tensor | None:
+        self, t: Terms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None,
+        passed: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """Levels low .. high - 1 from the states of level `low`, to those of level `high`."""
         for level in range(low, high):
             if self.fused and level < 2:
-                state = self.lowest(t, kept) if level == 0 else state
+                state = self.lowest(t, kept, passed) if level == 0 else state
                 continue
             parent = self.state(level + 1) if level + 1 < self.levels else None
             assert state is not None
-            self.up(level, t, state, kept[level - low], parent, None if after is None else after[level])
+            x, ending = (None if y is None else y[i] for y, i in ((passed, level - low), (after, level)))
+            self.up(level, t, state, kept[level - low], x, parent, ending)
             state = parent
         return state
 
     def up(
-        self, level: int, t: Terms, state: Tensor, kept: Tensor | None, parent: Tensor | None, after: Tensor | None
-    ) -> None:
+        self, level: int, t: Terms, state: Tensor, kept: Tensor | None, passed: Tensor | None, parent: Tensor | None,
+        after: Tensor | None,
+    ) -> None:  # fmt: skip
         s, (grid, pairs) = self.s, self.grid(level)
         bucket = None if self.bucket_lRGKV is None else self.bucket_lRGKV[level]
-        other = (parent, bucket, after, self.end_R if after is not None else None, kept)
+        other = (parent, bucket, after, self.end_R if after is not None else None, kept, passed)
         flags = {
-            "KEEP": kept is not None, "BUCKET": bucket is not None, "AFTER": after is not None,
+            "KEEP": kept is not None, "PASSED": passed is not None, "BUCKET": bucket is not None, "AFTER": after is not None,
             "PARENT": parent is not None,
         }  # fmt: skip
         levels._up[grid](
@@ -118,25 +121,25 @@ class Call:
             level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=2,
         )  # fmt: skip
 
-    def lowest(self, t: Terms, kept: Tensor) -> Tensor:
+    def lowest(self, t: Terms, kept: Tensor, passed: Tensor | None) -> Tensor:
         """Levels 0 and 1 at once."""
         s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
         lowest._low[(s.R * groups, s.G, s.blocks)](
-            self.k, t.w, t.u, t.c, s.table, state, kept[0], kept[1], *self.k.stride()[:3], self.top, groups,
-            **s.kernel, num_warps=4, num_stages=1,
+            self.k, t.w, t.u, t.c, s.table, state, kept[0], kept[1], *(kept if passed is None else passed)[:2],
+            *self.k.stride()[:3], self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
         return state
 
     def down(
-        self, level: int, c: Tensor, w: Tensor, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
-        dbucket: Tensor | None, dafter: Tensor | None, dkept: Tensor,
+        self, level: int, t: Terms, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
+        dbucket: Tensor | None, dafter: Tensor | None, dkept: Tensor, dpassed: Tensor,
     ) -> None:  # fmt: skip
         s, (grid, pairs) = self.s, self.grid(level)
-        other = (self.end_R if dafter is not None else None, dkept)
-        grads = tuple(dstate if t is None else t for t in (dparent, dstate, dbucket, dafter, *other))
+        other = (self.end_R if dafter is not None else None, dkept, dpassed)
+        grads = tuple(dstate if x is None else x for x in (dparent, dstate, dbucket, dafter, *other))
         flags = {"BUCKET": dbucket is not None, "AFTER": dafter is not None, "PARENT": dparent is not None}
         levels._down[grid](
-            self.k, w, read, do, c, self.level, s.table, *grads, *self.k.stride()[:3], *do.stride()[:4],
+            self.k, t.w, read, do, t.c, self.level, s.table, *grads, *self.k.stride()[:3], *do.stride()[:4],
             *self.l_strides, level, self.top, self.q.shape[3], pairs, s.J, **self.options, **flags,
             num_warps=s.warps(8192), num_stages=2,
         )  # fmt: skip
@@ -146,7 +149,7 @@ class Call:
         t, state = self.prepared()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups()
-        kept, wide = self.kept(groups), self.v.dtype if len(groups) == 1 else torch.float32
+        kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
         for low, high in groups:
             state = self.climb(t, low, high, state, kept, after)
@@ -175,25 +178,26 @@ class Call:
             self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
         )
         groups, starts = self.groups(), []
-        kept = self.kept(groups)
+        kept, passed = self.kept(groups, s.K), self.kept(groups, s.C)
         for low, high in groups:
             starts.append(state)
-            state = self.climb(t, low, high, state, kept)
+            state = self.climb(t, low, high, state, kept, None, passed)
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        sums, dkept = self._sums(), torch.empty_like(kept)
+        sums, dkept, dpassed = self._sums(), torch.empty_like(kept), torch.empty_like(passed)
         down = None if self.levels else torch.zeros_like(self.state(0))
         for (low, high), start in zip(reversed(groups), reversed(starts)):
             if high < self.levels:
-                self.climb(t, low, high, start, kept)
+                self.climb(t, low, high, start, kept, None, passed)
             for level in range(high - 1, low - 1, -1):
                 above, down = down, self.state(level)
                 into, out = (None if x is None else x[level] for x in (dbucket, dafter))
-                self.down(level, t.c, t.w, read, do, above, down, into, out, dkept[level - low])
-            self._gather(low, high, t, read, kept, dkept, down, do, sums)
+                self.down(level, t, read, do, above, down, into, out, dkept[level - low], dpassed[level - low])
+            self._gather(low, high, t, read, (kept, passed, dkept, dpassed, down), do, sums)
         dk, dw, du, dread, dlevel, dc = sums
         dq, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.q, self.v))
         dt = s.buffer(s.C, s.C, dtype=torch.float32)
-        self._chunks(do, t.c, t.y, t.w, dread, dq, dk, dv, dw, dt, dlevel, dc)
+        parts, dc = dc, s.buffer(s.C, dtype=torch.float32)
+        self._chunks(do, t.c, t.y, t.w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc)
         dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, t.c, t.y, dw, du, dt, dk, dc, dv, s)
         dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
         return dq, dk, dv, dbeta, dgates, dlevel, dbucket, dextra
@@ -204,23 +208,27 @@ class Call:
         batch, length, G, J, lambdas = self.level.shape
         dlevel = torch.zeros(batch, length, G, J, lambdas, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
-        return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(s.C, dtype=wide)
+        return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide)
 
-    def _gather(self, low, high, t, read, kept, dkept, down, do, sums):  # type: ignore[no-untyped-def]
-        s, options = self.s, self.options
-        options["BX"] = min(options["BK"], 16384 // options["BK"])
+    @property
+    def parts(self) -> int:
+        """Blocks of features."""
+        return -(-self.s.K // self.s.features)
+
+    def _gather(self, low, high, t, read, kept, do, sums):  # type: ignore[no-untyped-def]
+        s = self.s
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather._gather[(s.R * s.N, s.G)](
-            self.k, do, self.level, s.table, t.c, t.w, t.u, read, kept, dkept, down, *sums, *self.k.stride()[:3],
-            *do.stride()[:4], *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **options,
-            **flags, num_warps=8, num_stages=1,
+        gather._gather[(s.R * s.N, s.G, self.parts)](
+            self.k, do, self.level, s.table, t.c, t.u, read, *kept, *sums, *self.k.stride()[:3], *do.stride()[:4],
+            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
+            BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def _chunks(self, do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc):  # type: ignore[no-untyped-def]
+    def _chunks(self, do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc):  # type: ignore[no-untyped-def]
         s = self.s
         chunks._backward[(s.R * s.N, s.G)](
-            self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc,
+            self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc,
             *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
-            BX=s.features, num_warps=8,
+            BX=s.features, PARTS=self.parts, num_warps=4,
             num_stages=1,
         )  # fmt: skip

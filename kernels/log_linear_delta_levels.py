@@ -63,10 +63,10 @@ def pair_of(i, lev, a0, chunks):
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
 def _up(
-    k, w, c, rows, state, parent, bucket, after, end, kept, k_b, k_g, k_t, lev, top, PAIRS,
+    k, w, c, rows, state, parent, bucket, after, end, kept, passed, k_b, k_g, k_t, lev, top, PAIRS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
-    KEEP: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
+    KEEP: tl.constexpr, PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
     r, i, g, at_v = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1), tl.program_id(2) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -91,8 +91,10 @@ def _up(
         half_VK = s_VK.to(k_CK.dtype)
         if KEEP:
             put_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        x_VC = tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]
-        s_VK = tl.dot(x_VC.to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
+        x_VC = (tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
+        if PASSED:
+            put_matrix(passed + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
+        s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
     if AFTER:
         at_end = (a0 + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
@@ -106,7 +108,7 @@ def _up(
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
 def _down(
-    k, w, read, do, c, level, rows, dparent, dstate, dbucket, dafter, end, dkept,
+    k, w, read, do, c, level, rows, dparent, dstate, dbucket, dafter, end, dkept, dpassed,
     k_b, k_g, k_t, do_b, do_g, do_j, do_t, l_b, l_t, l_g, l_j, l_l, lev, top, T, PAIRS, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
@@ -141,8 +143,9 @@ def _down(
         to_end_C, total = to_end_of(c, at, C)
         half_VK = ds_VK.to(k_CK.dtype)
         put_matrix(dkept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
-        dx_VC = tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]
-        ds_VK = tl.dot(dx_VC.to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
+        dx_VC = (tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
+        put_matrix(dpassed + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
+        ds_VK = tl.dot(dx_VC, w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
             read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
             at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l

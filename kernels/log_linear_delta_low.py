@@ -14,17 +14,24 @@ from surgery.kernels.log_linear_delta_levels import first_chunk
 
 
 @triton.jit
-def _pass(s_VK, w_CK, k_CK, x_VC, to_end_C, total, P: tl.constexpr):
-    """gamma S + K^T e (x - w S), x: u or zeros."""
-    x_VC -= tl.dot(s_VK.to(k_CK.dtype), tl.trans(w_CK), input_precision=P)
-    return tl.dot((x_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
+def _pass(s_VK, w_CK, k_CK, u_VC, to_end_C, total, kept, passed, rows_V, PASSED: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """gamma S + K^T e (u - w S), of which S and -e w S are kept. u: the chunk's own or zeros."""
+    half_VK = s_VK.to(k_CK.dtype)
+    put_matrix(kept, rows_V, K, 0, half_VK, BV, BK)
+    x_VC = tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]
+    if PASSED:
+        put_matrix(passed, rows_V, C, 0, x_VC, BV, C)
+    x_VC += u_VC * to_end_C[None, :]
+    return tl.dot(x_VC.to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
 
 
 @triton.jit(do_not_specialize=["top", "GROUPS"])
 def _low(
-    k, w, u, c, rows, state, kept0, kept1, k_b, k_g, k_t, top, GROUPS,
+    k, w, u, c, rows, state, kept0, kept1, passed0, passed1, k_b, k_g, k_t, top, GROUPS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
     r, i, g, at_v = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS, tl.program_id(1), tl.program_id(2) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -42,6 +49,7 @@ def _low(
         t_C, here_C = tokens_of(n, bos, length, start, C)
         k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         rows_V = tl.where(here, V - at_v, 0)
+        at_s, at_x = (at * V + at_v) * K, (at * V + at_v) * C
         w_CK = matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
         u_VC = matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
         hi, lo = c + at * 2 * C, c + at * 2 * C + C
@@ -53,15 +61,33 @@ def _low(
         if step == 0:
             a_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 1:
-            put_matrix(kept0 + (at * V + at_v) * K, rows_V, K, 0, a_VK, BV, BK)
-            a_VK = _pass(a_VK, w_CK, k_CK, u_VC, to_end_C, total, P)
+            a_VK = _pass(
+                a_VK, w_CK, k_CK, u_VC, to_end_C, total, kept0 + at_s, passed0 + at_x, rows_V, PASSED, K, C, BK, BV, P
+            )
         if step >= 2:
-            put_matrix(kept1 + (at * V + at_v) * K, rows_V, K, 0, a_VK, BV, BK)
-            a_VK = _pass(a_VK, w_CK, k_CK, tl.zeros([BV, C], tl.float32), to_end_C, total, P)
+            none_VC = tl.zeros([BV, C], tl.float32)
+            a_VK = _pass(
+                a_VK,
+                w_CK,
+                k_CK,
+                none_VC,
+                to_end_C,
+                total,
+                kept1 + at_s,
+                passed1 + at_x,
+                rows_V,
+                PASSED,
+                K,
+                C,
+                BK,
+                BV,
+                P,
+            )
         if step == 2:
             b_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 3:
-            put_matrix(kept0 + (at * V + at_v) * K, rows_V, K, 0, b_VK, BV, BK)
-            b_VK = _pass(b_VK, w_CK, k_CK, u_VC, to_end_C, total, P)
+            b_VK = _pass(
+                b_VK, w_CK, k_CK, u_VC, to_end_C, total, kept0 + at_s, passed0 + at_x, rows_V, PASSED, K, C, BK, BV, P
+            )
     segment = tl.load(rows + r * WIDTH + 6) + i
     put_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
