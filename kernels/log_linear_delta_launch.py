@@ -207,7 +207,8 @@ class Call:
         s, wide = self.s, torch.float32
         batch, length, G, J, lambdas = self.level.shape
         dlevel = torch.zeros(batch, length, G, J, lambdas, dtype=wide, device=self.k.device)
-        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
+        summed = wide if s.J > 1 else s.dtype  # dw: a sum over query heads, in memory
+        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K, dtype=summed), s.buffer(s.V, s.C)
         return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide)
 
     @property
