@@ -1,7 +1,7 @@
 """Log-linear attention with kernel scores (log-linear Mamba-2; Guo et al. 2025, "Log-Linear Attention", section 3.3).
 
-Forward: the states of a Fenwick tree over chunks (log_linear_tree.py), each written once; then every chunk reads its log T
-slots into one sum (ssd_out.py). Backward: the states again, then what mirrors them; nothing but the inputs is saved.
+Forward: the states of a Fenwick tree over chunks (log_linear_tree.py), each written once; then every chunk reads its
+log T slots into one sum (ssd_out.py). Backward: the states again, then what mirrors them; only inputs are saved.
 Buckets that rows bring along, and those below a chunk that they leave, are few: plain torch, linear in them.
 """
 
@@ -58,8 +58,8 @@ class LogLinear(torch.autograd.Function):
         d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, ctx.levels > 0)
         groups, per_group, levels, _ = shares.shape
         spans[(lay.places, groups)](
-            shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, levels, per_group, *d_gates.stride(),
-            C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
+            shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, levels, per_group,
+            *d_gates.stride(),            C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
         )  # fmt: skip
         return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None, None
 
@@ -79,8 +79,8 @@ def log_linear_chunks(
     cu_seqlens: Tensor | None = None,
     chunk: int = 64,
 ) -> Tensor:
-    """out_BGJTV in v's dtype, of rows that bring no buckets along. q and k may have 1 in place of G: shared by all heads.
-    cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
+    """out_BGJTV in v's dtype, of rows that bring no buckets along. q and k may have 1 in place of G: shared by all
+    heads. cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
     batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], chunk_of(chunk)
     if cu_seqlens is not None:
         lay = Lay.packed(cu_seqlens, length, chunk)

@@ -1,24 +1,22 @@
 """States of a Fenwick tree over chunks (Guo et al. 2025, section 3.3), each held once.
 
-A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l: so slot e - 1 holds the state of the segment
-that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1), .. > its
-sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
+A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l: so slot e - 1 holds the state of the
+segment that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1), ..
+> its sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd_launch import Lay, Tokens, level_strides, options, power_of_two, products, stored
+from surgery.kernels.ssd_launch import Lay, Tokens, level_strides, power_of_two, products, stored
 from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence, summed, total_of
 
-# One H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192, of what was measured the fastest.
-GROW: dict[str, Any] = {"block_k": 64, "block_v": 64, "num_warps": 4}
-GROW_GRAD: dict[str, Any] = {"block_k": 128, "block_v": 64, "num_warps": 4, "stages": 3}
+# Tiles of `grow` and of `grow_grad`, and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128,
+# V = 64, T = 8192.
+BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "U", "shift", "levels"])
@@ -28,9 +26,9 @@ def grow(
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
     FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's segment
-    and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their last eight
-    chunks; final (seqs, levels, G, F, V) float32: the slots that a token behind the last one would read."""
+    """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's
+    segment and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their
+    last eight chunks; final (seqs, levels, G, F, V) float32: the slots that a token behind the last one would read."""
     m = tl.program_id(0)
     if VARLEN:
         seq = tl.load(seq_of + m)
@@ -173,7 +171,7 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
     totals, rights = (of.sums.new_empty(groups, lay.places) for _ in range(2))
     tops = of.sums.new_empty(groups, lay.units(3), features, values)
     final = of.sums.new_zeros(lay.seqs, levels, groups, features, values)
-    block_k, block_v = min(power_of_two(features), GROW["block_k"]), min(power_of_two(values), GROW["block_v"])
+    block_k, block_v = min(power_of_two(features), BLOCK_K), min(power_of_two(values), BLOCK_V)
     tiles, shift = triton.cdiv(features, block_k) * triton.cdiv(values, block_v), 0
     while shift == 0 or lay.most > 1 << shift:
         grow[(lay.units(shift + 3), groups, tiles)](
@@ -181,7 +179,7 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
             lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
             *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
             BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **products(of.v.dtype),
-            **options(GROW),
+            num_warps=4,
         )  # fmt: skip
         shift += 3
     return slots, totals, rights, final
@@ -192,15 +190,14 @@ def grown_grad(lay: Lay, of: Tokens, d_out: Tensor, d_final: Tensor, closing_S: 
     assert of.level is not None
     groups, per_group, features, values = of.sizes
     d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
-    block_k = min(power_of_two(features), GROW_GRAD["block_k"])
-    block_v = min(power_of_two(values), GROW_GRAD["block_v"])
+    block_k, block_v = min(power_of_two(features), READ_K), min(power_of_two(values), READ_V)
     tiles = triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
     order = max(lay.count - 1, 0).bit_length()
     grow_grad[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
         of.q, of.sums, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
         order, d_final.shape[1], groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
         F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=GROW_GRAD["stages"],
-        **options(GROW_GRAD),
+        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES,
+        num_warps=4,
     )  # fmt: skip
     return d_slots

@@ -1,4 +1,4 @@
-"""Masks of gates with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", section 6).
+"""Masks of gates with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", sec. 6).
 
 Forward: a walk over the chunks that leaves the state before each (ssd_states.py), then all chunks at once (ssd_out.py).
 Backward: the states again, the walk back with their gradients, then all chunks at once (ssd_grad.py).
@@ -69,8 +69,7 @@ def ssd(
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV in v's dtype, the state behind each sequence's last token, float32). q and k may have 1 in place of G:
-    shared by all heads. cu_seqlens: sequences packed into one row, B = 1, their states apart; S counts them, else S = B.
-    """
+    shared by all heads. cu_seqlens: sequences packed into one row, B = 1; S counts them, else S = B."""
     batch, groups, length, _ = v_BGTV.shape
     gates_BGT = gates_BGT.float().expand(batch, groups, length)
     if cu_seqlens is None:

@@ -14,10 +14,8 @@ from surgery.kernels.ssd_grad import read_grad, write_grad
 from surgery.kernels.ssd_out import read
 from surgery.kernels.ssd_parts import sum_gates
 
-# One H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192, of what was measured the fastest.
-READ: dict[str, Any] = {"num_warps": 4, "stages": 3}
-READ_GRAD: dict[str, Any] = {"num_warps": 4, "stages": 2, "heads": 1}
-WRITE_GRAD: dict[str, Any] = {"num_warps": 8, "stages": 2, "heads": 1}
+# Loops are pipelined so deep: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
+STAGES = 2
 
 MOST_FEATURES, MOST_VALUES = 256, 128
 
@@ -81,8 +79,8 @@ class Lay:
 
 @dataclass
 class Tokens:
-    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis; sums_GM2C of the log-gates; level_BTGJL or None. Axes of size 1 in
-    place of G are expanded."""
+    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis, axes of size 1 in place of G expanded; sums_GM2C of the
+    log-gates; level_BTGJL or None."""
 
     q: Tensor
     k: Tensor
@@ -99,12 +97,6 @@ class Tokens:
     def last(self) -> int:
         return -1 if self.level is None else self.level.shape[-1] - 1
 
-    def heads(self, most: int) -> int:
-        """To a program: several only where they have the same queries and keys."""
-        groups = self.v.shape[1]
-        same = self.q.stride(1) == 0 and self.k.stride(1) == 0
-        return next((n for n in range(most, 1, -1) if same and groups % n == 0), 1)
-
     def strides(self) -> tuple[int, ...]:
         return *self.q.stride()[:4], *self.k.stride()[:3], *self.v.stride()[:3]
 
@@ -118,13 +110,13 @@ def level_strides(level_BTGJL: Tensor) -> tuple[int, ...]:
     return tuple(level_BTGJL.stride(i) for i in (0, 2, 3, 1, 4))
 
 
-def options(how: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler is told."""
-    return {name: how[name] for name in ("num_warps", "maxnreg") if name in how}
-
-
 def power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
+
+
+def warps(block_k: int, block_v: int, dtype: torch.dtype) -> int:
+    """Four hold a tile of 128 x 64 in half precision, on that H200 in half the time that eight need."""
+    return 4 if block_k * block_v <= 128 * 64 and dtype != torch.float32 else 8
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
@@ -159,29 +151,27 @@ def reads(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor) -> Tensor:
         of.q, of.k, of.v, of.sums, level, slots, totals, out, *lay.tables(), lay.count, lay.length, lay.places,
         *of.strides(), *strides, *out.stride()[:4], F=features, V=values, C=lay.chunk, BITS=lay.bits,
         BK=power_of_two(features), BV=block, LAST=of.last, VARLEN=lay.varlen, **products(of.v.dtype),
-        STAGES=READ["stages"], **options(READ),
+        STAGES=STAGES, num_warps=warps(power_of_two(features), block, of.v.dtype),
     )  # fmt: skip
     return out
 
 
 def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
-    """(d_q in parts of heads that share it, d_level, pull_BGJT, shares_GJLM), see `read_grad`."""
+    """(d_q_BGJTF of every head, d_level, pull_BGJT, shares_GJLM), see `read_grad`."""
     groups, per_group, features, values = of.sizes
-    heads = of.heads(READ_GRAD["heads"])
-    parts, batch = groups // heads, len(of.v)
-    kept = of.q.dtype if heads == 1 else torch.float32
-    d_q = of.q.new_empty(batch, lay.length, parts, per_group, features, dtype=kept).permute(0, 2, 3, 1, 4)
+    batch, block_k, block_v = len(of.v), power_of_two(features), power_of_two(values)
+    d_q = of.q.new_empty(batch, lay.length, groups, per_group, features).permute(0, 2, 3, 1, 4)
     level, strides = of.levels()
     d_level = of.sums if of.level is None else torch.zeros_like(level)
     pull = of.sums.new_empty(batch, groups, per_group, lay.length)
     levels = lay.most.bit_length() + 1
     shares = of.sums.new_empty(groups, per_group, 1 if of.level is None else levels, lay.places)
-    read_grad[(lay.places, parts, per_group)](
+    read_grad[(lay.places, groups, per_group)](
         of.q, of.k, of.v, of.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *lay.tables(), lay.count,
         lay.length, lay.places, levels, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
         *(strides if of.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=lay.chunk,
-        BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last,
-        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=READ_GRAD["stages"], **options(READ_GRAD),
+        BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
+        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES, num_warps=warps(block_k, block_v, of.v.dtype),
     )  # fmt: skip
     return d_q, d_level, pull, shares
 
@@ -189,29 +179,27 @@ def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tenso
 def writes_grad(
     lay: Lay, of: Tokens, slots: Tensor, d_slots: Tensor, rights: Tensor, d_out: Tensor, pull: Tensor, final: bool
 ) -> tuple[Tensor, ...]:
-    """(d_k in parts of heads that share it, d_v, d_gates, passing_GM), see `write_grad`."""
+    """(d_k_BGTF of every head, d_v, d_gates, passing_GM), see `write_grad`."""
     groups, per_group, features, values = of.sizes
-    heads = of.heads(WRITE_GRAD["heads"])
-    parts, batch = groups // heads, len(of.v)
-    kept = of.k.dtype if heads == 1 else torch.float32
-    d_k = of.k.new_empty(batch, lay.length, parts, features, dtype=kept).transpose(1, 2)
+    batch, block_k, block_v = len(of.v), power_of_two(features), power_of_two(values)
+    d_k = of.k.new_empty(batch, lay.length, groups, features).transpose(1, 2)
     d_v = of.v.new_empty(batch, lay.length, groups, values).transpose(1, 2)
     d_gates = of.sums.new_empty(batch, groups, lay.length)
     passing = of.sums.new_empty(groups, lay.places)
     level, strides = of.levels()
-    write_grad[(lay.places, parts)](
+    write_grad[(lay.places, groups)](
         of.q, of.k, of.v, of.sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
         *lay.tables(), lay.count, lay.length, lay.places, per_group, *of.strides(), *strides, *d_out.stride()[:4],
         *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=lay.chunk,
-        BITS=lay.bits, BK=power_of_two(features), BV=power_of_two(values), HEADS=heads, LAST=of.last, FINAL=final,
-        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=WRITE_GRAD["stages"], **options(WRITE_GRAD),
+        BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last, FINAL=final,
+        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES, num_warps=warps(block_k, block_v, of.v.dtype),
     )  # fmt: skip
     return d_k, d_v, d_gates, passing
 
 
 def of_shared(d: Tensor, x: Tensor) -> Tensor:
-    """A gradient in parts, as x lies: the parts' sum where x has one group for all; where x is one tensor expanded over
-    its groups, every group gets its share of that sum."""
+    """A gradient of every head, as x lies: the heads' sum where x has one group for all; where x is one tensor expanded
+    over its groups, every group gets its share of that sum."""
     if x.shape[1] == d.shape[1] and x.stride(1) != 0:
         return d.to(x.dtype)
     total = d.sum(1, keepdim=True, dtype=torch.float32)
@@ -228,12 +216,14 @@ def ready(x: Tensor) -> Tensor:
 
 
 def accepted(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
-    """Sizes and types that the kernels are right for."""
+    """Sizes and types that the kernels are right for; larger tiles of float32 do not fit into shared memory."""
+    tile = power_of_two(k.shape[-1]) * power_of_two(v.shape[-1])
     return (
         q.dtype == k.dtype == v.dtype
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and 16 <= k.shape[-1] <= MOST_FEATURES
         and v.shape[-1] <= MOST_VALUES
+        and (v.dtype != torch.float32 or tile <= 128 * 64)
         and v.shape[2] > 0
         and chunk >= 16
     )

@@ -22,8 +22,8 @@ from surgery.op import kernel_for
 
 @triton.jit(do_not_specialize=["before", "after"])
 def step(
-    q, k, v, beta, gate, level, buckets, out, left, start_B, count_B, before, after, G, sqb, sqg, sqj, skb, skg, svb, svg,
-    sbb, sbg, sgb, sgg, slb, slg, slj, sll, sub, sul, sug, F: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
+    q, k, v, beta, gate, level, buckets, out, left, start_B, count_B, before, after, G, sqb, sqg, sqj, skb, skg, svb,
+    svg, sbb, sbg, sgb, sgg, slb, slg, slj, sll, sub, sul, sug, F: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
     LAST: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """buckets: `before` of them, left (B, after, G, F, V). LAST: the last level that has a lambda of its own; -1: one

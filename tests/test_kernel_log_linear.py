@@ -113,6 +113,6 @@ def test_half_precision(case, dtype, gates):
 
 
 @gpu
-@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("case", [case for case in LARGE if case[0][4] < 256])
 def test_float32(case):
     assert worst(case, chunk=64) < TOLERANCE[torch.float32]

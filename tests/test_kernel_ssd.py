@@ -102,7 +102,7 @@ def test_half_precision(sizes, dtype, gates):
 
 
 @gpu
-@pytest.mark.parametrize("sizes", LARGE)
+@pytest.mark.parametrize("sizes", [sizes for sizes in LARGE if sizes[4] < 256])
 def test_float32(sizes):
     assert worst(sizes, chunk=64) < TOLERANCE[torch.float32]
 
