@@ -19,7 +19,7 @@ from surgery.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS, Mask, Rows
 from surgery.mixers.masks.frame import inverse_softplus, widened
-from surgery.mixers.masks.grid import Grid, blocks_both_ways, blocks_from_zero, grown, only, rows_of
+from surgery.mixers.masks.grid import Grid, blocks_both_ways, blocks_from_zero, grown, rows_of
 from surgery.mixers.masks.semiseparable import carried_by_one
 
 State = dict[str, Tensor]
@@ -137,7 +137,8 @@ class BlocksMask(Mask):
         write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
         sums_BAGFV = carried_by_one(rows, write_BGF1, grown(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
         here_B = rows.start_B // block
-        sums_BAGFV = sums_BAGFV + only(here_B, sums_BAGFV.shape[1], write_BGF1 * rows.v_BGTV)
+        place = torch.arange(len(here_B), device=here_B.device), here_B
+        sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
         weight_BGJA = rows_of(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
         mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
         return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}

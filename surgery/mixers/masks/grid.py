@@ -47,7 +47,8 @@ def blocks_both_ways(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJM
 
 def grown(sums_BAGFV: Tensor, blocks: int) -> Tensor:
     """With zeros for at least that many blocks."""
-    return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, max(blocks - sums_BAGFV.shape[1], 0)))
+    missing = blocks - sums_BAGFV.shape[1]
+    return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else sums_BAGFV
 
 
 def only(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
