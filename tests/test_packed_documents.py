@@ -249,3 +249,20 @@ def test_two_kinds_of_mixers_in_one_model():
         got = model(ids, position_ids=positions, use_cache=False).logits
         assert far(got, one_by_one(model, ids, LENGTHS)) < 1e-9
     assert Decayed().name == "test-decayed"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_on_a_gpu_whatever_kernels_are_taken(name, dtype, within):
+    lengths = [(100, 300, 1, 111), (512,), (37, 256, 219)]
+    longer = {"count": 128, "levels": 11, "period": 2000} | ({"length": 600} if name == "toeplitz" else {})
+    config = dict(CONFIGS[name])
+    if "mask" in config:
+        config["mask"] = {key: longer.get(key, value) for key, value in config["mask"].items()}
+    model, (ids, positions) = model_of(config, max_position_embeddings=512), packed(lengths)
+    model = model.to("cuda", dtype)
+    ids, positions = ids.cuda(), positions.cuda()
+    with torch.no_grad():
+        got = model(ids, position_ids=positions, use_cache=False).logits.double()
+        assert far(got, one_by_one(model, ids, lengths).double()) < within

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hub_standin import HubStandIn
 from small import run_python
+from test_calibrate import words_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import SurgeryError
 from surgery.training import documents
@@ -191,6 +193,25 @@ def test_hub_ids(files, texts, tokenizer, tmp_path):
     assert found[2] == found[3] and found[2][1] and found[2][0] != local
     assert "data source org/nothing cannot be read" in nothing and "did you mean 'body'" in column
     assert "data source org/texts cannot be read" in split and "dev" in split
+
+
+@pytest.mark.parametrize("specials", [False, True])
+def test_tokenizers_of_every_kind(specials, tmp_path):
+    """Without a beginning, an end and padding; and with what one puts around every text."""
+    (tmp_path / "some.jsonl").write_text('{"text": "w1 w2 w3"}\n{"text": "w4 w5"}\n')
+    tokenizer = words_tokenizer(specials)
+    one, two = ([*tokenizer("w1 w2 w3")["input_ids"]], [*tokenizer("w4 w5")["input_ids"]])
+    assert (one[0] == 1) == specials
+    for packing, wanted in {"documents": [one, two], "stream": [(one + two)[:5]]}.items():
+        length = 5 if packing == "stream" else 9
+        data = data_of(tokenizer, str(tmp_path / "some.jsonl"), length, packing=packing, shuffle=0, epochs=1)
+        assert documents_in(next(data.examples())) == wanted
+    end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="w9", bos_token="w8")
+    data = data_of(end, str(tmp_path / "some.jsonl"), 11, shuffle=0, epochs=1)
+    (example,) = data.examples()
+    assert documents_in(example) == [[*one, 13], [*two, 13]] and set(
+        example["input_ids"][~example["valid"]].tolist()
+    ) <= {13}
 
 
 # -- order -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.calibrate import special_tokens
 from surgery.errors import SurgeryError
 from surgery.training.documents import Document
 
@@ -58,16 +59,6 @@ class Encoder:
     def _framed(self, ids: list[int], document: Document) -> Tensor:
         before = self.before if document.begins else []
         return torch.tensor([*before, *ids, *(self.after if document.ends else [])], dtype=torch.int64)
-
-
-def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids the tokenizer puts before and after a text by itself ([CLS] .. [SEP], <s>)."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start], whole[start + len(plain) :]
-    return [], []
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
