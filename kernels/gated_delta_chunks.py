@@ -136,7 +136,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk of the chunks in float32, dw, dc)."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dc = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(s.C, dtype=torch.float32)
+    dk, dc = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(1, s.C, dtype=torch.float32)
     dw = s.buffer(s.C, s.K)
     strides = (*q.stride()[:4], *k.stride()[:3], *do.stride()[:4], q.shape[3], s.N, s.J)
     grid = (s.R * s.N, s.G)

@@ -155,7 +155,7 @@ def _backward(
     k, v, beta, rows, c, y, dw, du, dt, dk_in, dc_in, dk, dv, dbeta, dgates,
     k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, T, N,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, INNER: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -198,7 +198,9 @@ def _backward(
     z_CC = da_CC * kk_CC
     dbeta_C += tl.sum(z_CC, 1)
     z_CC *= beta_C[:, None]
-    dc_C = tl.load(dc_in + at * C + at_C) + tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
+    dc_C = tl.sum(z_CC, 1) - tl.sum(z_CC, 0)
+    for part in range(PARTS):
+        dc_C += tl.load(dc_in + (at * PARTS + part) * C + at_C)
     dkk_CC = (da_CC * beta_C[:, None]).to(half)
     for first in range(0, K, BX):
         k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
@@ -219,7 +221,8 @@ def backward(
     k: Tensor, v: Tensor, beta: Tensor, c: Tensor, y: Tensor, dw: Tensor, du: Tensor, dt: Tensor | None,
     dk_in: Tensor, dc_in: Tensor, dv: Tensor | None, s: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dk, dv, dbeta, dgates), the last two float32; du lies as u^T. dk_in, dc_in: what is there of K's and c's gradients; where dt
+    """(dk, dv, dbeta, dgates), the last two float32; du lies as u^T. dk_in, dc_in: what is there of K's and c's gradients, the latter
+    in parts; where dt
     is given, `dv` has its part too."""
     batch, G, T, _ = k.shape
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -228,6 +231,6 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), T, s.N)
     _backward[(s.R * s.N, s.G)](
         k, v, beta, s.table, c, y, dw, du, y if dt is None else dt, dk_in, dc_in, dk, dv, dbeta, dgates, *strides,
-        **s.kernel, BX=s.features, INNER=dt is not None, num_warps=4,
+        **s.kernel, BX=s.features, PARTS=dc_in.shape[2], INNER=dt is not None, num_warps=4,
     )  # fmt: skip
     return dk, dv, dbeta, dgates

@@ -5,6 +5,7 @@
 
 Backwards, from dO and dR, with E = dO V^T . Lambda and T = Y diag(beta):
     dP = E T^T - dR w^T     dT = P^T E     dw -= P^T dR     dlambda_t^(l) = sum of (dO V^T . P T)_ts of that level
+    dQ = D dR + (dP . M) K     dK += (dP . M)^T Q
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    q, k, v, beta, level, do, rows, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, dc_in, dc,
+    q, k, v, beta, level, do, rows, c, y, w, dread, ps, dps, dv, dt, dlevel, dc,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
     do_b, do_g, do_j, do_t, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
@@ -125,14 +126,11 @@ def _backward(
     at_C = tl.arange(0, C)
     half = k.dtype.element_ty
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-    fade_C = fade_of(c, at, C)
     mask_CC = mask_of(c, at, C)
     lower_CC = at_C[:, None] >= at_C[None, :]
     t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     dt_CC = tl.zeros([C, C], tl.float32)
     dc_C = tl.zeros([C], tl.float32)
-    for part in range(PARTS):
-        dc_C += tl.load(dc_in + (at * PARTS + part) * C + at_C)
     for j in range(J):
         q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
         dread_here = dread + (at * J + j) * C * K
@@ -177,19 +175,43 @@ def _backward(
         dp_CC = tl.dot(e_CC, tl.trans(t_CC), dp_CC, input_precision=P) * mask_CC
         qk_CC *= dp_CC
         dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
-        dp_CC = dp_CC.to(half)
-        for first in range(0, K, BX):
-            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
-            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
-            dread_CX = matrix(dread_here, C, K, first, C, BX)
-            dw_CX = -tl.dot(tl.trans(p_CC), dread_CX.to(half), input_precision=P)
-            put_matrix(dw + at * C * K, C, K, first, dw_CX + matrix(dw + at * C * K, C, K, first, C, BX), C, BX)
-            dq_CX = dread_CX * fade_C[:, None]
-            dc_C += tl.sum(dq_CX * q_CX, 1)
-            dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
-            put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
-            dk_CX = tl.dot(tl.trans(dp_CC), q_CX, input_precision=P)
-            put_matrix(dk + at * C * K, C, K, first, dk_CX + matrix(dk + at * C * K, C, K, first, C, BX), C, BX)
+        put_matrix(ps + (at * J + j) * C * C, C, C, 0, p_CC, C, C)
+        put_matrix(dps + (at * J + j) * C * C, C, C, 0, dp_CC, C, C)
         tl.debug_barrier()  # the next head adds to what this one stored
     put_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
-    tl.store(dc + at * C + at_C, dc_C)
+    tl.store(dc + (at * PARTS + PARTS - 1) * C + at_C, dc_C)
+
+
+@triton.jit
+def _features(
+    q, k, rows, c, ps, dps, dread, dq, dk, dw, dc, q_b, q_g, q_j, q_t, k_b, k_g, k_t, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK, dw from P and dP . M, a block of features; dc in parts."""
+    r, n, g, first = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1), tl.program_id(2) * BX
+    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    if n >= chunks_of(length, start, C):
+        return
+    at = (base + n) * G + g
+    t_C, here_C = tokens_of(n, bos, length, start, C)
+    k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+    fade_C = fade_of(c, at, C)
+    part = dc + (at * PARTS + tl.program_id(2)) * C + tl.arange(0, C)
+    dc_C = tl.load(part)
+    dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
+    dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(tl.float32)
+    for j in range(J):
+        q_CX = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, first, BX)
+        p_CC = matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
+        dp_CC = matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
+        dread_CX = matrix(dread + (at * J + j) * C * K, C, K, first, C, BX)
+        dw_CX -= tl.dot(tl.trans(p_CC), dread_CX, input_precision=P)
+        dq_CX = dread_CX * fade_C[:, None]
+        dc_C += tl.sum(dq_CX * q_CX, 1)
+        dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
+        put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+        dk_CX = tl.dot(tl.trans(dp_CC), q_CX, dk_CX, input_precision=P)
+    put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+    put_matrix(dw + at * C * K, C, K, first, dw_CX, C, BX)
+    tl.store(part, dc_C)

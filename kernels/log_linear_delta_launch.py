@@ -194,42 +194,48 @@ class Call:
                 self.down(level, t, read, do, above, down, into, out, dkept[level - low], dpassed[level - low])
             self._gather(low, high, t, read, (kept, passed, dkept, dpassed, down), do, sums)
         dk, dw, du, dread, dlevel, dc = sums
-        dq, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.q, self.v))
-        dt = s.buffer(s.C, s.C, dtype=torch.float32)
-        parts, dc = dc, s.buffer(s.C, dtype=torch.float32)
-        self._chunks(do, t.c, t.y, t.w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc)
+        dv, dt = (
+            torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device),
+            s.buffer(s.C, s.C, dtype=torch.float32),
+        )
+        dq = self._chunks(do, t, dread, dk, dv, dw, dt, dlevel, dc)
         dk, dv, dbeta, dgates = wy.backward(self.k, self.v, self.beta, t.c, t.y, dw, du, dt, dk, dc, dv, s)
         dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
         return dq, dk, dv, dbeta, dgates, dlevel, dbucket, dextra
 
     def _sums(self) -> tuple[Tensor, ...]:
-        """Of all levels: dk, dw, du, dread, dlevel, dc."""
+        """Of all levels: dk, dw, du, dread, dlevel, dc in parts."""
         s, wide = self.s, torch.float32
-        batch, length, G, J, lambdas = self.level.shape
-        dlevel = torch.zeros(batch, length, G, J, lambdas, dtype=wide, device=self.k.device)
-        summed = wide if s.J > 1 else s.dtype  # dw: a sum over query heads, in memory
-        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K, dtype=summed), s.buffer(s.V, s.C)
+        dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
+        matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         return *matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide)
 
     @property
     def parts(self) -> int:
-        """Blocks of features."""
-        return -(-self.s.K // self.s.features)
+        """Blocks of features, and one."""
+        return -(-self.s.K // self.s.features) + 1
 
     def _gather(self, low, high, t, read, kept, do, sums):  # type: ignore[no-untyped-def]
         s = self.s
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather._gather[(s.R * s.N, s.G, self.parts)](
+        gather._gather[(s.R * s.N, s.G, self.parts - 1)](
             self.k, do, self.level, s.table, t.c, t.u, read, *kept, *sums, *self.k.stride()[:3], *do.stride()[:4],
             *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
             BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def _chunks(self, do, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc):  # type: ignore[no-untyped-def]
-        s = self.s
-        chunks._backward[(s.R * s.N, s.G)](
-            self.q, self.k, self.v, self.beta, self.level, do, s.table, c, y, w, dread, dq, dk, dv, dw, dt, dlevel, parts, dc,
-            *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options,
-            BX=s.features, PARTS=self.parts, num_warps=4,
-            num_stages=1,
+    def _chunks(self, do, t, dread, dk, dv, dw, dt, dlevel, dc):  # type: ignore[no-untyped-def]
+        """dq; and its part of the others."""
+        s, grid, parts = self.s, (self.s.R * self.s.N, self.s.G), {"BX": self.s.features, "PARTS": self.parts}
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
+        ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
+        chunks._backward[grid](
+            self.q, self.k, self.v, self.beta, self.level, do, s.table, t.c, t.y, t.w, dread, ps, dps, dv, dt, dlevel,
+            dc, *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options, **parts,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
+        chunks._features[(*grid, self.parts - 1)](
+            self.q, self.k, s.table, t.c, ps, dps, dread, dq, dk, dw, dc, *self.strides[:7], self.q.shape[3], s.N, s.J,
+            **s.kernel, **parts, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return dq
