@@ -103,8 +103,7 @@ class Attend(torch.autograd.Function):
         del mixed
         mixed_grad = grid.sums(q, grad)
         grad_sums, *grads = ctx.mixing.mix_back(sums, mixed_grad, grad_more, *parameters)
-        grad_v, _ = grid.read(k, q, grad, grad_sums, own_GJN, back=True)
-        grad_k, _ = grid.read(v, grad, q, grad_sums, own_GJN, back=True, turned=True)
+        grad_k, grad_v = grid.back(q, k, v, grad, grad_sums, own_GJN)
         return None, None, grad_q, grad_k, grad_v, grad_own, *grads
 
 

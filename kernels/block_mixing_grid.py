@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgery.kernels.block_mixing_gradients import read_back
 from surgery.kernels.block_mixing_scan import OPERANDS, power_of_2, tiles
 from surgery.kernels.block_mixing_tokens import read_blocks, sum_blocks
 
@@ -88,6 +89,27 @@ class Grid:
             num_warps=8 if max(v_tile, features if wide else 0) > 64 else 4, num_stages=2,
         )  # fmt: skip
         return out, None if shares is None else shares.sum((0, -1))
+
+    def back(
+        self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, grad_sums: Tensor, weight_GJN: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of k and v from those of what is read and of the sums."""
+        features, more = q.shape[-1], apart(v.shape[-1])
+        values = v.shape[-1] - more
+        if q.dtype != torch.bfloat16 or max(features, values) > 128:
+            keys_grad, _ = self.read(v, grad, q, grad_sums, weight_GJN, back=True, turned=True)
+            return keys_grad, self.read(k, q, grad, grad_sums, weight_GJN, back=True)[0]
+        keys_grad, values_grad = k.new_empty(k.shape), v.new_empty(v.shape)
+        wide = max(features, values) > 64
+        read_back[(self.blocks * tiles(self.block, self.tokens), k.shape[0] * k.shape[1])](
+            q, k, v, grad, grad_sums, grad if weight_GJN is None else weight_GJN, keys_grad, values_grad, self.start_B,
+            self.length, self.blocks, k.shape[1], *strides(q), *k.stride()[:3], *v.stride()[:3], *strides(grad),
+            *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()),
+            F=features, V=values, J=q.shape[2], INNER=weight_GJN is not None, MORE=more, BLOCK=self.block,
+            BT=self.tokens, BF=max(16, power_of_2(features)), BV=max(16, power_of_2(values)),
+            OP=OPERANDS[q.dtype][1], PRECISION=OPERANDS[q.dtype][2], num_warps=8 if wide else 4, num_stages=2,
+        )  # fmt: skip
+        return keys_grad, values_grad
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
