@@ -1,8 +1,8 @@
 """States of a Fenwick tree over chunks (Guo et al. 2025, section 3.3), each held once.
 
 A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l: so slot e - 1 holds the state of the
-segment that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1), ..
-> its sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
+segment that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1),
+.. > its sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 @triton.jit(do_not_specialize=["count", "T", "M", "U", "shift", "levels"])
 def grow(
-    k, v, sums, slots, totals, rights, tops, final, closing_S, start, ends, seq_of, first_of,
+    k, v, sums, slots, totals, rights, tops, gates, final, closing_S, start, ends, seq_of, first_of,
     count, T, M, U, shift, levels, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
     FINAL: tl.constexpr, VARLEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's
     segment and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their
-    last eight chunks; final (seqs, levels, G, F, V) float32: the slots that a token behind the last one would read."""
+    last eight chunks; gates (G, U): their log-gates, those of the launch before lie before; final (seqs, levels, G, F, V)
+    float32: the slots that a token behind the last one would read."""
     m = tl.program_id(0)
     if VARLEN:
         seq = tl.load(seq_of + m)
@@ -67,7 +68,7 @@ def grow(
             )  # fmt: skip
         else:
             x_KV = tl.load(tops + (top + (e >> 3)) * F * V + tile_KV, mask=inside_KV & inside, other=0.0)
-            total = tl.load(totals + here + e, mask=inside, other=0.0)
+            total = tl.load(gates - G * U + top + (e >> 3), mask=inside, other=0.0)
         if i % 2 == 1:
             tl.store(rights + here + e - (1 << shift), total, mask=inside & (e - (1 << shift) > first))
             x_KV += tl.exp(total) * a_KV
@@ -81,6 +82,7 @@ def grow(
             x_KV += tl.exp(total) * c_KV
             total += c
             tl.store(tops + (top + (e >> 3)) * F * V + tile_KV, x_KV, mask=inside_KV & inside)
+            tl.store(gates + top + (e >> 3), total, mask=inside)
         elif i % 4 == 3:
             c_KV, c = x_KV, total
         elif i % 2 == 1:
@@ -173,10 +175,14 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
     final = of.sums.new_zeros(lay.seqs, levels, groups, features, values)
     block_k, block_v = min(power_of_two(features), BLOCK_K), min(power_of_two(values), BLOCK_V)
     tiles, shift = triton.cdiv(features, block_k) * triton.cdiv(values, block_v), 0
+    launches = -(-max(lay.most - 1, 1).bit_length() // 3)
+    gates = of.sums.new_empty(
+        launches, groups, lay.units(3)
+    )  # apart: programs of other tiles still read the last one's
     while shift == 0 or lay.most > 1 << shift:
         grow[(lay.units(shift + 3), groups, tiles)](
-            of.k, of.v, of.sums, slots, totals, rights, tops, final, closing_S, *lay.tables(shift + 3),
-            lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
+            of.k, of.v, of.sums, slots, totals, rights, tops, gates[shift // 3], final, closing_S,
+            *lay.tables(shift + 3), lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
             *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
             BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **products(of.v.dtype),
             num_warps=4,

@@ -79,8 +79,8 @@ class Lay:
 
 @dataclass
 class Tokens:
-    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis, axes of size 1 in place of G expanded; sums_GM2C of the
-    log-gates; level_BTGJL or None."""
+    """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis, axes of size 1 in place of G expanded; sums_GM2C of
+    the log-gates; level_BTGJL or None."""
 
     q: Tensor
     k: Tensor
