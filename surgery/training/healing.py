@@ -17,14 +17,15 @@ from surgery.progress import Progress
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.data import make_data
+from surgery.training.devices import make_accelerator
 from surgery.training.feed import Shares, on_device, stacked
-from surgery.training.log import CURVE, Log, draw, tracker
+from surgery.training.log import CURVE, Log, draw
 from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
 from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.record import circumstances, scores, stage_record
 from surgery.training.result import keys_of, round_as_stored, settle, write_result
-from surgery.training.sharding import whole
+from surgery.training.sharding import rest, whole
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
 from surgery.training.stages.lora import LoraStage
@@ -42,17 +43,9 @@ class Healing:
         self, source: Any, recipe: HealingRecipe, out: Path, teacher: str | None, trust: bool, skip: bool,
         track: str | None, device: str | None, progress: Progress, show: Any,
     ):  # fmt: skip
-        from accelerate import Accelerator
-
         self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
         self.teacher_name, self.work, self.show = teacher, partial_of(out), show
-        place = torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
-        self.accelerator = Accelerator(
-            cpu=device == "cpu",
-            mixed_precision=opening.recipe_dtype(recipe.precision, place),
-            log_with=tracker(track) or None,
-            project_dir=str(self.work),
-        )
+        self.accelerator = make_accelerator(device, recipe.precision, track, self.work)
         self.main = self.accelerator.is_main_process
         self.journal: Journal | None = None
         self.progress = progress if self.main else Progress()
@@ -160,7 +153,7 @@ class Healing:
 
             found, lines = broadcast_object_list([found, lines])
         if not lines and self.validation:
-            if models.teacher is not None and models.teacher.device == self.accelerator.device:
+            if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
                 found["original"] = self.validation.loss(models.teacher)
             if not self.fsdp:
                 found["before"] = self.validation.loss(models.student)
@@ -246,6 +239,7 @@ class Healing:
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
+        rest(models.student)
         models.student = models.run = self.accelerator.unwrap_model(models.run, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         if stage.config.memory == "checkpoint":
@@ -258,6 +252,7 @@ class Healing:
         if loop.at.stage + 1 == len(self.recipe.stages):
             round_as_stored(held.parameters, keys_of(models.student, self.source, self.trained), self.source)
         after = after if adapter else self.validation.of_models(models)
+        rest(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
         notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
         self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
@@ -287,5 +282,5 @@ class Healing:
             if (self.work / "surgery").is_dir():  # what TensorBoard wrote
                 shutil.copytree(self.work / "surgery", target / "training" / "tensorboard")
             settle(target, self.out, self.work)
-        self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()

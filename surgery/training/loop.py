@@ -129,7 +129,12 @@ class Loop:
 
     def _clipped(self) -> Tensor | None:
         limit = self.config.clip if self.config.clip is not None else float("inf")
-        norm = self.accelerator.clip_grad_norm_(list(self.parameters.values()), limit)
+        parameters = list(self.parameters.values())
+        if self.bad.asks:  # Accelerate's would compare the list with the model's parameters, number by number
+            self.accelerator.unscale_gradients()
+            norm: Any = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        else:
+            norm = self.accelerator.clip_grad_norm_(parameters, limit)
         if norm is None or isinstance(norm, float):  # DeepSpeed clips by itself
             return None
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

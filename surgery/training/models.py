@@ -107,13 +107,6 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
-def recipe_dtype(precision: str, device: torch.device) -> str:
-    """Accelerate's word for it."""
-    if precision == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
-    return {"float32": "no"}.get(precision, precision)
-
-
 def recompute(model: Any) -> None:
     """Activations within a layer are made again on the way back instead of kept."""
     options = {"use_reentrant": False}

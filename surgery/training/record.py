@@ -32,6 +32,7 @@ def circumstances(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "recipe": recipe.model_dump(mode="json"),
         "processes": accelerator.num_processes,
+        "spread": "FSDP2" if getattr(accelerator, "is_fsdp2", False) else accelerator.distributed_type.value,
         "device": device_name(accelerator.device),
         "precision": accelerator.mixed_precision,
     }

@@ -28,3 +28,10 @@ def fill(tensor: Tensor, values: Tensor) -> None:
 
 def sharded(tensors: Iterable[Tensor]) -> bool:
     return any(hasattr(t, "device_mesh") for t in tensors)
+
+
+def rest(model: torch.nn.Module) -> None:
+    """After a forward FSDP2 may still hold whole weights in the spread ones' place; back to the spread ones."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
+from surgery.training.sharding import sharded
 from surgery.training.stages.base import (
     STAGES,
     Batch,
@@ -54,6 +55,7 @@ class AlignStage(Stage):
     def __init__(self, config: Any):
         super().__init__(config)
         self.scales: dict[str, Tensor] = {}
+        self.spread = False
 
     @property
     def needs_teacher(self) -> Literal["model"]:
@@ -94,6 +96,7 @@ class AlignStage(Stage):
             self.scales[place] = (squares.sum() / (valid.sum() * y_BTD.shape[-1])).clamp_min(1e-12)
 
     def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
+        self.spread = sharded(models.student.parameters())
         known, valid = self._taught(models, batch), valid_BT1(batch)
         place_of_run = batch["input_ids"].device
         found: dict[str, Tensor] = {}
@@ -101,11 +104,13 @@ class AlignStage(Stage):
             for place in self.places:
                 x, y = (t.to(place_of_run) for t in known[place])
                 stack.enter_context(self._forced(models.student.get_submodule(place), place, x, y, valid, found))
-            models.run(**inputs_of(batch), **without_head(models.student))
+            answer = models.run(**inputs_of(batch), **without_head(models.student))
         parts: dict[str, list[Tensor]] = {}
         for place, loss in found.items():
             parts.setdefault(place.rpartition(".")[2], []).append(loss)
         total = torch.stack(list(found.values())).mean()
+        if self.spread:
+            total = total + answer.logits.sum() * 0
         return {"total": total, **{name: torch.stack(some).mean().detach() for name, some in parts.items()}}
 
     def _taught(self, models: Models, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -134,13 +139,13 @@ class AlignStage(Stage):
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like = args[0] if args else kwargs["hidden_states"]
-            given = x.to(like.dtype)
+            given = self._instead(x, like)
             return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
         def after(_: Any, args: Any, output: Any) -> Any:
             out = _first(output)
             found[place] = ((out.float() - y.float()).square() * valid).mean(-1).sum() / scale
-            target = y.to(out.dtype)
+            target = self._instead(y, out)
             return (target, *output[1:]) if isinstance(output, tuple) else target
 
         handles = (module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after))
@@ -149,6 +154,12 @@ class AlignStage(Stage):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _instead(self, value: Tensor, own: Tensor) -> Tensor:
+        """The teacher's in place of the student's own. FSDP2 gathers a layer's weights for the way back when a gradient
+        reaches its output, so there one goes through, and is zero."""
+        value = value.to(own.dtype)
+        return value + (own - own.detach()) * 0 if self.spread else value
 
 
 def _first(output: Any) -> Tensor:

@@ -1,0 +1,40 @@
+"""The accelerator a run is on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.training.log import tracker
+
+
+def make_accelerator(device: str | None, precision: str, track: str | None, folder: Path) -> Any:
+    """Accelerate's, as `accelerate launch` set it up; on CPUs where there is nothing else."""
+    from accelerate import Accelerator
+
+    cpu = device == "cpu" or not torch.accelerator.is_available()
+    told: dict[str, Any] = {"log_with": tracker(track) or None, "project_dir": str(folder)}
+    accelerator = Accelerator(cpu=cpu, mixed_precision=_word(precision, cpu), **told)
+    if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        _spread_on_cpu(accelerator)
+    return accelerator
+
+
+def _word(precision: str, cpu: bool) -> str:
+    """Accelerate's."""
+    if precision == "auto":
+        return "no" if cpu or not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()) else "bf16"
+    return {"float32": "no"}.get(precision, precision)
+
+
+def _spread_on_cpu(accelerator: Any) -> None:
+    """Accelerate takes FSDP for GPUs alone, though torch's runs on CPUs as well, where a run can be tried out."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    for state in (PartialState(), accelerator.state):  # the second is filled from the first now and then
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
