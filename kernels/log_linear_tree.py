@@ -2,7 +2,7 @@
 
 A left segment of 2^l chunks ends before a chunk e whose lowest set bit is l: so slot e - 1 holds the state of the
 segment that ends with chunk e - 1, as the array of a Fenwick tree does, and chunk n reads the slots e = n, n & (n - 1),
-.. > its sequence's first chunk. Eight segments of a level become one in registers, reading and writing every state once.
+.. > its sequence's first chunk. Eight segments become one in registers; every state is read and written once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def grow(
 ):  # fmt: skip
     """Eight segments of 2^shift chunks. slots (G, M, F, V): as above; totals, rights (G, M): log-gates of a slot's
     segment and of its right sibling; tops (G, U, F, V) float32: states of whole segments of 8 2^shift chunks, at their
-    last eight chunks; gates (G, U): their log-gates, those of the launch before lie before; final (seqs, levels, G, F, V)
-    float32: the slots that a token behind the last one would read."""
+    last eight chunks; gates (G, U): their log-gates, those of the launch before lie before; final (seqs, levels, G, F,
+    V) float32: the slots that a token behind the last one would read."""
     m = tl.program_id(0)
     if VARLEN:
         seq = tl.load(seq_of + m)

@@ -116,3 +116,18 @@ def test_half_precision(case, dtype, gates):
 @pytest.mark.parametrize("case", [case for case in LARGE if case[0][4] < 256])
 def test_float32(case):
     assert worst(case, chunk=64) < TOLERANCE[torch.float32]
+
+
+@gpu
+def test_twice_the_same():
+    """Whatever the order in which programs run."""
+    from surgery.kernels.log_linear import log_linear_chunks
+
+    leaves = tokens(1, 8, 1, 20000, 128, 64, shared=True, dtype=torch.bfloat16)
+    leaves.append(torch.rand(1, 20000, 8, 1, 20, device=DEVICE))
+    runs = []
+    for _ in range(2):
+        given = [x.detach().requires_grad_() for x in leaves]
+        out = log_linear_chunks(*given)
+        runs.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
