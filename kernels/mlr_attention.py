@@ -24,6 +24,7 @@ from surgery.mixers.slots import Frame
 from surgery.mixers.softmax import Term, attend
 from surgery.op import kernel_for
 
+TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)  # kernels index constants
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = 64  # queries and heads that share keys, of a step
 DIMS = 256  # of keys and of values, at most
@@ -162,7 +163,8 @@ def can(
     tensors = [v_BGSV, *(x for term in terms for x in (term.q_BGJTR, term.k_BGSR))]
     ranks = [term.q_BGJTR.shape[-1] for term in terms]
     return (
-        mask is None
+        TUPLES
+        and mask is None
         and p == 0.0
         and shape.causal
         and shape.scaling > 0
