@@ -142,6 +142,17 @@ def test_prompts_and_completions(tokenizer, tmp_path):
         assert learnt(tokenizer, turns) == [ANSWERS[1] + END + "\n"]
 
 
+def test_columns_by_their_usual_names(tokenizer, tmp_path):
+    tokenizer.chat_template = CHATML
+    for row in ({"id": "x", "messages": TALK}, {"conversations": TALK, "source": "web"}):
+        (example,) = examples_of(tokenizer, [row], tmp_path)
+        assert learnt(tokenizer, example) == [answer + END + "\n" for answer in ANSWERS]
+    (example,) = examples_of(tokenizer, [{"prompt": "Tess took", "completion": " the road."}], tmp_path)
+    assert learnt(tokenizer, example) == [" the road." + END]
+    with pytest.raises(SurgeryError, match="which column holds the text"):
+        examples_of(tokenizer, [{"one": "a b c", "two": "d e f"}], tmp_path)
+
+
 def test_packed_conversations(tokenizer, tmp_path):
     tokenizer.chat_template = CHATML
     rows = [
@@ -180,6 +191,7 @@ def test_tokenizers_that_do_not_tell_characters(tokenizer):
         ([{"talk": [{"role": "tool", "content": "x"}]}], "refuses a conversation .no tool"),
         ([{"talk": ["hello"]}], "a conversation is a list of turns"),
         ([{"talk": "hello"}], "a conversation is a list of turns"),
+        ([{"talk": {"role": "user"}}], "turn has no content"),
     ],
 )
 def test_people_s_mistakes(rows, said, tokenizer, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.resources
 import itertools
 import json
@@ -50,6 +51,7 @@ def files(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"id": i, "body": text} for i, text in enumerate(texts)]
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress((folder / "lines.jsonl").read_bytes()))
     (folder / "array.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "columns.parquet")
     (folder / "plain.txt").write_text("<END>".join(texts))
@@ -91,7 +93,7 @@ def windows_of(tokenizer, text):
     return [ids[i : i + LENGTH] for i in range(0, len(ids), LENGTH) if len(ids) - i > 1]
 
 
-KINDS = ["lines.jsonl", "array.json", "columns.parquet", "plain.txt", "many"]
+KINDS = ["lines.jsonl", "lines.jsonl.gz", "array.json", "columns.parquet", "plain.txt", "many"]
 
 
 # -- what is read ----------------------------------------------------------------------------------

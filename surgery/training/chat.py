@@ -140,6 +140,8 @@ def turns_of(content: Any, source: SourceConfig) -> list[Turn]:
     """[{"role": .., "content": ..}, ..]; ShareGPT's from and value are read as these."""
     turns = []
     for turn in content if isinstance(content, (list, tuple)) else [content]:
+        if isinstance(turn, dict) and "role" in turn and "content" not in turn:
+            raise SurgeryError(f"data source {source.path}: a turn has no content: {str(turn)[:80]}")
         if isinstance(turn, dict) and "role" in turn:
             # What a table fills up with nothing is not there.
             turns.append({key: value for key, value in turn.items() if value is not None or key == "content"})

@@ -171,7 +171,8 @@ class Data:
     def _encoded(self, read: list[list[Document]]) -> list[Piece]:
         pieces: list[Piece] = []
         for documents, source, drawn in zip(read, self.config.sources, self._drawn):
-            some = chats(documents, source, self.encoder) if source.chat else self.encoder.texts(documents)
+            text = not source.chat and all(isinstance(document.content, str) for document in documents)
+            some = self.encoder.texts(documents) if text else chats(documents, source, self.encoder)
             drawn["tokens"] += sum(map(len, some))
             pieces += some
         return pieces

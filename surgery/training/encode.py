@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from surgery.calibrate import special_tokens
-from surgery.errors import SurgeryError
 from surgery.training.documents import Document
 
 
@@ -45,9 +44,6 @@ class Encoder:
         if not documents:
             return []
         texts = [document.content for document in documents]
-        for text in texts:
-            if not isinstance(text, str):
-                raise SurgeryError(f"data: a document is text, and one is a {type(text).__name__}: {str(text)[:80]!r}")
         ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         parts: list[list[Tensor]] = []
         for row, document in zip(ids, documents):

@@ -78,7 +78,8 @@ class TableReader:
         if not self.shuffled:
             return None
         generator = torch.Generator().manual_seed(mixed(self.seed, "epoch", self._epoch))
-        return torch.randperm(len(self.table), generator=generator)
+        narrow = torch.int32 if len(self.table) < 2**31 else torch.int64
+        return torch.randperm(len(self.table), generator=generator, dtype=narrow)
 
 
 class StreamReader:

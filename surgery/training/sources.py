@@ -13,6 +13,7 @@ from surgery.training.documents import Rows, Side, TextFiles, files_identity, he
 from surgery.training.readers import Reader, StreamReader, TableReader, unreadable
 
 TEXTS, TABLES = (".txt", ".md"), {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+PACKED = (".gz", ".zst", ".xz", ".bz2")  # of tables
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -30,18 +31,28 @@ def open_source(config: SourceConfig, seed: int, side: Side, share: float, shuff
                 raise SurgeryError(f"data source {path} is text, without columns; leave out {column!r}")
             return TableReader(TextFiles(files, config.separator, side, share), seed, shuffled, wanted)
         return _table(config, kind, files, seed, shuffled, wanted)
-    if not HUB_ID.fullmatch(config.path) or path.suffix in (*TEXTS, *TABLES):
+    if not HUB_ID.fullmatch(config.path) or _kind(path):
         raise SurgeryError(f"data source {config.path!r} is neither a file nor a folder here, nor a Hub id (org/name)")
     return _table(config, None, [], seed, shuffled, wanted)
 
 
+def _kind(path: Path) -> str:
+    """text, or the name that `datasets` has for it; empty where unknown."""
+    if path.suffix in PACKED:
+        return TABLES.get(Path(path.stem).suffix, "")
+    return "text" if path.suffix in TEXTS else TABLES.get(path.suffix, "")
+
+
 def _files(path: Path) -> tuple[str, list[Path]]:
     """What kind of files, and which, in the order of their names."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (*TEXTS, *TABLES))
-    kinds = {"text" if p.suffix in TEXTS else TABLES.get(p.suffix, "") for p in files}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
+    kinds = {_kind(p) for p in files}
     if not files or "" in kinds:
         known = ", ".join((*TEXTS, *TABLES))
-        raise SurgeryError(f"data source {path}: {'no file' if not files else 'not one'} of a known kind ({known})")
+        raise SurgeryError(
+            f"data source {path}: {'no file' if not files else 'not one'} of a known kind ({known}; tables also "
+            f"compressed, {', '.join(PACKED)})"
+        )
     if len(kinds) > 1:
         raise SurgeryError(
             f"data source {path} holds files of several kinds ({', '.join(sorted(kinds))}); give each kind a source"
@@ -80,16 +91,31 @@ def columns(config: SourceConfig, first: dict[str, Any], where: str) -> Callable
     for name in named:
         if name not in first:
             raise SurgeryError(f"{where} has no column {name!r}{nearest(name, first)}; its columns: {', '.join(first)}")
+    config = guessed(config, first)
     if config.messages is not None:
         turns = config.messages
         return lambda row: row[turns] or None
     if config.prompt is not None and config.completion is not None:
         asked, answered = config.prompt, config.completion
         return lambda row: (row[asked], row[answered]) if row[answered] else None
-    texts = [key for key, value in first.items() if isinstance(value, str)]
-    column = config.text or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
-    if column is None:
+    if config.text is None:
         raise SurgeryError(
             f"{where}: which column holds the text? say text: NAME, or messages: NAME; its columns: {', '.join(first)}"
         )
+    column = config.text
     return lambda row: row[column] or None
+
+
+def guessed(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
+    """With the columns that go by their usual names, where none is named."""
+    if config.chat or config.text is not None:
+        return config
+    texts = [key for key, value in first.items() if isinstance(value, str)]
+    turns = [key for key in ("messages", "conversations") if isinstance(first.get(key), list)]
+    if "text" in texts:
+        return config.model_copy(update={"text": "text"})
+    if turns:
+        return config.model_copy(update={"messages": turns[0]})
+    if {"prompt", "completion"} <= set(first):
+        return config.model_copy(update={"prompt": "prompt", "completion": "completion"})
+    return config.model_copy(update={"text": texts[0]}) if len(texts) == 1 else config
