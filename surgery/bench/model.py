@@ -47,7 +47,7 @@ CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small"
 RANKS = {64: (32, 8, 6, 4, 4, 4, 4, 2), 16: (8, 4, 4)}
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
 ORIGINAL, WITHOUT = "original, SDPA", " without cuDNN"
-STEPS = {"full": 8, "main": 8, "small": 2}
+STEPS = {"full": 6, "main": 6, "small": 2}
 
 
 def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat]:

@@ -68,7 +68,8 @@ class Heat:
 
 
 class Race:
-    """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer. spend: ms
+    """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer (a
+    reference's is a third of that). spend: ms
     for the runs of a rival at a size, at least `least` of them. ends: when to stop, by time.monotonic()."""
 
     def __init__(self, device: torch.device, spend: float, patience: float, ends: float = float("inf"), least: int = 3):
@@ -99,7 +100,8 @@ class Race:
         if time.monotonic() > self.ends:
             return "time limit"
         x, ms = self.last.get((heat.table, rival.name), (heat.x, 0.0))
-        if heat.x > x and ms * heat.x / x > self.patience:
+        patience = self.patience / 3 if rival.choice == "reference" else self.patience
+        if heat.x > x and ms * heat.x / x > patience:
             return f"left out: {ms:,.0f} ms at {x:,}"
         return None
 

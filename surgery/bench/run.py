@@ -44,7 +44,7 @@ def bench(
     _check(kind, sizes)
     ends = started + time_limit if time_limit else float("inf")
     dtype = torch.bfloat16 if gpu else torch.float32
-    spend, patience = (40.0, 4000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
+    spend, patience = (40.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     race = Race(place, spend, patience, ends, least=3 if kind != "model" else 1)
     limits = ceilings(race, dtype)
     result: dict[str, Any] = {"kind": kind, "sizes": sizes, **where(place), "dtype": str(dtype).removeprefix("torch.")}
