@@ -16,6 +16,7 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import LinearAttention, LinearMixer, unit
 from surgery.mixers.linear_config import BOTH_WAYS, SIGNED
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.frame import affine
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5)
 ENCODER = replace(SHAPE, causal=False)
@@ -472,3 +473,14 @@ def test_checkpoints():
     assert all(t.is_meta for t in other.state_dict().values())
     other.load_state_dict(mixer.state_dict(), assign=True)
     assert torch.equal(other.mix(inputs)[0], mixer.mix(inputs)[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 on a GPU has a way of its own")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_maps_of_bfloat16_are_as_good_as_float32(stored):
+    linear = torch.nn.Linear(2048, 96).to("cuda", stored)
+    x = torch.randn(2, 33, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, wanted = affine(linear, x), linear.double()(x.double())
+    assert got.dtype == torch.float32
+    assert (got - wanted).norm() <= 1e-5 * wanted.norm()

@@ -18,6 +18,8 @@ from surgery.mixers.masks.base import Rows
 # Numbers that a temporary of one span may hold; more is slower on a CPU, whose caches they leave.
 SPAN_NUMBERS = {"cpu": 2**19, "cuda": 2**28}
 
+WIDENS = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
+
 
 def widened(rows: Rows) -> Rows:
     """With everything in float32, or float64 where the values are."""
@@ -43,9 +45,22 @@ def spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
 
 def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
     """linear(x) in float32 or more, whatever the hidden states and the checkpoint are stored in."""
+    if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and WIDENS and not torch.is_grad_enabled():
+        return _by_parts(linear, x_BTD)
     wide = torch.promote_types(torch.promote_types(x_BTD.dtype, linear.weight.dtype), torch.float32)
     bias = None if linear.bias is None else linear.bias.to(wide)
     return F.linear(x_BTD.to(wide), linear.weight.to(wide), bias)
+
+
+def _by_parts(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
+    """linear(x) of x in bfloat16, whose products with another bfloat16 are exact in float32: the weight goes in as the sum
+    of two, which are its first 16 bits, at several times the speed of float32 on tensor cores."""
+    x_ND, weight_OD = x_BTD.flatten(0, -2), linear.weight
+    first_OD = weight_OD.to(torch.bfloat16)
+    parts = [first_OD] if weight_OD.dtype == torch.bfloat16 else [first_OD, (weight_OD - first_OD).to(torch.bfloat16)]
+    out_NO = sum(torch.mm(x_ND, part_OD.mT, out_dtype=torch.float32) for part_OD in parts)
+    out_NO = out_NO if linear.bias is None else out_NO + linear.bias.to(torch.float32)
+    return out_NO.unflatten(0, x_BTD.shape[:-1])
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
