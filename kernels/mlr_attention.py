@@ -70,11 +70,11 @@ def forward(
     new = torch.zeros if plan.holes else torch.empty
     out = new(B, H, T, V, dtype=v.dtype, device=q.device)
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
-    (a1, b1, l1), (a2, b2, l2), (a3, b3, _) = walks or plan.walks()
+    (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
     mlr_forward[triton.cdiv(T, tiles.M) + plan.holes, B * H](
         q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
-        A1=a1, B1=b1, L1=l1, A2=a2, B2=b2, L2=l2, A3=a3, B3=b3,
+        A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
         CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1, **meta(plan, q, v, biases, tiles),
     )  # fmt: skip
     return out, lse

@@ -60,7 +60,7 @@ def walk(
     biases_R, lead, first, window, S, scale, SEEN: tl.constexpr,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr,
     CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P0: tl.constexpr,
-    P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles whose slots hold the first SEEN levels."""
     q0 = query_rows(q, ok_R, R, DIMS, CUTS, 0, P0)
@@ -73,7 +73,7 @@ def walk(
     q7 = query_rows(q, ok_R, R, DIMS, CUTS, 7, P) if SEEN > 7 else q0
     dim_V = tl.arange(0, DV)
     unit: tl.constexpr = 1.4426950408889634
-    for tile in tl.range(start, stop, num_stages=STAGES if SEEN < 3 else 2):
+    for tile in tl.range(start, stop, num_stages=STAGES if SEEN < 3 else NEAR):
         s_N = tile * N + tl.arange(0, N)
         k_NP = key_rows(k0, s_N, m0, S, CUTS, 0, P0)
         value = v + (s_N - mv).to(tl.int64)[:, None] * V + dim_V[None, :]
@@ -133,7 +133,7 @@ def mlr_decode(
     mv, m0, m1, m2, m3, m4, m5, m6, m7, g0, g1, g2, g3, g4, g5, g6, g7, gv, stride_end, span,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr,
     BIASED: tl.constexpr, CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span of slots for a group of heads; part: (.., spans, J T, V + 2): sums, the largest score and the divisor."""
     at = tl.program_id(0).to(tl.int64)
@@ -172,33 +172,33 @@ def mlr_decode(
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 1, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, PRECISION)  # fmt: skip
+            DV, STAGES, NEAR, PRECISION)  # fmt: skip
         tile = stop
     if L > 2:
         stop = tl.maximum(tl.minimum(m2 // N, last), tile)
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 2, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, PRECISION)  # fmt: skip
+            DV, STAGES, NEAR, PRECISION)  # fmt: skip
         tile = stop
     if L > 3:
         stop = tl.maximum(tl.minimum(m3 // N, last), tile)
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 3, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, PRECISION)  # fmt: skip
+            DV, STAGES, NEAR, PRECISION)  # fmt: skip
         tile = stop
     if L > 4:
         stop = tl.maximum(tl.minimum(m4 // N, last), tile)
         acc_RV, top_R, sum_R = walk(
             acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
             biases_R, lead, first, window, S, scale, 4, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, PRECISION)  # fmt: skip
+            DV, STAGES, NEAR, PRECISION)  # fmt: skip
         tile = stop
     acc_RV, top_R, sum_R = walk(
         acc_RV, top_R, sum_R, tile, last, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
         biases_R, lead, first, window, S, scale, L, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-        DV, STAGES, PRECISION)  # fmt: skip
+        DV, STAGES, NEAR, PRECISION)  # fmt: skip
     part += ((at * tl.num_programs(1) + place) * J * T + row_R) * (V + 2)
     dim_V = tl.arange(0, DV)
     tl.store(part[:, None] + dim_V[None, :], acc_RV, mask=ok_R[:, None] & (dim_V < V)[None, :])
@@ -229,7 +229,7 @@ def spans_of(programs: int, tiles: int, wanted: int) -> int:
 
 def decode(
     q_BGJTR: Tensor, keys: list[Tensor], v: Tensor, biases: Tensor | None, ends: Tensor, plan: Any,
-    tile: int = 0, warps: int = 4, stages: int = 3, wanted: int = 0,
+    tile: int = 0, warps: int = 4, stages: int = 3, wanted: int = 0, near: int = 2,
 ) -> Tensor:  # fmt: skip
     """out_BHTV. keys: of each level its slots, the last ones, side by side in memory."""
     B, G, J, T, dims = q_BGJTR.shape
@@ -237,7 +237,7 @@ def decode(
     held = [k.shape[2] for k in keys]
     q, (v, v_before) = q_BGJTR.contiguous(), rounded(v)
     keys, befores = map(list, zip(*(rounded(k) for k in keys)))
-    tile = tile or TILE
+    tile = tile or (TILE if len(keys) > 1 else 2 * TILE)
     tiles = triton.cdiv(S, tile)
     spans = spans_of(B * G, tiles, wanted or PROGRAMS)
     span = triton.cdiv(tiles, spans)
@@ -254,7 +254,7 @@ def decode(
         EXTENTS=(0, *plan.extents), CUTS=plan.cuts, L=len(keys), WINDOWED=plan.window is not None, NESTED=plan.nested,
         BIASED=biases is not None, CAP=plan.softcap or 0.0, DIMS=dims, V=V, R=max(16, triton.next_power_of_2(J * T)), N=tile,
         P0=max(16, triton.next_power_of_2(plan.ranks[0])),
-        P=max([16, *(triton.next_power_of_2(rank) for rank in plan.ranks[1:])]), DV=DV, STAGES=stages,
+        P=max([16, *(triton.next_power_of_2(rank) for rank in plan.ranks[1:])]), DV=DV, STAGES=stages, NEAR=near,
         PRECISION="tf32x3" if v.dtype == torch.float32 else None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     mlr_combine[(B * G * J * T,)](part, out, J * T, spans, V, DV, triton.next_power_of_2(spans), num_warps=1)

@@ -144,12 +144,12 @@ def mlr_forward(
     q, k, v, out, lse, ends, biases, scale, window, T, S, HEADS, SHARING,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_end,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A1: tl.constexpr, B1: tl.constexpr, L1: tl.constexpr,
-    A2: tl.constexpr, B2: tl.constexpr, L2: tl.constexpr, A3: tl.constexpr, B3: tl.constexpr,
+    A2: tl.constexpr, B2: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
     R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
     CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, up to L2 A2 + B2, the others A3 + B3."""
+    """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, the others A2 + B2."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     group = head // SHARING
     end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
@@ -177,19 +177,14 @@ def mlr_forward(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
             t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A1, B1, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
-    if A2 > 0:
-        acc_MV, top_M, sum_M = walk(
-            acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-            t_first, t_last, first, window, L1, L2, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
-            A2, B2, False, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
-    q_MA = rows(q, row, stride_q, ok_M, M, A3, 0, R, True)
-    q_MB = rows(q, row, stride_q, ok_M, M, B3, A3, R, True) if B3 > 0 else q_MA
-    held_MA = held(q_MA, A3) if HOLD else q_MA
-    held_MB = held(q_MB, B3) if HOLD and B3 > 0 else q_MB
+    q_MA = rows(q, row, stride_q, ok_M, M, A2, 0, R, True)
+    q_MB = rows(q, row, stride_q, ok_M, M, B2, A2, R, True) if B2 > 0 else q_MA
+    held_MA = held(q_MA, A2) if HOLD else q_MA
+    held_MB = held(q_MB, B2) if HOLD and B2 > 0 else q_MB
     acc_MV, top_M, sum_M = walk(
         acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
-        t_first, t_last, first, window, L2 if A2 > 0 else L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
-        A3, B3, HOLD, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
+        t_first, t_last, first, window, L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
+        A2, B2, HOLD, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     # the tiles left
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
     whole = tl.maximum((t_first + 1) // N, tile_first)
@@ -207,12 +202,12 @@ def mlr_forward(
                 tile += tl.where(tile >= z_start, z_count, 0)
             acc_MV, top_M, sum_M = odd(
                 acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
-                first, window, end, HOLES or WINDOWED, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A3, B3, CAP, R, V, M, N, DV,
+                first, window, end, HOLES or WINDOWED, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A2, B2, CAP, R, V, M, N, DV,
                 PRECISION)  # fmt: skip
     for tile in tl.range(whole, t_last // N + 1):
         acc_MV, top_M, sum_M = odd(
             acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
-            first, window, end, True, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A3, B3, CAP, R, V, M, N, DV,
+            first, window, end, True, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A2, B2, CAP, R, V, M, N, DV,
             PRECISION)  # fmt: skip
     some_M = sum_M > 0
     row_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T

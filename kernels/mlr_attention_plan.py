@@ -36,15 +36,12 @@ class Plan(NamedTuple):
         return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
 
     def walks(self) -> list[tuple[int, int, int]]:
-        """(A, B, last zone) of each walk of the forward: at most three widths, the last that of all dims."""
-        full = width(self.cuts[-1])
-        found: list[tuple[int, int, int]] = []
-        zone = 1
-        while len(found) < 2 and sum(width(self.cuts[zone])) < sum(full):
-            a, b = width(self.cuts[zone])
-            zone = next(n for n in range(zone, len(self.cuts)) if self.cuts[n] > a + b)
-            found.append((a, b, zone - 1))
-        return [*found, *[(0, 0, 0)] * (2 - len(found)), (*full, len(self.ranks))]
+        """(A, B, last zone) of both walks of the forward: far zones with the width of the first level, and the others
+        with that of all dims. A third width between them was measured to cost more than it saves."""
+        far, full = width(self.cuts[1]), width(self.cuts[-1])
+        if sum(far) == sum(full):
+            return [(0, 0, 0), (*full, len(self.ranks))]
+        return [(*far, sum(cut <= sum(far) for cut in self.cuts[1:])), (*full, len(self.ranks))]
 
     def crossing(self, M: int, N: int) -> int:
         """How many levels may begin in one tile, at most."""
@@ -75,7 +72,7 @@ def forward_tiles(dtype: torch.dtype, dims: int, sliding: bool) -> Tiles:
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 1)
     if dims <= 64:
-        return Tiles(64, 64, 4, 3, 168, True) if sliding else Tiles(128, 64, 8, 3, 128, True)
+        return Tiles(64, 64, 4, 3, 168, True, 1) if sliding else Tiles(128, 64, 8, 3, 128, True)
     return Tiles(128, 64, 8, 3) if dims <= 128 else Tiles(64, 32, 4, 2)
 
 
@@ -84,5 +81,5 @@ def backward_tiles(dtype: torch.dtype, dims: int) -> tuple[Tiles, Tiles]:
     if dtype == torch.float32:
         return (Tiles(32, 32, 4, 1),) * 2
     if dims <= 64:
-        return (Tiles(64, 64, 4, 2),) * 2
+        return Tiles(64, 64, 4, 3, 168), Tiles(64, 64, 4, 3)
     return (Tiles(64, 64, 4, 2) if dims <= 128 else Tiles(32, 32, 4, 1),) * 2
