@@ -17,7 +17,7 @@ import torch
 from surgery.errors import SurgeryError
 from surgery.training.stages import Batch
 
-AHEAD = 4  # steps
+AHEAD = 2**21  # tokens: reading comes in bursts of a million
 
 
 @dataclass
@@ -91,7 +91,7 @@ def steps_of(
 class Ahead:
     """An iterator run in a thread, some items ahead; used as a context so that the thread ends with the loop."""
 
-    def __init__(self, items: Iterator[Any], ahead: int = AHEAD):
+    def __init__(self, items: Iterator[Any], ahead: int):
         self.items, self.queue, self.over = items, queue.Queue[Any](ahead), threading.Event()
         self.thread = threading.Thread(target=self._read, daemon=True)
 

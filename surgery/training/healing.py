@@ -22,6 +22,7 @@ from surgery.training.feed import Shares, on_device, stacked
 from surgery.training.log import CURVE, Log, draw
 from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
+from surgery.training.packing import check_rows
 from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.record import circumstances, scores, stage_record
 from surgery.training.result import keys_of, round_as_stored, settle, write_result
@@ -198,7 +199,7 @@ class Healing:
         models.run, optimiser = self.accelerator.prepare(models.student, optimiser)
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
-        self._check_cache(models, data)
+        self._check(models, stage, data)
         self._measure(models, stage, data)
         self._measured_now(models, number, at)
         at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
@@ -229,8 +230,9 @@ class Healing:
         if rows:
             stage.measure(models, on_device(stacked(rows, list(range(len(rows)))), self.accelerator.device))
 
-    def _check_cache(self, models: Models, data: Any) -> None:
-        if models.cache is not None and hasattr(models.cache, "check"):
+    def _check(self, models: Models, stage: Stage, data: Any) -> None:
+        check_rows(models.student, data.config.packing, stage.config.rows)
+        if models.cache is not None and stage.needs_teacher == "logits":
             models.cache.check(data)
 
     def _over(self, models: Models, stage: Stage, loop: Loop) -> float | None:

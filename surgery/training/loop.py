@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.ema import RunningMean
-from surgery.training.feed import Ahead, Shares, Step, on_device, steps_of
+from surgery.training.feed import AHEAD, Ahead, Shares, Step, on_device, steps_of
 from surgery.training.guard import SKIPS_IN_A_ROW, BadSteps, Divergence, blamed, stop
 from surgery.training.log import Log
 from surgery.training.optim import Group
@@ -74,7 +74,8 @@ class Loop:
         )
         self.models.run.train()
         with ExitStack() as stack:
-            ready = stack.enter_context(Ahead(steps))
+            ahead = max(4, AHEAD // (self.config.batch * self.config.length))
+            ready = stack.enter_context(Ahead(steps, min(ahead, self.config.steps)))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 step = next(ready, None)

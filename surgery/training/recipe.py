@@ -45,7 +45,7 @@ class HealingRecipe(Strict):
     beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps."""
 
     description: str = ""
-    data: DataConfig | None = None
+    data: dict[str, Any] = Field(default_factory=dict)
     stages: tuple[SerializeAsAny[StageConfig], ...]
     teacher: Teacher = Teacher()
     guard: Guard = Guard()
@@ -104,13 +104,13 @@ def parse_healing(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
 
 
 def data_of(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
-    """The recipe's data with the stage's laid over."""
-    below = recipe.data.model_dump() if recipe.data else {}
-    both = merged(below, stage.data)
+    """The recipe's data with the stage's laid over; None where no source is named (--data names one)."""
+    both = merged(recipe.data, stage.data)
     try:
-        return DataConfig.model_validate(both) if both.get("sources") else None
+        config = DataConfig.model_validate({"sources": ".", **both})
     except ValidationError as error:
         raise said(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
+    return config if both.get("sources") else None
 
 
 def _stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:

@@ -91,7 +91,8 @@ class DistillStage(Stage):
         """(logits,) or (tokens, log-probabilities, rest), (B, T, ..) each."""
         place = batch["input_ids"].device
         if models.cache is not None:
-            stored = [models.cache.targets(i) for i in batch["index"].tolist()]
+            rows = zip(batch["index"].tolist(), batch["input_ids"].cpu())
+            stored = [models.cache.targets(index, ids_T) for index, ids_T in rows]
             tokens, top, rest = (torch.stack([t[i] for t in stored]).to(place) for i in range(3))
             k = self.config.top_k or top.shape[-1]
             top = top.float()[..., :k]
