@@ -93,6 +93,11 @@ def notes(rows: list[Row], title: str) -> list[str]:
     return [f"  {reason}: {names}" for reason, names in every.items()]
 
 
+def beside(row: Row) -> bool:
+    """Whether a row stands for comparison alone: no one would choose it."""
+    return row["rival"].endswith((", reference", ", multiplied out"))
+
+
 def crossovers(rows: list[Row]) -> list[str]:
     """From which size on rivals stay ahead of all that torch has for the job, a line a table."""
     lines = []
@@ -101,7 +106,7 @@ def crossovers(rows: list[Row]) -> list[str]:
         torchs = [row for row in here if row.get("op") == "original" or row["rival"] == here[0]["rival"]]
         best = {x: min(r["ms"] for r in torchs if r["x"] == x) for x in {r["x"] for r in torchs}}
         ahead: dict[str, list[str]] = {}
-        for name in dict.fromkeys(row["rival"] for row in here if row not in torchs):
+        for name in dict.fromkeys(row["rival"] for row in here if row not in torchs and not beside(row)):
             at = sorted((r["x"], r["ms"] < best[r["x"]]) for r in here if r["rival"] == name and r["x"] in best)
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
