@@ -80,13 +80,12 @@ def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Ten
 
 
 def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    y_NO = x_NI.new_empty(len(x_NI), out)
-    if len(x_NI) <= TOKENS:
+    y_NO = x_NI.new_empty(x_NI.shape[0], out)
+    if x_NI.shape[0] <= TOKENS:
         few(x_NI, right_cdbs, left_bcsa, bias, y_NO)
         return y_NO
-    near, far = launch.right_side(right_cdbs), launch.left_side(left_bcsa)
-    tiles = launch.tiles_for(len(x_NI), near, far)
-    launch.ring(x_NI, near, far, right_cdbs.shape[3], bias, y_NO, tiles)
+    near, far = launch.sides(right_cdbs.shape, left_bcsa.shape)
+    launch.ring(x_NI, right_cdbs, left_bcsa, near, far, right_cdbs.shape[3], bias, y_NO)
     return y_NO
 
 
@@ -121,16 +120,15 @@ def through_dense(x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor) -> b
 
 
 def transposed(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tensor) -> None:
-    near, far = launch.left_side(left_bcsa), launch.right_side(right_cdbs)
-    tiles = launch.tiles_for(len(dy_NO), near, far)
-    launch.ring(dy_NO, near, far, right_cdbs.shape[3], None, dx_NI, tiles)
+    far, near = launch.sides(right_cdbs.shape, left_bcsa.shape)
+    launch.ring(dy_NO, left_bcsa, right_cdbs, near, far, right_cdbs.shape[3], None, dx_NI)
 
 
 def by_pairs(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dx, dright and dleft from z and dz, a stretch of tokens at a time."""
-    (c, _, b, s), N = right.shape, len(x_NI)
+    (c, _, b, s), N = right.shape, x_NI.shape[0]
     size = max(64, HELD // (b * c * s) // 64 * 64)
     if size >= N:
         dright, dleft = launch.gradients(x_NI, right, left, dy_NO, dx_NI, exact=False)

@@ -16,7 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-TOKENS = 16
+TOKENS, ROWS = 16, 64  # of a program
+
+# Programs of both launches for which the early start pays: more do not fit beside each other. One H200, 2026-11-21.
+AT_ONCE = 330
 EARLY = tl.constexpr(hasattr(cuda, "gdc_wait"))  # programmatic dependent launch
 
 
@@ -63,32 +66,24 @@ def early(device: torch.device) -> bool:
 
 
 def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
-    (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
-    soon = early(x_NI.device)
-    z_NK = x_NI.new_empty(x_NI.shape[0], b * c * s)
-    _few(x_NI, right_cdbs, None, z_NK, c, d, b * s, s, s, c * s, FIRST=soon, SECOND=False)
+    (c, d, b, s), a, N = right_cdbs.shape, left_bcsa.shape[3], x_NI.shape[0]
+    programs = c * -(-b * s // ROWS) + b * -(-a // ROWS)
+    soon = programs <= AT_ONCE and b * s % 8 == 0 and a % 8 == 0 and early(x_NI.device)
     options = {"launch_pdl": True} if soon else {}
-    _few(z_NK, left_bcsa, bias, y_NO, b, c * s, a, a, a, a, FIRST=False, SECOND=soon, **options)
+    z_NK = x_NI.new_empty(N, b * c * s)
+    _few(x_NI, right_cdbs, None, z_NK, c, d, b * s, s, s, c * s, {"FIRST": soon, "SECOND": False})
+    _few(z_NK, left_bcsa, bias, y_NO, b, c * s, a, a, a, a, {"FIRST": False, "SECOND": soon, **options})
 
 
 def _few(
-    x_NI: Tensor,
-    core: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    groups: int,
-    d: int,
-    rows: int,
-    s: int,
-    step_group: int,
-    step_s: int,
-    **options: bool,
-) -> None:
+    x_NI: Tensor, core: Tensor, bias: Tensor | None, out: Tensor,
+    groups: int, d: int, rows: int, s: int, step_group: int, step_s: int, options: dict[str, bool],
+) -> None:  # fmt: skip
     N, in_ = x_NI.shape
-    tiles = -(-rows // 32)
+    tiles = -(-rows // ROWS)
     few_kernel[(groups * tiles, -(-N // 16))](
         x_NI, core, out if bias is None else bias, out, N, in_, d, rows, s, out.shape[1],
         *x_NI.stride(), d * rows, out.stride(0), step_group, step_s, tiles,
-        BN=16, BD=min(128, max(16, 1 << (d - 1).bit_length())), BR=32, BIAS=bias is not None,
-        PRECISION="tf32x3" if x_NI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4, **options,
+        BN=16, BD=min(128, max(16, 1 << (d - 1).bit_length())), BR=ROWS, BIAS=bias is not None,
+        PRECISION="tf32x3" if x_NI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3, **options,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from surgery.kernels.btt_products import _gather, _pair, _signal, _spread
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs", "lag", "ring"])
 def ring_kernel(
-    x, right, left, bias, y, z, flags, N, IN, OUT, D, A, S, J, K, C, B,
-    x_n, x_i, r_g, r_d, r_j, l_g, l_k, l_a, y_n, y_o, tiles_j, tiles_a, slabs, lag, ring, tiles,
+    x, right, left, bias, y, z, flags, x_n, x_i, y_n, y_o, N, IN, OUT, D, A, S, J, K, C, B,
+    r_g, r_d, r_j, l_g, l_k, l_a, tiles_j, tiles_a, slabs, lag, ring, tiles,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr,
     K_ONCE: tl.constexpr, EVEN_1: tl.constexpr, EVEN_2: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def ring_kernel(
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs"])
 def spreads_kernel(
-    x, right, z, dy, left, dz, N, IN, OUT, D, A, S, C, B, x_n, x_i, dy_n, dy_o, slabs, tiles,
+    x, right, z, dy, left, dz, x_n, x_i, dy_n, dy_o, N, IN, OUT, D, A, S, C, B, slabs, tiles,
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, D_ONCE: tl.constexpr,
     A_ONCE: tl.constexpr, EVEN_1: tl.constexpr, EVEN_2: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +79,8 @@ def spreads_kernel(
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs", "left_tiles", "right_tiles"])
 def rest_kernel(
-    z, dy, dz, x, right, dleft, dright, dx, N, IN, OUT, D, A, S, C, B, x_n, x_i, dy_n, dy_o, dx_n, dx_i,
-    slabs, tiles, left_parts, left_tiles, right_parts, right_tiles,
+    z, dy, dz, x, right, dleft, dright, dx, x_n, x_i, dy_n, dy_o, dx_n, dx_i, N, IN, OUT, D, A, S, C, B, slabs, tiles,
+    left_parts, left_tiles, right_parts, right_tiles,
     BN: tl.constexpr, BKL: tl.constexpr, BAL: tl.constexpr, BKR: tl.constexpr, BAR: tl.constexpr, BJ: tl.constexpr,
     BD: tl.constexpr, J_ONCE: tl.constexpr, EVEN_L: tl.constexpr, EVEN_R: tl.constexpr, EVEN_X: tl.constexpr,
     PRECISION: tl.constexpr,
