@@ -68,7 +68,8 @@ def width(dims: int) -> tuple[int, int]:
 
 
 def forward_tiles(dtype: torch.dtype, dims: int, sliding: bool) -> Tiles:
-    """sliding: whether levels begin inside tiles, which takes registers."""
+    """The fastest on one H200 (2026-11-21, triton 3.6, bfloat16, 16,384 tokens). sliding: whether levels begin inside
+    tiles, which takes registers."""
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 1)
     if dims <= 64:
