@@ -143,6 +143,10 @@ class Sizes:
         """Eight where a program holds more than `wide` numbers of a state in registers."""
         return 8 if self.kernel["BK"] * self.block > wide else 4
 
+    def stages(self, small: int) -> int:
+        """Of a pipeline: `small` where tiles are."""
+        return small if self.K <= 128 and self.dtype != torch.float32 else 2
+
     def buffer(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One entry for every chunk and head."""
         return torch.empty(self.most[0], self.G, *shape, dtype=dtype or self.dtype, device=self.table.device)

@@ -65,7 +65,7 @@ def forward(
     states, x = s.buffer(s.V, s.K), s.buffer(s.V, s.C)
     _forward[(s.R * s.G, s.blocks)](
         k, s.table, c, w, u, last if first is None else first, last, states, x, *k.stride()[:3],
-        **s.kernel, FIRST=first is not None, num_warps=s.warps(8192), num_stages=3 if s.K <= 128 else 2,
+        **s.kernel, FIRST=first is not None, num_warps=s.warps(8192), num_stages=s.stages(4),
     )  # fmt: skip
     return states, x, last
 

@@ -15,7 +15,9 @@ from surgery.kernels import log_linear_delta_levels as levels
 from surgery.kernels import log_linear_delta_low as lowest
 from surgery.kernels.gated_delta_rows import Sizes
 
-KEPT = 1 / 32  # of the device's memory: states that chunks read, kept at once; levels are taken in groups
+# Of the memory that is left, for the states S that chunks read, kept at once (levels are taken in groups): forward all
+# of it, backward a third of it S, the rest dS', x and dx.
+FORWARD, BACKWARD = 1 / 6, 1 / 24
 
 
 @dataclass
@@ -69,11 +71,13 @@ class Call:
         """Whether the two lowest levels are one launch: where rows bring nothing along."""
         return self.bucket_lRGKV is None and self.levels >= 2
 
-    def groups(self) -> list[tuple[int, int]]:
-        """(low, high) of the levels whose states are kept at once."""
-        s = self.s
-        memory = torch.cuda.get_device_properties(self.k.device).total_memory if self.k.is_cuda else 2**34
-        size = max(2, int(memory * KEPT) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
+    def groups(self, share: float) -> list[tuple[int, int]]:
+        """(low, high) of the levels whose states are kept at once, in that share of the memory that is left."""
+        s, memory = self.s, 2**34
+        if self.k.is_cuda:
+            memory = torch.cuda.get_device_properties(self.k.device).total_memory
+            memory -= torch.cuda.memory_allocated(self.k.device)
+        size = max(2, int(memory * share) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
         return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
 
     def kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
@@ -118,7 +122,7 @@ class Call:
         }  # fmt: skip
         levels._up[grid](
             self.k, t.w, t.c, s.table, state, *(state if x is None else x for x in other), *self.k.stride()[:3],
-            level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=2,
+            level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=s.stages(3),
         )  # fmt: skip
 
     def lowest(self, t: Terms, kept: Tensor, passed: Tensor | None) -> Tensor:
@@ -148,7 +152,7 @@ class Call:
         """(out_BGJTV, the buckets behind the tokens)."""
         t, state = self.prepared()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        groups = self.groups()
+        groups = self.groups(FORWARD)
         kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
         for low, high in groups:
@@ -163,6 +167,7 @@ class Call:
             self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, kept, out, *self.strides,
             *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
             BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
+            maxnreg=168 if s.stages(3) == 3 else None,
         )  # fmt: skip
 
     @property
@@ -177,7 +182,7 @@ class Call:
         chunks._reads[(s.R * s.N, s.G * s.J)](
             self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
         )
-        groups, starts = self.groups(), []
+        groups, starts = self.groups(BACKWARD), []
         kept, passed = self.kept(groups, s.K), self.kept(groups, s.C)
         for low, high in groups:
             starts.append(state)
