@@ -173,7 +173,7 @@ def write_grad(
     write_C = tl.sum(v_CV.to(tl.float32) * dv_CV, 1)
     dk_CK = tl.dot((v_CV.to(tl.float32) * weight_C[:, None]).to(DOT), tl.trans(dz_KV), input_precision=PRECISION)
     read_C = tl.zeros([C], tl.float32)
-    for j in range(J):
+    for j in tl.range(0, J, num_stages=1):  # more would not fit into shared memory
         at = q + row * sqb + g * sqg + j * sqj + at_C[:, None] * sqt + kk_K[None, :]
         q_CK = tl.load(at, mask=ok_CK, other=0.0).to(DOT)
         at = d_out + row * sob + g * sog + j * soj + at_C[:, None] * sot + vv_V[None, :]

@@ -223,7 +223,7 @@ def accepted(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and 16 <= k.shape[-1] <= MOST_FEATURES
         and v.shape[-1] <= MOST_VALUES
-        and (v.dtype != torch.float32 or tile <= 128 * 64)
+        and (v.dtype != torch.float32 or (tile <= 128 * 64 and k.shape[-1] <= 128))
         and v.shape[2] > 0
         and chunk >= 16
     )
