@@ -91,11 +91,12 @@ class MixerAttention:
         x_BTD, mask, position_ids = given["hidden_states"], given.get("attention_mask"), given.get("position_ids")
         if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
             return None
+        position_ids = position_ids if layer is None else None  # transformers packs no rows that have a cache
         known = None if torch.compiler.is_compiling() else Known.recalled(mask, position_ids)
         if known is None:
-            border_BT = None if layer is not None else borders(position_ids, mask, valid_BT, x_BTD)
+            border_BT = borders(position_ids, mask, valid_BT, x_BTD)
             if torch.compiler.is_compiling():
-                if border_BT is not None and not self.mixer.reads_mask:
+                if border_BT is not None:
                     torch._assert_async(~border_BT.any(), "compiled mixers take one document a row: pad instead")
                 return None
             known = Known(None if border_BT is None else Documents.of(border_BT)).remember(mask, position_ids)
@@ -156,15 +157,18 @@ def plain(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents:
     """Whether a mask says no more than which tokens are padding, and of which document each is."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
-    wanted = valid_BT[:, None, None]
-    if shape.causal:
-        wanted = wanted & (behind_TS >= 0) & (behind_TS < (shape.window or S))
-    same = visible(mask_BHTS)
-    if documents is not None:
-        wanted = wanted & documents.together().unsqueeze(1)
-        if mask_BHTS.dtype != torch.bool:  # numbers of their own, which mixers that read masks must be given
-            same = same & (mask_BHTS == 0)
-    return bool(((same == wanted) | ~valid_BT[:, None, :, None]).all())
+    order_TS = (behind_TS >= 0) & (behind_TS < (shape.window or S)) if shape.causal else torch.ones_like(behind_TS > 0)
+    number_BT = torch.zeros_like(valid_BT, dtype=torch.long) if documents is None else documents.number_BT
+    mask_BHTS = mask_BHTS.expand(len(valid_BT), -1, -1, -1)
+    rows, same = max(1, 2**26 // (T * S)), []  # looked at together: everything at once is many times the mask
+    for mask_RHTS, valid_RT, number_RT in zip(*(t.split(rows) for t in (mask_BHTS, valid_BT, number_BT))):
+        wanted_RTS, seen_RHTS = valid_RT[:, None] & order_TS, visible(mask_RHTS)
+        if documents is not None:
+            wanted_RTS = wanted_RTS & (number_RT.unsqueeze(-1) == number_RT.unsqueeze(1))
+            if mask_RHTS.dtype != torch.bool:  # numbers of their own, which mixers that read masks must be given
+                seen_RHTS = seen_RHTS & (mask_RHTS == 0)
+        same.append(((seen_RHTS == wanted_RTS.unsqueeze(1)) | ~valid_RT[:, None, :, None]).all())
+    return bool(torch.stack(same).all())
 
 
 def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

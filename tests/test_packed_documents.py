@@ -239,6 +239,30 @@ def test_compiled_models_say_what_they_cannot():
             compiled(ids, position_ids=positions, use_cache=False)
 
 
+def test_a_mask_that_is_kept_from_call_to_call():
+    """What is known of it without a cache is nothing for a call with one, which has no packed rows, and the other way."""
+    model, (ids, positions) = model_of(CONFIGS["ssd"]), packed(LENGTHS[1:2])
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    mask[..., 20:, :20] = False
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        for _ in range(2):
+            assert far(model(**inputs, use_cache=False).logits, one_by_one(model, ids, LENGTHS[1:2])) < 1e-9
+            with pytest.raises(SurgeryError, match="not causal over the real tokens"):
+                model(**inputs, use_cache=True)
+
+
+def test_one_mask_for_all_rows():
+    model, (ids, _) = model_of(CONFIGS["ssd"]), packed()
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    ask = lambda: model(ids, attention_mask=mask, use_cache=False).logits  # noqa: E731
+    with torch.no_grad():
+        assert far(ask(), model(ids, use_cache=False).logits) < 1e-9
+        mask[..., 9, 3] = False
+        with pytest.raises(SurgeryError, match="not causal"):
+            ask()
+
+
 def test_two_kinds_of_mixers_in_one_model():
     """One that reads masks and one that does not share what is found out about a mask."""
     for kinds in (["mlr", "ssd"], ["ssd", "mlr"]):

@@ -89,10 +89,6 @@ class Documents:
         out_NHV = torch.cat(outs).index_select(0, self.back_N)
         return out_NHV.unflatten(0, (B, T)).transpose(1, 2)
 
-    def together(self) -> Tensor:
-        """(B, T, T): whether two tokens are of one document."""
-        return self.number_BT.unsqueeze(-1) == self.number_BT.unsqueeze(1)
-
 
 @dataclass
 class Known:
@@ -104,21 +100,21 @@ class Known:
 
     @staticmethod
     def recalled(mask: Any, position_ids: Any) -> Known | None:
-        whose, version, known = getattr(position_ids if mask is None else mask, "surgery_known", (None, None, None))
-        if known is None or whose is not (None if mask is None else position_ids) or version != _version(position_ids):
-            return None
-        return known
+        whose, versions, known = getattr(position_ids if mask is None else mask, "surgery_known", (None, None, None))
+        mine = whose is (None if mask is None else position_ids) and versions == _versions(mask, position_ids)
+        return known if mine else None
 
     def remember(self, mask: Any, position_ids: Any) -> Known:
-        holder, whose = (position_ids, None) if mask is None else (mask, position_ids)
-        if holder is not None and (whose is not None or _version(position_ids) >= 0):
-            holder.surgery_known = (whose, _version(position_ids), self)
+        if mask is not None:
+            mask.surgery_known = (position_ids, _versions(mask, position_ids), self)
+        elif isinstance(position_ids, Tensor) and not position_ids.is_inference():
+            position_ids.surgery_known = (None, _versions(mask, position_ids), self)
         return self
 
 
-def _version(position_ids: Any) -> int:
-    """Counts changes in place, which tensors of inference mode do not."""
-    return position_ids._version if isinstance(position_ids, Tensor) and not position_ids.is_inference() else -1
+def _versions(*tensors: Any) -> list[int]:
+    """They count changes in place, which tensors of inference mode do not."""
+    return [t._version if isinstance(t, Tensor) and not t.is_inference() else -1 for t in tensors]
 
 
 def _alike(length_D: Tensor) -> list[Tensor]:
