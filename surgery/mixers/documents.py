@@ -105,9 +105,10 @@ class Known:
         return known if mine else None
 
     def remember(self, mask: Any, position_ids: Any) -> Known:
+        """On the mask, or where there is none on the positions, if changes of theirs would be noticed."""
         if mask is not None:
             mask.surgery_known = (position_ids, _versions(mask, position_ids), self)
-        elif isinstance(position_ids, Tensor) and not position_ids.is_inference():
+        elif _versions(position_ids) != [-1]:
             position_ids.surgery_known = (None, _versions(mask, position_ids), self)
         return self
 
