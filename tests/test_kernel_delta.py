@@ -152,6 +152,15 @@ def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
+def test_levels_in_groups(monkeypatch):
+    """Where there is little memory."""
+    from surgery.kernels import log_linear_delta_launch as launch
+
+    monkeypatch.setattr(launch, "FORWARD", 0)
+    monkeypatch.setattr(launch, "BACKWARD", 0)
+    check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("starts", [(0, 0), (4090, 77)])
