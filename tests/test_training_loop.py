@@ -217,3 +217,26 @@ def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):  # noqa:
         finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
     with pytest.raises(SurgeryError, match="another recipe"):
         finetune(str(btt), recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)
+
+
+def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):  # noqa: F811
+    """The same losses, to the precision its targets are stored in."""
+    from surgery.training.data import make_data
+    from surgery.training.models import load, opened, tokenizer_of
+    from surgery.training.recipe import data_of
+    from surgery.training.teacher_cache import write_teacher_cache
+
+    stage = {"kind": "distill", "top_k": 8, "tokens": 768}
+    told = recipe(texts, stage)
+    source = opened(str(EMBEDDED))
+    data = make_data(data_of(told, told.stages[0]), tokenizer_of(source), 64, told.seed)
+    teacher = load(source, torch.float32).eval()
+    write_teacher_cache(teacher, data, tmp_path / "cache", top_k=8, examples=12)
+    finetune(str(btt), told, tmp_path / "model", teacher=str(EMBEDDED))
+    cached = recipe(texts, stage, teacher={"cache": str(tmp_path / "cache")})
+    finetune(str(btt), cached, tmp_path / "cached")
+    pair = [torch.tensor(losses(tmp_path / name / "training")) for name in ("model", "cached")]
+    torch.testing.assert_close(*pair, rtol=5e-3, atol=1e-3)
+    hot = recipe(texts, {**stage, "temperature": 2.0}, teacher={"cache": str(tmp_path / "cache")})
+    with pytest.raises(SurgeryError, match="temperature 1"):
+        finetune(str(btt), hot, tmp_path / "hot")
