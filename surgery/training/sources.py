@@ -25,6 +25,11 @@ def open_source(config: SourceConfig, seed: int, side: Side, share: float, shuff
     path = Path(config.path)
     if path.exists():
         kind, files = _files(path)
+        for name in ("subset", "revision", "split"):
+            if getattr(config, name) != SourceConfig.model_fields[name].default:
+                raise SurgeryError(
+                    f"data source {path} is a {'folder' if path.is_dir() else 'file'} here; {name} is of a Hub data set"
+                )
         if kind == "text":
             if config.chat or config.text:
                 column = config.messages or config.prompt or config.text
@@ -64,6 +69,8 @@ def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int,
     import datasets
 
     where = f"data source {config.path}"
+    if config.separator is not None:
+        raise SurgeryError(f"{where} has a row for every document; separator is of text files")
     options: dict[str, Any] = {"data_files": [str(f) for f in files]} if kind else {"revision": config.revision}
     try:
         rows: Any = datasets.load_dataset(
