@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from hub_standin import HubStandIn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from small import run_python
 from test_calibrate import words_tokenizer
@@ -21,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import SurgeryError
 from surgery.training import documents
 from surgery.training.data import DataConfig, SourceConfig, make_data
-from surgery.training.packing import IGNORED
+from surgery.training.encode import Piece
+from surgery.training.packing import IGNORED, in_order, in_rows, joined, windows
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
 LENGTH = 64
@@ -136,6 +139,27 @@ def test_packing_fills_the_rows(files, tokenizer):
     assert sum(int(e["valid"].sum()) for e in packed) == sum(int(e["valid"].sum()) for e in alone)
     assert sum(float(e["valid"].float().mean()) for e in packed) / len(packed) > 0.97
     assert len(packed) < 0.75 * len(alone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=60), length=st.integers(2, 24))
+def test_packing_by_any_lengths(lengths, length):
+    """Every window is in one row, none is cut again, and rows of best fit are few."""
+    pieces, at = [], 0
+    for n in lengths:
+        pieces.append(Piece(torch.arange(at, at + n)))
+        at += n
+    cut = list(windows(pieces, length))
+    kept = sorted(i for piece in cut for i in piece.ids_T.tolist())
+    lone = sum(1 for n in lengths if n % length == 1)
+    assert all(2 <= len(piece) <= length for piece in cut) and len(kept) == sum(lengths) - lone
+    for rows in (in_rows(cut, length), in_order(cut, length)):
+        assert sorted(i for row in rows for piece in row for i in piece.ids_T.tolist()) == kept
+        assert all(0 < sum(map(len, row)) <= length for row in rows)
+    assert len(in_rows(cut, length)) <= 11 / 9 * -(-len(kept) // length) + len(cut) * 0.5 + 1
+    rows, tail = joined(None, pieces, length)
+    whole = [i for row in rows for i in row[0].ids_T.tolist()]
+    assert [*whole, *(tail.ids_T.tolist() if tail else [])] == list(range(sum(lengths)))
 
 
 def test_a_long_text_is_read_in_parts(tmp_path, tokenizer, monkeypatch):
