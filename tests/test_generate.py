@@ -200,6 +200,8 @@ def test_cache_implementations(family, layers, kind):
     if kind == "offloaded" and not torch.cuda.is_available() and (layers or built_for_cuda):
         pytest.skip("softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it")
     model, ids = mixed_model(family, Decayed(), layers), prompts(2, 11)
+    if kind == "offloaded" and torch.cuda.is_available():
+        model, ids = model.to("cuda"), ids.to("cuda")
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     found = decoded(model, ids, 8, cache_implementation=kind, attention_mask=mask)[1]
