@@ -113,16 +113,37 @@ def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
     return same and batch * groups * per_group < 2**16 and 0 < block <= LONGEST and length > 0
 
 
-def takes_causal(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, *more: Any) -> bool:
-    return fits(q, k, v, more[3]) and len(rate) <= 16 and weight.shape[2] <= MOST_HEADS
+def takes_causal(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    first_BRGFV: Tensor | None,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+    chunk: int,
+) -> bool:
+    return takes_both_ways(q_BGJTF, k_BGTF, v_BGTV, rate_RG, weight_RGJ, block)
 
 
-def takes_both_ways(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, block: int) -> bool:
-    return fits(q, k, v, block) and len(rate) <= 16 and weight.shape[2] <= MOST_HEADS
+def takes_both_ways(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
+) -> bool:
+    return fits(q_BGJTF, k_BGTF, v_BGTV, block) and len(rate_RG) <= 16 and weight_RGJ.shape[2] <= MOST_HEADS
 
 
-def takes_free(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, block: int, *_: Any) -> bool:
-    return fits(q, k, v, block)
+def takes_free(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    matrix_GJMM: Tensor,
+    block: int,
+    chunk: int = 0,
+    keep: bool = False,
+) -> bool:
+    return fits(q_BGJTF, k_BGTF, v_BGTV, block)
 
 
 def operands(matrix_GJMM: Tensor, grid: Grid, q: Tensor) -> Tensor:
