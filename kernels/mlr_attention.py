@@ -66,7 +66,7 @@ def forward(
     """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
-    tiles = tiles or forward_tiles(q.dtype, max(R, V), bool(plan.extents) and not plan.nested)
+    tiles = tiles or forward_tiles(q.dtype, max(R, V), plan)
     new = torch.zeros if plan.holes else torch.empty
     out = new(B, H, T, V, dtype=v.dtype, device=q.device)
     lse = new(B, H, T, dtype=torch.float32, device=q.device)

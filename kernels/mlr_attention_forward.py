@@ -93,6 +93,22 @@ def walk(
 
 
 @triton.jit
+def with_level(
+    score, level, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases, EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr,
+    NESTED: tl.constexpr, BIASED: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """score and a level, where that is near; zero elsewhere."""
+    low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
+    score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
+    if B > 0:
+        score = tl.dot(between(q_MB, low_dim, high_dim, A, B), tl.trans(k_NB), score, input_precision=PRECISION)
+    if BIASED:
+        score += tl.load(biases + level + 1) - tl.load(biases + level)
+    low_M = t_M // extent * extent if NESTED else t_M - extent + 1
+    return tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
+
+
+@triton.jit
 def odd(
     acc_MV, top_M, sum_M, tile, q_MA, q_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
     first, window, end, MASKED: tl.constexpr, CROSSING: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
@@ -114,18 +130,16 @@ def odd(
         some = low_of(t_first, FAR, window, z, EXTENTS, NESTED, False) < (tile + 1) * N
         reached += some.to(tl.int32)
     score = tl.zeros([M, N], tl.float32)
-    for back in tl.static_range(CROSSING):
-        level = full + CROSSING - 1 - back
-        if level < reached:
-            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-            score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
-            if B > 0:
-                part_MB = between(q_MB, low_dim, high_dim, A, B)
-                score = tl.dot(part_MB, tl.trans(k_NB), score, input_precision=PRECISION)
-            if BIASED:
-                score += tl.load(biases + level + 1) - tl.load(biases + level)
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
+    if CROSSING == 1:  # noqa: SIM102  the one is known as it is compiled
+        if full < reached:
+            score = with_level(
+                score, full, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION
+            )
+    if CROSSING > 1:  # as many branches are compiled wrongly by triton 3.6
+        for back in tl.range(full, reached, num_stages=1):
+            score = with_level(
+                score, reached - 1 - back + full, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases,
+                EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
     bias = tl.load(biases + full) if BIASED else 0.0
     part_MA = between(q_MA, 0, dims, 0, A) if L > 1 else q_MA
     score = tl.dot(part_MA, tl.trans(k_NA), score, input_precision=PRECISION)

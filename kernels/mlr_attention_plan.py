@@ -67,14 +67,15 @@ def width(dims: int) -> tuple[int, int]:
     return (32 * a, 0) if a == b else (16 * a, 16 * b)
 
 
-def forward_tiles(dtype: torch.dtype, dims: int, sliding: bool) -> Tiles:
-    """The fastest on one H200 (2026-11-21, triton 3.6, bfloat16, 16,384 tokens). sliding: whether levels begin inside
-    tiles, which takes registers."""
+def forward_tiles(dtype: torch.dtype, dims: int, plan: Plan) -> Tiles:
+    """The fastest on one H200 (2026-11-21, triton 3.6, bfloat16, 16,384 tokens)."""
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 1)
-    if dims <= 64:
-        return Tiles(64, 64, 4, 3, 168, True, 1) if sliding else Tiles(128, 64, 8, 3, 128, True)
-    return Tiles(128, 64, 8, 3) if dims <= 128 else Tiles(64, 32, 4, 2)
+    if dims > 64:
+        return Tiles(128, 64, 8, 3) if dims <= 128 else Tiles(64, 32, 4, 2)
+    if plan.crossing(64, 64) == 0:
+        return Tiles(128, 64, 8, 3, 128, plan.nested)
+    return Tiles(64, 64, 4, 3, 168, True, 1) if plan.crossing(64, 64) == 1 else Tiles(128, 64, 8, 3, 128)
 
 
 def backward_tiles(dtype: torch.dtype, dims: int) -> tuple[Tiles, Tiles]:
