@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from surgery.errors import SurgeryError
 from surgery.training.log import tracker
 
 
@@ -20,7 +21,23 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     accelerator = Accelerator(cpu=cpu, mixed_precision=_word(precision, cpu), **told)
     if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _spread_on_cpu(accelerator)
+    _refuse_others(accelerator)
     return accelerator
+
+
+def _refuse_others(accelerator: Any) -> None:
+    from accelerate.utils import DistributedType
+
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise SurgeryError(
+            "accelerate is set up for the first FSDP; set fsdp_version: 2, see recipes/accelerate/fsdp2.yaml"
+        )
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise SurgeryError(
+            f"accelerate is set up for {kind.value}, whose optimiser keeps states and checkpoints of its own, pickled; use "
+            "FSDP2, which spreads the same: accelerate launch --config_file recipes/accelerate/fsdp2.yaml .."
+        )
 
 
 def _word(precision: str, cpu: bool) -> str:

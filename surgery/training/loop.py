@@ -136,7 +136,7 @@ class Loop:
             norm: Any = torch.nn.utils.clip_grad_norm_(parameters, limit)
         else:
             norm = self.accelerator.clip_grad_norm_(parameters, limit)
-        if norm is None or isinstance(norm, float):  # DeepSpeed clips by itself
+        if norm is None or isinstance(norm, float):
             return None
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 

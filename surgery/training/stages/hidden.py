@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from surgery.errors import SurgeryError
 from surgery.training.stages.base import (
     STAGES,
     Batch,
     Models,
+    Roles,
     Stage,
     StageConfig,
     inputs_of,
@@ -40,6 +42,17 @@ class HiddenStage(Stage):
     @property
     def needs_teacher(self) -> Literal["model"]:
         return "model"
+
+    def trains(self, models: Models, roles: Roles) -> set[str]:
+        """Not the head, which no loss here sees."""
+        student = models.student
+        head = next((path for path, m in student.named_modules() if m is student.get_output_embeddings()), "")
+        names = {name for name in super().trains(models, roles) if not name.startswith(f"{head}.")}
+        if not names:
+            raise SurgeryError(
+                f"stage hidden: trains {', '.join(self.config.trains)} selects the head alone, which it does not reach"
+            )
+        return names
 
     def counted(self, example: Batch) -> int:
         return int(example["valid"].sum())

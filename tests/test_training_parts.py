@@ -1,0 +1,120 @@
+"""Small parts: weight normalisation, the running mean, shares of a batch, the log, devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from small_training import btt, losses, recipe, texts  # noqa: F401
+
+from surgery.errors import SurgeryError
+from surgery.structures import STRUCTURES
+from surgery.structures.btt import BTT
+from surgery.training.ema import RunningMean
+from surgery.training.feed import Ahead, Shares
+from surgery.training.log import Log, draw, tracker
+from surgery.training.weight_norm import fold, normalise, rms
+
+
+def layer():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(STRUCTURES[BTT](32, 32, BTT(blocks=(4, 4), rank=2)))
+
+
+def test_cores_may_shrink_but_not_outgrow_their_start():
+    """gamma min(1, size / rms) M, section 5.1 of Qiu et al. 2024."""
+    model, x = layer(), torch.randn(5, 32)
+    before, y = model[0].weight.detach().clone(), model(x)
+    names = normalise(model, {"0.weight", "0.bias"})
+    assert names == {"0.bias", "0.parametrizations.weight.original", "0.parametrizations.weight.0.gamma"}
+    torch.testing.assert_close(model(x), y)
+    with torch.no_grad():
+        model[0].parametrizations["weight"].original.mul_(5)
+        torch.testing.assert_close(rms(model[0].weight), rms(before))
+        model[0].parametrizations["weight"].original.mul_(0.02)
+        torch.testing.assert_close(model[0].weight, 0.1 * before)
+        model[0].parametrizations["weight"][0].gamma.fill_(2)
+    fold(model)
+    assert {n for n, _ in model.named_parameters()} == {"0.weight", "0.right", "0.bias"}
+    torch.testing.assert_close(model[0].weight, 0.2 * before)
+
+
+def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+    """In the second stage, where the size that holds is that of the first one's end."""
+    from surgery.training import finetune as verb
+    from surgery.training.loop import Loop
+
+    stages = {"kind": "lm", "tokens": 512}, {"kind": "lm", "tokens": 1024, "weight_norm": "cores"}
+    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "whole")
+    step = Loop._step
+
+    def dying(self, taken):
+        if (self.at.stage, self.at.step) == (1, 3):
+            raise KeyboardInterrupt
+        step(self, taken)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "_step", dying)
+        verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again")
+    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again", resume=True)
+    assert losses(tmp_path / "whole" / "training") == losses(tmp_path / "again" / "training")
+
+
+def test_the_running_mean_is_a_mean():
+    p = torch.nn.Parameter(torch.zeros(2))
+    mean = RunningMean({"p": p}, 0.5)
+    expected = 0.0
+    for step in range(30):
+        p.data.fill_(float(step))
+        mean.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    mean.swap()
+    assert p.tolist() == pytest.approx([expected] * 2) and mean.means["p"].tolist() == [29.0, 29.0]
+
+
+def test_shares_of_a_batch():
+    assert Shares.of(32, 8, 1, 2).forwards == 2
+    assert Shares.of(4, 8, 0, 2).rows == 2
+    for batch, rows, world in ((5, 1, 2), (12, 5, 1)):
+        with pytest.raises(SurgeryError, match="batch"):
+            Shares.of(batch, rows, 0, world)
+
+
+def test_reading_ahead_tells_of_errors_and_ends():
+    def items():
+        yield from (1, 2)
+        raise SurgeryError("the shard is damaged")
+
+    with Ahead(items(), 1) as ready:
+        assert next(ready) == 1 and next(ready) == 2
+        with pytest.raises(SurgeryError, match="damaged"):
+            next(ready)
+    with Ahead(iter(range(10**9)), 2) as ready:
+        next(ready)
+
+
+def test_the_log_forgets_what_will_be_done_again(tmp_path):
+    log = Log(tmp_path)
+    for stage, step in ((0, 1), (0, 2), (1, 1), (1, 2)):
+        log.add({"stage": stage, "step": step, "kind": "lm", "loss": float("nan"), "tokens": step})
+    with open(log.path, "a") as file:
+        file.write('{"stage": 1, "st')
+    log.going_on(1, 1)
+    assert [(line["stage"], line["step"]) for line in map(json.loads, log.path.open())] == [(0, 1), (0, 2), (1, 1)]
+    assert log.lines()[0]["loss"] is None
+    assert draw(log.lines(), tmp_path / "curve.png") and not draw([], tmp_path / "none.png")
+    assert tracker("none") == []
+
+
+def test_deepspeed_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from accelerate.utils import DistributedType
+
+    from surgery.training.devices import _refuse_others
+
+    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        with pytest.raises(SurgeryError, match=r"fsdp2\.yaml"):
+            _refuse_others(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
