@@ -231,6 +231,7 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), T, s.N)
     _backward[(s.R * s.N, s.G)](
         k, v, beta, s.table, c, y, dw, du, y if dt is None else dt, dk_in, dc_in, dk, dv, dbeta, dgates, *strides,
-        **s.kernel, BX=s.features, PARTS=dc_in.shape[2], INNER=dt is not None, num_warps=4,
+        **s.kernel, BX=s.features, PARTS=dc_in.shape[2], INNER=dt is not None, num_warps=4, num_stages=1,
+        maxnreg=168 if s.stages(3) == 3 else None,
     )  # fmt: skip
     return dk, dv, dbeta, dgates

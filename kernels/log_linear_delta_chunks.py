@@ -66,14 +66,15 @@ def _reads(
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
 def _forward(
-    q, k, v, beta, level, rows, c, y, w, kept, out,
+    q, k, v, beta, level, rows, c, y, w, read, kept, out,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
     low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
-    BUCKET: tl.constexpr, INNER: tl.constexpr,
+    BX: tl.constexpr, BUCKET: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
+    """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1. WIDE:
+    features in blocks, and R from memory; for more than 128, where Triton 3.6 was seen to write wrong code otherwise."""
     r, n, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2) * BV
     g, j = tl.program_id(1) // J, tl.program_id(1) % J
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -81,31 +82,46 @@ def _forward(
         return
     at = (base + n) * G + g
     t_C, here_C = tokens_of(n, bos, length, start, C)
-    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
+    half = k.dtype.element_ty
+    if WIDE:
+        p_CC = tl.zeros([C, C], tl.float32)
+        for first in range(0, K, BX):
+            q_CX = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, first, BX)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            p_CC = tl.dot(q_CX, tl.trans(k_CX), p_CC, input_precision=P)
+        p_CC = (p_CC * mask_of(c, at, C)).to(half)
+    else:
+        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(half)
     at_l = level + batch * l_b + g * l_g + j * l_j
     out += ((batch * G + g) * J + j) * T * V
     if INNER:
         beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(k_CK.dtype)
+        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
         lambda_CC = lambdas(at_l, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
-        inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(k_CK.dtype)
+        inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
         v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
         out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
     else:
         out_CV = tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
-    w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
-    read_CK = read_CK.to(k_CK.dtype)
+    if not WIDE:
+        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
+        read_CK = (q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
     a0 = first_chunk(start, top, C)
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
             here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-            s_VK = matrix(kept + here * K, V - at_v, K, 0, BV, BK)
             which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
             lambda_C = tl.load(at_l + t_C * l_t + which * l_l, mask=here_C, other=0.0)
-            out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
+            if WIDE:
+                for first in range(0, K, BX):
+                    read_CX = matrix(read + (at * J + j) * C * K, C, K, first, C, BX)
+                    s_VX = matrix(kept + here * K, V - at_v, K, first, BV, BX)
+                    out_CV += tl.dot(read_CX, tl.trans(s_VX), input_precision=P) * lambda_C[:, None]
+            else:
+                s_VK = matrix(kept + here * K, V - at_v, K, 0, BV, BK)
+                out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
     put(out, t_C, V, here_C, V, at_v, out_CV, BV)
 
 

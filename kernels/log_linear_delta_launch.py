@@ -155,18 +155,31 @@ class Call:
         groups = self.groups(FORWARD)
         kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
+        reads = self.reads(t) if self.wide else t.w
         for low, high in groups:
             state = self.climb(t, low, high, state, kept, after)
-            self.read(t, low, high, kept, out)
+            self.read(t, low, high, reads, kept, out)
         return out.to(self.v.dtype), after
 
-    def read(self, t: Terms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
+    @property
+    def wide(self) -> bool:
+        return self.s.K > 128
+
+    def reads(self, t: Terms) -> Tensor:
+        """R of every chunk and query head."""
+        s, read = self.s, self.s.buffer(self.s.J, self.s.C, self.s.K)
+        chunks._reads[(s.R * s.N, s.G * s.J)](
+            self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
+        )
+        return read
+
+    def read(self, t: Terms, low: int, high: int, reads: Tensor, kept: Tensor, out: Tensor) -> None:
         """Adds what chunks read of these levels; with the lowest ones, sets it to that and their own."""
         s = self.s
         chunks._forward[(s.R * s.N, s.G * s.J, s.blocks)](
-            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, kept, out, *self.strides,
-            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
-            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
+            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, reads, kept, out, *self.strides,
+            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options, BX=s.features,
+            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, WIDE=self.wide, num_warps=4,
             maxnreg=168 if s.stages(3) == 3 else None,
         )  # fmt: skip
 
@@ -178,10 +191,7 @@ class Call:
         """Gradients of q, k, v, beta, gates, level, bucket, extra."""
         s = self.s
         t, state = self.prepared()
-        read = s.buffer(s.J, s.C, s.K)
-        chunks._reads[(s.R * s.N, s.G * s.J)](
-            self.q, self.k, s.table, t.c, t.w, read, *self.strides[:7], s.N, s.J, **s.kernel, num_warps=4
-        )
+        read = self.reads(t)
         groups, starts = self.groups(BACKWARD), []
         kept, passed = self.kept(groups, s.K), self.kept(groups, s.C)
         for low, high in groups:
@@ -237,7 +247,7 @@ class Call:
         chunks._backward[grid](
             self.q, self.k, self.v, self.beta, self.level, do, s.table, t.c, t.y, t.w, dread, ps, dps, dv, dt, dlevel,
             dc, *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options, **parts,
-            num_warps=8, num_stages=1,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
         chunks._features[(*grid, self.parts - 1)](
             self.q, self.k, s.table, t.c, ps, dps, dread, dq, dk, dw, dc, *self.strides[:7], self.q.shape[3], s.N, s.J,

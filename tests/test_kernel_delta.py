@@ -144,6 +144,7 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((1, 1, 1, 100, 16, 17, True), 12, (0,), "extreme"),
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
+    ((1, 1, 1, 40, 130, 16, False), 12, (0,), "mild"),
 ]
 
 
