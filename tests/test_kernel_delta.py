@@ -89,6 +89,7 @@ def judge(call, leaves, tolerance, kernel=None):
         got = ours[name].double()
         assert got.isfinite().all(), name
         errors[name] = (got - want).norm().item() / max(want.norm().item(), 1e-9 * want.numel() ** 0.5)
+    print({n: float(f"{e:.2g}") for n, e in errors.items()})  # pytest -rP shows it
     wrong = {n: e for n, e in errors.items() if e > tolerance * (10 if n == "dgates" else 1)}
     assert not wrong, (wrong, errors)
 
