@@ -5,6 +5,10 @@
 Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. Chunks by themselves (log_linear_delta_chunks.py), then
 the Fenwick tree over chunks, level by level (log_linear_delta_levels.py). Backwards the states are computed once more:
 saved are the inputs alone.
+
+One H200, bf16, B = 2, 48 heads, V = 64, K = 128, keys shared by the heads (2026-11-21), ms forward / with its backward:
+0.91 / 4.7 for 4,096 tokens, 1.7 / 9.8 for 8,192, 7.5 / 50 for 32,768, 16 / 117 for 65,536. The reference takes 36 times
+as long at 1,024: where the kernel is right it wins.
 """
 
 from __future__ import annotations
