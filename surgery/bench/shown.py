@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surgery.bench.race import Row
 from surgery.errors import SurgeryError
+
+Row = dict[str, Any]  # of surgery.bench.race, which brings torch
 
 EXPLAINED = (
     "a cell: ms, times as fast as the first row, share of the counted floor's speed (bytes over the copy bandwidth or "
