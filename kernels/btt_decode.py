@@ -68,7 +68,7 @@ def early(device: torch.device) -> bool:
 def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
     (c, d, b, s), a, N = right_cdbs.shape, left_bcsa.shape[3], x_NI.shape[0]
     programs = c * -(-b * s // ROWS) + b * -(-a // ROWS)
-    soon = programs <= AT_ONCE and b * s % 8 == 0 and a % 8 == 0 and early(x_NI.device)
+    soon = programs <= AT_ONCE and b * s % 16 == 0 and a % 16 == 0 and early(x_NI.device)
     options = {"launch_pdl": True} if soon else {}
     z_NK = x_NI.new_empty(N, b * c * s)
     _few(x_NI, right_cdbs, None, z_NK, c, d, b * s, s, s, c * s, {"FIRST": soon, "SECOND": False})

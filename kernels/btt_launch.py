@@ -45,8 +45,8 @@ class Tiles(NamedTuple):
 
 
 # Bytes of z, of one slab and between the first and the second product: the ring stays in the cache. Programs of so many
-# bytes of x and z are long enough, and so many of them far enough behind. One H200, 2026-11-21.
-SLAB, BEHIND, PROGRAM, AFTER = 2**22, 2**24, 2**15, 1500
+# bytes of x and z are long enough, and so many of them far enough behind. One H200, bf16, 2026-11-21.
+SLAB, BEHIND, PROGRAM, AFTER = 2**22, 2**24, 2**15, 1300
 
 
 def pow2(n: int) -> int:
@@ -62,9 +62,14 @@ def tiles_for(N: int, near: Side, far: Side, size: int) -> Tiles:
     """For numbers of `size` bytes."""
     widest = 64 if size == 4 else 128
     inner = [pow2(side.inner) if side.inner <= widest else 64 for side in (near, far)]
+    if far.rows > 64:  # z's terms in steps: no room for wide ones
+        inner[1] = min(inner[1], 64)
     BN, near_rows = min(64, pow2(N)), min(widest, pow2(near.rows))
     z = BN * near.groups * near.rows * size
     count = max(1, min(8, max(2, PROGRAM // (BN * (min(near.inner, 128) + near_rows) * size)), SLAB // z))
+    if any((side.rows if side.step_row == 1 else side.inner) % 16 for side in (near, far)):
+        # Lines of a core that do not begin at a multiple of 32 bytes are read number by number: so less often.
+        count = max(4, count)
     programs = near.groups * cdiv(near.rows, near_rows) + far.groups * cdiv(far.inner, inner[1])
     lag = max(2, min(AFTER // programs, BEHIND // (count * z), cdiv(N, BN * count)))
     warps, stages = (8, 2) if size == 4 else (4, 3)
