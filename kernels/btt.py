@@ -26,9 +26,9 @@ from surgery.structures.btt import btt_linear
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 # A multiplication takes SLOWER times as long as one of a dense product, multiplying the matrix out as long as the dense
-# product of MULTIPLYING rows; with large blocks the library's batched products are faster up to LARGE_BLOCKS rows. One
-# H200, bf16, 2026-11-21; dims 1,024 to 11,008, ranks 1 to 16.
-SLOWER, MULTIPLYING, LARGE_BLOCKS = 5.6, 500, 4096
+# product of MULTIPLYING rows; with large blocks the library's batched products are faster up to LARGE_BLOCKS rows, and
+# blocks smaller than LEAST cost as much as those. One H200, bf16, 2026-11-21; dims 1,024 to 11,008, ranks 1 to 16.
+SLOWER, MULTIPLYING, LARGE_BLOCKS, LEAST = 5.6, 500, 4096, 32
 
 # Numbers of z that the backward holds at a time.
 HELD = 2**28
@@ -44,13 +44,13 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
 
 def wins(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
     """Against the matrix multiplied out, or, where its blocks are too large for that, against the reference."""
-    in_ = x.shape[-1]
-    rows, dense, macs = x.numel() // in_, in_ * out, right_cdbs.numel() + left_bcsa.numel()
+    (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
+    rows, dense = x.numel() // in_, in_ * out
     if rows <= TOKENS:
         return True
-    if max(right_cdbs.shape[1], left_bcsa.shape[3]) > LARGEST:
-        return rows >= LARGE_BLOCKS
-    return rows * (SLOWER * macs - dense) < MULTIPLYING * dense
+    if max(a, d) > LARGEST:
+        return rows >= LARGE_BLOCKS and min(a, d) >= LEAST
+    return rows * (SLOWER * b * c * s * (max(a, LEAST) + max(d, LEAST)) - dense) < MULTIPLYING * dense
 
 
 @kernel_for(btt_linear, accepts=accepts, wins=wins)
