@@ -6,6 +6,7 @@ import importlib.resources
 import itertools
 import json
 import shutil
+import traceback
 from pathlib import Path
 
 import killing
@@ -119,7 +120,11 @@ def test_a_killed_writer_goes_on_to_the_same_bytes(teacher, tokenizer, text, tmp
         import os
 
         target = out.with_name(out.name + ".partial") if out.name.startswith("out") else out
-        written(teacher, data_of(tokenizer, text), target, per_shard=2, resume=resume or target.exists())
+        try:
+            written(teacher, data_of(tokenizer, text), target, per_shard=2, resume=resume or target.exists())
+        except BaseException:  # a child ends without a word
+            traceback.print_exc()
+            raise
         if target != out:
             os.replace(target, out)
 
