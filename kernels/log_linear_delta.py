@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.gated_delta import CHUNK, DTYPES, FEATURES, packed
+from surgery.kernels.gated_delta import CHUNK, DTYPES, packed
 from surgery.kernels.gated_delta_rows import LEVELS, Sizes, sizes
 from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
@@ -27,6 +27,7 @@ from surgery.mixers.masks.hierarchical import log_linear
 from surgery.op import kernel_for
 
 ALL = LEVELS  # where no bit of a chunk's index may be dropped
+FEATURES = 128  # for 256 what came out on an H200 (Triton 3.6) was wrong, and not the same twice
 
 
 class _LogLinearDelta(torch.autograd.Function):
@@ -62,6 +63,7 @@ def log_linear_delta(
 ) -> Tensor:
     """out_BGJTV in v's dtype, nothing before the tokens. start: positions of the rows' first tokens, None: 0.
     cu_seqlens: borders of sequences packed in one row (B = 1), each with a past of its own."""
+    assert q_BGJTK.shape[-1] <= FEATURES, f"log_linear_delta takes up to {FEATURES} features, not {q_BGJTK.shape[-1]}"
     s = sizes(q_BGJTK, v_BGTV, chunk, start_B, cu_seqlens)
     top = (s.N - 1).bit_length()
     gates = gates_BGT.expand(v_BGTV.shape[:3])

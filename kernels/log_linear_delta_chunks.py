@@ -74,7 +74,7 @@ def _forward(
     BX: tl.constexpr, BUCKET: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1. WIDE:
-    features in blocks, and R from memory; for more than 128, where Triton 3.6 was seen to write wrong code otherwise."""
+    features in blocks, and R from memory."""
     r, n, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2) * BV
     g, j = tl.program_id(1) // J, tl.program_id(1) % J
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
