@@ -230,7 +230,7 @@ def test_what_is_slower_is_said(table):
     plan = {"cuts": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
     linear, attention = plan_notes(plan)
     assert linear == "note: speed on one X1: btt for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
-    assert "slower than SDPA in prefill up to 2,048 tokens" in attention
+    assert "slower than SDPA in prefill up to 1,024 tokens" in attention
     assert report_notes({"mixer_rows": mixers}) == [attention] and report_notes({}) == []
     assert plan_notes({"cuts": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []  # nothing near was measured
 

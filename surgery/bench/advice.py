@@ -9,7 +9,7 @@ from surgery.kernels.measured import WAYS, distance, nearest, table
 
 TOKENS = (1, 16, 512, 8192)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-FAR = 1.5  # a row more than 4.5 times away in size says nothing
+FAR, NEAR = 1.5, 0.5  # a row more than 4.5 times away in size says nothing; of lengths only those measured speak
 
 
 def speed_notes(structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str]) -> list[str]:
@@ -34,10 +34,10 @@ def report_notes(report: dict[str, Any]) -> list[str]:
     return speed_notes((), (row["mixer"] for row in report.get("mixer_rows", ())))
 
 
-def ratio(op: str, pass_: str, **sizes: int) -> float | None:
+def ratio(op: str, pass_: str, far: float = FAR, **sizes: int) -> float | None:
     """Times as fast as what it replaces, its fastest way; None where nothing near was measured."""
     row = nearest(op, pass_, **sizes)
-    if row is None or "original" not in row or distance(row["sizes"], sizes) > FAR:
+    if row is None or "original" not in row or distance(row["sizes"], sizes) > far:
         return None
     ours = [row[way] for way in WAYS if row.get(way)]
     return row["original"] / min(ours) if ours else None
@@ -57,7 +57,7 @@ def _attention(mixer: str) -> str:
     """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule"."""
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
-    ratios = {n: ratio(op, "forward", tokens=n) for n in LENGTHS}
+    ratios = {n: ratio(op, "forward", NEAR, tokens=n) for n in LENGTHS}
     lost = [n for n, r in ratios.items() if r is not None and r < 1]
     if not lost:
         return ""
