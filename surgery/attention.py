@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from surgery.cache import MixerLayer, MixerModel, mixed_modules, slot
+from surgery.cache import MixerLayer, MixerModel, mixed_modules, passed_on, slot
 from surgery.errors import SurgeryError, nearest
 from surgery.heads import attention_paths, attention_shape, output_path
 from surgery.mixers import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig
@@ -40,7 +40,7 @@ class Call:
     valid_BT: Tensor | None
     mask_BHTS: Tensor | None
     layer: MixerLayer | None
-    offload: bool
+    offloading: Any  # the cache, where it keeps the layers that wait on the CPU
     documents: Documents | None = None
 
 
@@ -71,7 +71,8 @@ class MixerAttention:
         x_BTD = given["hidden_states"]
         valid_BT, mask_BHTS = self._masks(given.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
         documents = self._documents(given, valid_BT, mask_BHTS, layer)
-        call = Call(x_BTD, valid_BT, mask_BHTS, layer, bool(getattr(past, "offloading", False)), documents)
+        offloading = past if getattr(past, "offloading", False) else None
+        call = Call(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents)
         return super().forward(**given, surgery=call)  # type: ignore[misc]
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
@@ -187,8 +188,8 @@ def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: 
         out_BHTV, _ = module.mixer(inputs)
     else:
         out_BHTV = call.layer.advance(module.mixer, inputs)
-        if call.offload:
-            call.layer.offload()
+        if call.offloading is not None:
+            passed_on(call.offloading, module.layer_idx, query.device)
     if call.valid_BT is not None:  # any numbers, not-a-number too, must not reach the layers above
         out_BHTV = out_BHTV.masked_fill(~call.valid_BT[:, None, :, None], 0.0)
     return out_BHTV.transpose(1, 2).to(query.dtype), None

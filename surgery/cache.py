@@ -231,6 +231,16 @@ def slot(cache: Any, index: int) -> MixerLayer:
     return ours
 
 
+def passed_on(cache: Any, index: int, device: torch.device) -> None:
+    """What an offloading cache does as it updates a layer: that one goes to the CPU, the next one's keys come back."""
+    cache.layers[index].offload()
+    if device.type == "cuda":
+        reading = torch.cuda.default_stream(device)
+        reading.wait_stream(cache.prefetch_stream)
+        cache.prefetch_stream.wait_stream(reading)
+        cache.prefetch(index + 1, cache.only_non_sliding)
+
+
 def mixed_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path, attention module) of every attention that has a mixer."""
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
