@@ -29,6 +29,7 @@ DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 # product of MULTIPLYING rows; with large blocks the library's batched products are faster up to LARGE_BLOCKS rows, and
 # blocks smaller than LEAST cost as much as those. One H200, bf16, 2026-11-21; dims 1,024 to 11,008, ranks 1 to 16.
 SLOWER, MULTIPLYING, LARGE_BLOCKS, LEAST = 5.6, 500, 4096, 32
+TOO_LARGE = 512  # and with these at any number of rows
 
 # Numbers of z that the backward holds at a time.
 HELD = 2**28
@@ -49,7 +50,7 @@ def wins(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, 
     if rows <= TOKENS:
         return True
     if max(a, d) > LARGEST:
-        return rows >= LARGE_BLOCKS and min(a, d) >= LEAST
+        return rows >= LARGE_BLOCKS and min(a, d) >= LEAST and max(a, d) <= TOO_LARGE
     return rows * (SLOWER * b * c * s * (max(a, LEAST) + max(d, LEAST)) - dense) < MULTIPLYING * dense
 
 
