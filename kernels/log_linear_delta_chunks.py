@@ -66,15 +66,14 @@ def _reads(
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
 def _forward(
-    q, k, v, beta, level, rows, c, y, w, read, kept, out,
+    q, k, v, beta, level, rows, c, y, w, kept, out,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, beta_b, beta_g, beta_t, l_b, l_t, l_g, l_j, l_l,
     low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
-    BX: tl.constexpr, BUCKET: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
+    BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1. WIDE:
-    features in blocks, and R from memory."""
+    """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
     r, n, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2) * BV
     g, j = tl.program_id(1) // J, tl.program_id(1) % J
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
@@ -83,17 +82,9 @@ def _forward(
     at = (base + n) * G + g
     t_C, here_C = tokens_of(n, bos, length, start, C)
     half = k.dtype.element_ty
-    if WIDE:
-        p_CC = tl.zeros([C, C], tl.float32)
-        for first in range(0, K, BX):
-            q_CX = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, first, BX)
-            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
-            p_CC = tl.dot(q_CX, tl.trans(k_CX), p_CC, input_precision=P)
-        p_CC = (p_CC * mask_of(c, at, C)).to(half)
-    else:
-        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-        p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(half)
+    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(half)
     at_l = level + batch * l_b + g * l_g + j * l_j
     out += ((batch * G + g) * J + j) * T * V
     if INNER:
@@ -105,23 +96,16 @@ def _forward(
         out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
     else:
         out_CV = tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
-    if not WIDE:
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        read_CK = (q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
+    w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
+    read_CK = (q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
     a0 = first_chunk(start, top, C)
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
             here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
             which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
             lambda_C = tl.load(at_l + t_C * l_t + which * l_l, mask=here_C, other=0.0)
-            if WIDE:
-                for first in range(0, K, BX):
-                    read_CX = matrix(read + (at * J + j) * C * K, C, K, first, C, BX)
-                    s_VX = matrix(kept + here * K, V - at_v, K, first, BV, BX)
-                    out_CV += tl.dot(read_CX, tl.trans(s_VX), input_precision=P) * lambda_C[:, None]
-            else:
-                s_VK = matrix(kept + here * K, V - at_v, K, 0, BV, BK)
-                out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
+            s_VK = matrix(kept + here * K, V - at_v, K, 0, BV, BK)
+            out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
     put(out, t_C, V, here_C, V, at_v, out_CV, BV)
 
 

@@ -155,15 +155,10 @@ class Call:
         groups = self.groups(FORWARD)
         kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
-        reads = self.reads(t) if self.wide else t.w
         for low, high in groups:
             state = self.climb(t, low, high, state, kept, after)
-            self.read(t, low, high, reads, kept, out)
+            self.read(t, low, high, kept, out)
         return out.to(self.v.dtype), after
-
-    @property
-    def wide(self) -> bool:
-        return self.s.K > 128
 
     def reads(self, t: Terms) -> Tensor:
         """R of every chunk and query head."""
@@ -173,13 +168,13 @@ class Call:
         )
         return read
 
-    def read(self, t: Terms, low: int, high: int, reads: Tensor, kept: Tensor, out: Tensor) -> None:
+    def read(self, t: Terms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
         """Adds what chunks read of these levels; with the lowest ones, sets it to that and their own."""
         s = self.s
         chunks._forward[(s.R * s.N, s.G * s.J, s.blocks)](
-            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, reads, kept, out, *self.strides,
-            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options, BX=s.features,
-            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, WIDE=self.wide, num_warps=4,
+            self.q, self.k, self.v, self.beta, self.level, s.table, t.c, t.y, t.w, kept, out, *self.strides,
+            *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
+            BUCKET=self.bucket_lRGKV is not None, INNER=low == 0, num_warps=4,
             maxnreg=168 if s.stages(3) == 3 else None,
         )  # fmt: skip
 

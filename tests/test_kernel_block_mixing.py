@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_rows import loops_with_tensors
 from mask_rows import definition, masked, miss, piece, some_rows, to
 
 from surgery.mixers.masks.block_scan import block_scan, block_scan_both
@@ -22,17 +23,7 @@ TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.5e-2, 3e-2), torch.
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Found; and loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, *scope):
-        patch(tensor, *scope)
-        number = lambda self: int(self.handle.data.item())  # noqa: E731
-        scope[0].set_attr(tensor, "__index__", number) if scope else setattr(tensor, "__index__", number)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    loops_with_tensors(monkeypatch)
     found()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_rows import loops_with_tensors
 
 from surgery.op import choose, found
 from surgery.structures import STRUCTURES
@@ -17,17 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Found; and loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, *scope):
-        patch(tensor, *scope)
-        number = lambda self: int(self.handle.data.item())  # noqa: E731
-        scope[0].set_attr(tensor, "__index__", number) if scope else setattr(tensor, "__index__", number)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    loops_with_tensors(monkeypatch)
     found()
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from kernel_rows import loops_with_tensors
 
 pytest.importorskip("triton")
 
@@ -20,18 +21,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @pytest.fixture(autouse=True)
-def bounds_of_loops(monkeypatch):
-    """Loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, *scope):
-        patch(tensor, *scope)
-        name, index = "__index__", lambda self: int(self.handle.data.item())
-        scope[0].set_attr(tensor, name, index) if scope else setattr(tensor, name, index)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+def loops(monkeypatch):
+    loops_with_tensors(monkeypatch)
 
 
 # B, G, J, T, F, V, keys shared by the groups
