@@ -1,10 +1,10 @@
 """Functions of the maths that kernels may stand in for.
 
     @op
-    def btt_mvm(x_Ncd, right_cdbs, left_bcsa): ...                   the reference: the CPU path, and what is right
+    def btt_linear(x, right_cdbs, left_bcsa, bias, out): ...         the reference: the CPU path, and what is right
 
-    @kernel_for(btt_mvm, accepts=can, wins=does)                     in kernels/, which registers by being imported
-    def btt_mvm_triton(x_Ncd, right_cdbs, left_bcsa): ...
+    @kernel_for(btt_linear, accepts=can, wins=does)                  in kernels/, which registers by being imported
+    def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
 A call goes to the first kernel that accepts the arguments, and, of kernels left to choose, is known to win there; else to the reference.
 Kernels take over gradients as well. The maths never imports them: the folder is scanned when a tensor on a GPU first
