@@ -1,0 +1,1 @@
+"""What is measured without lm-eval: one file for each suite."""
