@@ -16,6 +16,8 @@ from surgery import options
 from surgery.console import progress as _progress
 from surgery.console import show as _show
 from surgery.errors import SurgeryError
+from surgery.eval.command import evaluate
+from surgery.share.command import push
 from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
 from surgery.version import __version__
@@ -158,35 +160,10 @@ def inspect(
 
 app.command()(finetune)
 app.command("teacher-cache")(teacher_cache)
+app.command()(push)
 
 
-@app.command(name="eval")
-def evaluate(
-    converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")],
-    text: Annotated[str, typer.Option(help="Text to score: a file, or a Hub data set org/name.")],
-    suite: Annotated[
-        str, typer.Option(help="ppl: perplexity; cosine: an encoder's embeddings against --compare.")
-    ] = "ppl",
-    compare: Annotated[str | None, typer.Option(metavar="SRC", help="The original, measured on the same text.")] = None,
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens to score (sentences x 64 for cosine).")] = 65536,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 1024,
-    device: options.Device = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")] = "float32",
-    trust_remote_code: options.Trust = False,
-    as_json: options.Json = False,
-) -> None:
-    """Measure a checkpoint, beside the original: perplexity with its standard error.
-
-    surgery eval OUT --suite ppl --text FILE --compare SRC
-    """
-    from surgery.eval.run import evaluate as run
-    from surgery.tables import eval_table
-
-    result = run(
-        converted, suite, text, compare, tokens=tokens, length=length, device=device, dtype=dtype,
-        trust_remote_code=trust_remote_code, progress=_progress(as_json),
-    )  # fmt: skip
-    print(json.dumps(result, indent=2)) if as_json else _show(eval_table(result))
+app.command(name="eval")(evaluate)
 
 
 @app.command()
@@ -237,10 +214,11 @@ def demo(
 
 @app.command(name="bench")
 def bench_speed(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="linear, attention, decode or model.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="linear, attention, decode, model or train.")],
     peers: options.Peers = False,
     sizes: options.Sizes = None,
     only: options.Only = None,
+    dtype: options.Numbers = None,
     out: options.Results = None,
     plot: options.Plot = None,
     time_limit: options.TimeLimit = None,
@@ -254,7 +232,7 @@ def bench_speed(
     from surgery.bench.run import bench
     from surgery.bench.shown import plotted, tables
 
-    result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json))
+    result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
     print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
     if plot is not None:
         plotted(result, plot)

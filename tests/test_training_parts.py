@@ -118,3 +118,11 @@ def test_deepspeed_is_refused(monkeypatch):
     for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         with pytest.raises(SurgeryError, match=r"fsdp2\.yaml"):
             _refuse_others(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+
+
+def test_a_run_may_have_another_precision_than_the_one_before(tmp_path):
+    """Accelerate remembers its first for the whole process."""
+    from surgery.training.devices import make_accelerator
+
+    assert make_accelerator("cpu", "bf16", "none", tmp_path).mixed_precision == "bf16"
+    assert make_accelerator("cpu", "float32", "none", tmp_path).mixed_precision == "no"

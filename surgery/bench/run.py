@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from surgery.bench import attention, decode, linear, model
+from surgery.bench import train as training
 from surgery.bench.floors import against_floor, ceilings
 from surgery.bench.peers import version as peer_version
 from surgery.bench.race import Heat, Race, Rival, Row
@@ -22,7 +23,9 @@ from surgery.errors import SurgeryError, nearest
 from surgery.progress import Progress
 
 KINDS = ("linear", "attention", "decode", "model")
+TRAIN = "train"
 SIZES = ("full", "main", "small")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def bench(
@@ -34,22 +37,32 @@ def bench(
     out: Path | None = None,
     only: str | None = None,
     progress: Progress | None = None,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
     """The results as data; written to `out` after every heat, so that what stops it loses little. only: rivals whose
     names have one of these words, separated by commas, and none that follow a minus; the first runs always."""
-    started = time.monotonic()
-    place, progress = choose_device(device), progress or Progress()
+    started, progress = time.monotonic(), progress or Progress()
+    ends = started + time_limit if time_limit else float("inf")
+    if kind == TRAIN:  # which chooses a device for each of its processes
+        sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
+        _check(kind, sizes)
+        return training.train(sizes, only, device, ends, out, progress, where)
+    place = choose_device(device)
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
-    _check(kind, sizes)
-    ends = started + time_limit if time_limit else float("inf")
-    dtype = torch.bfloat16 if gpu else torch.float32
+    _check(kind, sizes, dtype)
+    numbers = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     spend, patience = (40.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     race = Race(place, spend, patience, ends, least=3 if kind != "model" else 1)
-    limits = ceilings(race, dtype)
-    result: dict[str, Any] = {"kind": kind, "sizes": sizes, **where(place), "dtype": str(dtype).removeprefix("torch.")}
+    limits = ceilings(race, numbers)
+    result: dict[str, Any] = {
+        "kind": kind,
+        "sizes": sizes,
+        **where(place),
+        "dtype": str(numbers).removeprefix("torch."),
+    }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for heat in _heats(kind, sizes, place, dtype, peers):
+    for heat in _heats(kind, sizes, place, numbers, peers):
         heat.rivals = _asked(heat, only, gpu)
         progress.say(line_of(heat, _raced(race, heat, limits, result["rows"])))
         if out is not None:
@@ -64,8 +77,9 @@ def bench(
     return result
 
 
-def _check(kind: str, sizes: str) -> None:
-    for what, given, valid in (("bench", kind, KINDS), ("--sizes", sizes, SIZES)):
+def _check(kind: str, sizes: str, dtype: str | None = None) -> None:
+    asked = ("bench", kind, (*KINDS, TRAIN)), ("--sizes", sizes, SIZES), ("--dtype", dtype or DTYPES[0], DTYPES)
+    for what, given, valid in asked:
         if given not in valid:
             raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{nearest(given, valid)}")
 
@@ -120,4 +134,10 @@ def where(device: torch.device) -> dict[str, Any]:
     from importlib.metadata import version as of
 
     versions["transformers"], versions["flash-linear-attention"] = of("transformers"), peer_version()
-    return {"device": device_name(device), "date": date.today().isoformat(), "versions": versions}
+    capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return {
+        "device": device_name(device),
+        "capability": capability,
+        "date": date.today().isoformat(),
+        "versions": versions,
+    }

@@ -18,6 +18,7 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
 
     cpu = device == "cpu" or not torch.accelerator.is_available()
     told: dict[str, Any] = {"log_with": tracker(track) or None, "project_dir": str(folder)}
+    _forget_others(cpu, _word(precision, cpu))
     accelerator = Accelerator(cpu=cpu, mixed_precision=_word(precision, cpu), **told)
     if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _spread_on_cpu(accelerator)
@@ -45,6 +46,18 @@ def _word(precision: str, cpu: bool) -> str:
     if precision == "auto":
         return "no" if cpu or not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()) else "bf16"
     return {"float32": "no"}.get(precision, precision)
+
+
+def _forget_others(cpu: bool, precision: str) -> None:
+    """A process remembers the device and the precision of its first Accelerator and refuses others; a run before this
+    one is over. Where several processes stand in one group, that goes on."""
+    from accelerate.state import AcceleratorState
+
+    if not AcceleratorState._shared_state:
+        return
+    state = AcceleratorState()
+    if (state._mixed_precision, state.device.type == "cpu") != (precision, cpu):
+        AcceleratorState._reset_state(reset_partial_state=state.num_processes == 1)
 
 
 def _spread_on_cpu(accelerator: Any) -> None:

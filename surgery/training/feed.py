@@ -66,10 +66,15 @@ def stacked(examples: list[Batch], indices: list[int]) -> Batch:
 
 
 def steps_of(
-    data: Any, start: int, shares: Shares, counted: Callable[[Batch], int], state: dict[str, Any] | None = None
+    data: Any,
+    start: int,
+    shares: Shares,
+    counted: Callable[[Batch], int],
+    state: dict[str, Any] | None = None,
+    ready: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[Step]:
     """Steps from example `start` on, as long as whole batches last; state: where that is, so that nothing before it is
-    read again."""
+    read again. ready: what is done to a batch here, so that the loop need not."""
     if state is not None:
         data.restore(state)
     examples = iter(data.examples(start))
@@ -80,7 +85,7 @@ def steps_of(
         own = list(range(shares.rank, shares.batch, shares.world))
         parts = [own[i : i + shares.rows] for i in range(0, len(own), shares.rows)]
         yield Step(
-            [stacked([batch[i] for i in part], [start + i for i in part]) for part in parts],
+            [ready(stacked([batch[i] for i in part], [start + i for i in part])) for part in parts],
             max(1, sum(counted(example) for example in batch)),
             sum(data.tokens_of(example) for example in batch),
             data.state(),
@@ -131,7 +136,13 @@ class Ahead:
             yield item
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def pinned_for(device: torch.device) -> Callable[[Batch], Batch]:
+    """Into memory that a GPU copies from by itself; the same batch elsewhere."""
     if device.type != "cuda":
-        return {name: t.to(device) for name, t in batch.items()}
-    return {name: t.pin_memory().to(device, non_blocking=True) for name, t in batch.items()}
+        return lambda batch: batch
+    return lambda batch: {name: t.pin_memory() for name, t in batch.items()}
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Without waiting for the copy, where memory is pinned."""
+    return {name: t.to(device, non_blocking=t.is_pinned()) for name, t in batch.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.ema import RunningMean
-from surgery.training.feed import AHEAD, Ahead, Shares, Step, on_device, steps_of
+from surgery.training.feed import AHEAD, Ahead, Shares, Step, on_device, pinned_for, steps_of
 from surgery.training.guard import SKIPS_IN_A_ROW, BadSteps, Divergence, blamed, stop
 from surgery.training.log import Log
 from surgery.training.optim import Group
@@ -69,9 +69,8 @@ class Loop:
         """To the stage's end."""
         self.accelerator.gradient_accumulation_steps = self.shares.forwards
         self._resume()
-        steps = steps_of(
-            self.setting.data, self.at.examples, self.shares, self.stage.counted, self.at.notes.get("data")
-        )
+        notes, ready = self.at.notes, pinned_for(self.accelerator.device)
+        steps = steps_of(self.setting.data, self.at.examples, self.shares, self.stage.counted, notes.get("data"), ready)
         self.models.run.train()
         with ExitStack() as stack:
             ahead = max(4, AHEAD // (self.config.batch * self.config.length))
