@@ -2,10 +2,10 @@
 
     bare loop   batches lie on the device; forward, backward, clipping and fused AdamW under torch's autocast: no more
                 than a training must do
-    surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, log every ten steps
+    surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, a log line every few steps
 
-A figure is the median of the wall times of ten steps, everything between them included. Behind `accelerate launch`
-surgery's loop runs alone, the batch shared out over the processes; first_losses say whether it is the same training.
+A figure is the median of the wall times of a few steps, everything between them included. Behind `accelerate launch`
+surgery's loop runs alone, the batch shared out over the processes; `losses` say whether it is the same training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from surgery.mixers.linear_config import LinearAttention
 from surgery.progress import Progress
 from surgery.structures.btt import BTT
 
-LOOK, LOOKS, ROUNDS = 10, 4, 2  # steps between looks, looks of a run (the first warms up), runs of each loop
 COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
 
 SMALL = {
@@ -46,7 +45,8 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Case:
-    """batch rows of a step over all devices, rows of a forward."""
+    """batch rows of a step over all devices, rows of a forward. look: steps between lines of the log, what is timed at
+    once; looks: of a run, the first of them to warm up; rounds: runs of each loop."""
 
     name: str
     shape: dict[str, Any]
@@ -55,13 +55,16 @@ class Case:
     rows: int
     memory: str = "keep"
     packing: str = "stream"
+    look: int = 10
+    looks: int = 5
+    rounds: int = 3
 
     @property
     def positions(self) -> int:
         return self.batch * self.length
 
 
-BILLION = Case("1B", SHAPES["full"], 2048, 8, 4, "checkpoint")
+BILLION = Case("1B", SHAPES["full"], 2048, 8, 4, "checkpoint", look=4, looks=3, rounds=1)
 CASES = {
     "full": [
         Case("27M", SMALL, 512, 64, 64),
@@ -70,7 +73,7 @@ CASES = {
         BILLION,
     ],
     "main": [BILLION],
-    "small": [Case("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4)],
+    "small": [Case("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, look=2, looks=2, rounds=1)],
 }
 CHANGES: dict[str, Callable[[Any], None]] = {
     "original": lambda model: None,
@@ -132,7 +135,7 @@ class _Duel:
         try:
             model = self._model()
             told["parameters"] = sum(p.numel() for p in model.parameters())
-            for _ in range(ROUNDS if self.alone else 1):
+            for _ in range(case.rounds if self.alone else 1):
                 self._ours(model, ours)
                 if self.alone:
                     self._bare(model, bare)
@@ -182,7 +185,7 @@ class _Duel:
         self._forget()
         Loop(setting, STAGES[config](config), Models(model, run), groups, optimiser, Position()).run()
         timed.peak = self._peak()
-        timed.ms += [(b - a) / LOOK * 1e3 for a, b in pairwise(marks)]
+        timed.ms += [(b - a) / self.case.look * 1e3 for a, b in pairwise(marks)]
         self.accelerator.unwrap_model(run, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
 
@@ -191,9 +194,9 @@ class _Duel:
 
         case = self.case
         stage = {"kind": "lm", "length": case.length, "batch": case.batch, "rows": case.rows, "memory": case.memory}
-        stage |= {"tokens": LOOK * LOOKS * case.positions, "rate": 1e-4, "trains": ["all"]}
+        stage |= {"tokens": case.look * case.looks * case.positions, "rate": 1e-4, "trains": ["all"]}
         data = {"sources": [{"path": str(self._text()), "separator": "\n"}], "packing": case.packing}
-        return parse_healing({"data": data, "stages": [stage], "log": LOOK, "checkpoint": 0})
+        return parse_healing({"data": data, "stages": [stage], "log": case.look, "checkpoint": 0})
 
     def _data(self) -> Any:
         from surgery.calibrate import load_tokenizer
@@ -216,18 +219,18 @@ class _Duel:
         batches = self._batches()
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self._forget()
-        for look in range(LOOKS):
+        for look in range(self.case.looks):
             self._wait()
             began = time.perf_counter()
-            for step in range(LOOK):
-                for inputs, next_BT in batches[(look * LOOK + step) % len(batches)]:
+            for step in range(self.case.look):
+                for inputs, next_BT in batches[(look * self.case.look + step) % len(batches)]:
                     self._descended(model, inputs, next_BT)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
             self._wait()
             if look:
-                timed.ms.append((time.perf_counter() - began) / LOOK * 1e3)
+                timed.ms.append((time.perf_counter() - began) / self.case.look * 1e3)
         timed.peak = self._peak()
         optimiser.zero_grad(set_to_none=True)
 
@@ -281,8 +284,8 @@ def _figures(who: str, timed: Timed, positions: int) -> dict[str, Any]:
     ms = median(timed.ms)
     told = {"ms": ms, "every_ms": timed.ms, "tokens_per_second": positions / ms * 1e3, "peak": timed.peak}
     if timed.losses:
-        told["first_losses"] = timed.losses[:LOOKS]
-    return {f"{who}_{key}" if key != "first_losses" else key: value for key, value in told.items()}
+        told["losses"] = timed.losses
+    return {f"{who}_{key}" if key != "losses" else key: value for key, value in told.items()}
 
 
 def lost(row: dict[str, Any]) -> float | None:
