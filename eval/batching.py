@@ -22,11 +22,13 @@ def in_batches(
     score: Callable[[list[T]], list[R]],
     size: Callable[[T], int],
     title: str,
+    tokens: int | None = None,
 ) -> list[R]:
-    """score(batch) of all items, in their order, to every process. size: tokens of an item."""
+    """score(batch) of all items, in their order, to every process. size: tokens of an item, and of a batch none is below half
+    of the longest; tokens: what "auto" begins with."""
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[subject.ranks.index :: subject.ranks.count]
-    found = subject.ranks.all_or_none(lambda: _own(subject, options, items, own, score, size, title))
+    found = subject.ranks.all_or_none(lambda: _own(subject, options, items, own, score, size, title, tokens))
     every: dict[int, R] = {}
     for part in subject.ranks.gather(found):
         every |= part
@@ -41,21 +43,22 @@ def _own(
     score: Callable[[list[T]], list[R]],
     size: Callable[[T], int],
     title: str,
+    tokens: int | None,
 ) -> dict[int, R]:
     found: dict[int, R] = {}
+    tokens = tokens or TOKENS.get(subject.device.type, 2**17)
     rows: int | None = None  # what fitted: later batches are of shorter items
     with subject.progress.bar(title, len(own)) as tick:
         while len(found) < len(own):
             left = own[len(found) :]
-            wanted = options.batch_size
-            if wanted == "auto":
-                wanted = max(1, TOKENS.get(subject.device.type, 2**17) // max(1, size(items[left[0]])))
+            longest = max(1, size(items[left[0]]))
+            wanted = max(1, tokens // longest) if options.batch_size == "auto" else options.batch_size
             rows = wanted if rows is None else min(wanted, rows)
-            batch = left[:rows]
+            batch = [i for i in left[:rows] if 2 * size(items[i]) >= longest]
             try:
                 scores = score([items[i] for i in batch])
             except Exception as error:
-                rows = _halved(error, len(batch), size(items[batch[0]]), subject)
+                rows = _halved(error, len(batch), longest, subject)
                 continue
             found.update(zip(batch, scores))
             tick(len(batch))

@@ -1,117 +1,197 @@
-"""`surgery eval`: a suite on a checkpoint and, beside it, on the original."""
+"""`surgery eval`: suites on a checkpoint and, beside it, on the one it was made from."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from surgery.calibrate import load_tokenizer
-from surgery.devices import choose_device
-from surgery.errors import SurgeryError, nearest
-from surgery.eval.cosine import cosine, embeddings, sentences_of
-from surgery.eval.perplexity import compare as compare_losses
-from surgery.eval.perplexity import perplexity, window_losses, windows_of
+from surgery.devices import choose_device, device_name
+from surgery.errors import SurgeryError
+from surgery.eval.compare import Row, rows_of
+from surgery.eval.limits import Verdict, judge, parse_limits
+from surgery.eval.ranks import Ranks, device_of, start_ranks
+from surgery.eval.results import Store, key_of
+from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
+from surgery.eval.suites import EvalOptions, Metric, Role, Suite, SuiteResult, find_suite
 from surgery.progress import Progress
-from surgery.skeleton import model_class
-from surgery.source import open_converted
 
-SUITES = ("ppl", "cosine")
+__all__ = ["Evaluation", "evaluate", "load"]
+
+RESULTS, TABLE = "results.json", "table.md"
 
 
-def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(model, tokenizer) of a checkpoint, converted or not."""
-    from transformers import AutoConfig
+@dataclass
+class Evaluation:
+    """broken: suite -> why it could not be measured; the others were."""
 
-    folder = open_converted(name).folder
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise SurgeryError(f"--dtype {dtype!r}{nearest(dtype, ['auto', 'float32', 'bfloat16', 'float16'])}")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = model_class(config, trust_remote_code).from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    return model.to(device).eval(), load_tokenizer(folder)
+    models: dict[Role, dict[str, Any]]
+    options: EvalOptions
+    results: dict[str, dict[Role, SuiteResult]]
+    rows: list[Row] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    plots: list[Path] = field(default_factory=list)
+
+    def row(self, task: str, metric: str | None = None) -> Row:
+        """That of a whole task, for its first metric or the one named."""
+        return next(r for r in self.rows if r.task == task and r.speaks and metric in (None, r.metric.name))
+
+    def first(self, suite: str) -> Metric:
+        """The metric that speaks for a suite."""
+        return next(iter(next(iter(self.results[suite].values())).metrics.values()))
+
+    @property
+    def exit_code(self) -> int:
+        """0: all measured and within the limits; 1: measured, and a limit missed; 2: something could not be measured."""
+        return 2 if self.broken else int(not all(v.held for v in self.verdicts))
+
+    def to_dict(self) -> dict[str, Any]:
+        suites = {
+            suite: {role: {"seconds": r.seconds, "notes": r.notes} for role, r in by_role.items()}
+            for suite, by_role in self.results.items()
+        }
+        return {
+            "models": self.models,
+            "options": self.options.model_dump(mode="json", exclude_defaults=True),
+            "suites": suites,
+            "rows": [row.to_dict() for row in self.rows],
+            "broken": self.broken,
+            "limits": [verdict.to_dict() for verdict in self.verdicts],
+            "plots": [path.name for path in self.plots],
+        }
 
 
 def evaluate(
     name: str,
-    suite: str,
-    text: str,
-    original: str | None,
+    suites: Sequence[str],
+    options: EvalOptions,
     *,
-    tokens: int,
-    length: int,
+    compare: str | None = None,
+    out: Path | None = None,
+    fail_below: Sequence[str] = (),
     device: str | None = None,
     dtype: str = "float32",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Measurements of both, and the comparison, as data."""
-    if suite not in SUITES:
-        raise SurgeryError(f"unknown suite {suite!r}{nearest(suite, SUITES)}")
-    if suite == "cosine" and original is None:
-        raise SurgeryError("--suite cosine compares with an original: --compare SRC")
-    run = _perplexity if suite == "ppl" else _cosine
-    names = {"converted": name, **({"original": original} if original else {})}
-    return run(names, text, tokens, length, choose_device(device), dtype, trust_remote_code, progress or Progress())
+) -> Evaluation:
+    """Each model is loaded once, one after the other; what `out` holds of before is not measured again."""
+    chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
+    for suite in chosen:
+        if suite.joint is not None and compare is None:
+            raise SurgeryError(f"--suite {suite.name} compares with an original: --compare SRC")
+    limits = parse_limits(fail_below, compare is not None)
+    check_dtype(dtype)
+    ranks = start_ranks(device)
+    names: list[tuple[Role, str]] = [("converted", name)]
+    names = [("base", compare), *names] if compare is not None else names
+    run = _Run(chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out)
+    opened = [open_subject(role, name) for role, name in names]
+    for one in opened:
+        run.measure(one)
+    return run.compared(opened, limits)
 
 
-def _perplexity(
-    names: dict[str, str],
-    text: str,
-    tokens: int,
-    length: int,
-    device: torch.device,
-    dtype: str,
-    trust: bool,
-    progress: Progress,
-) -> dict[str, Any]:
-    losses: dict[str, torch.Tensor] = {}
-    result: dict[str, Any] = {"suite": "ppl", "text": text}
-    for role, name in names.items():
-        model, tokenizer = load(name, device, dtype, trust)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        windows_NT = windows_of(text, tokenizer, tokens, length, limit)
-        with progress.bar(f"perplexity of {name}", len(windows_NT)) as tick:
-            losses[role] = window_losses(model, windows_NT, tick)
-        result[role] = {"name": name, **perplexity(losses[role], windows_NT.shape[1]).to_dict()}
-        del model
-    if "original" in losses:
-        if len(losses["original"]) != len(losses["converted"]):
-            raise SurgeryError(
-                f"{names['converted']} and {names['original']} cut the text differently: not the same tokenizer"
-            )
-        result["comparison"] = compare_losses(losses["converted"], losses["original"]).to_dict()
-    result["rows"] = [
-        ("perplexity", "perplexity"),
-        ("se", "standard error"),
-        ("loss", "loss, nats per token"),
-        ("tokens", "tokens"),
-    ]
-    return result
+class _Run:
+    def __init__(
+        self,
+        suites: list[Suite],
+        options: EvalOptions,
+        device: str | None,
+        dtype: str,
+        trust_remote_code: bool,
+        ranks: Ranks,
+        progress: Progress,
+        out: Path | None,
+    ):
+        self.suites, self.options, self.dtype, self.trust, self.ranks = suites, options, dtype, trust_remote_code, ranks
+        self.device, self.progress, self.store = choose_device(device), progress, Store(out)
+        self.results: dict[str, dict[Role, SuiteResult]] = {suite.name: {} for suite in suites}
+        self.broken: dict[str, str] = {}
+        self.models: dict[Role, dict[str, Any]] = {}
+        self.known: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
+        ranks.all_or_none(self.store.open if ranks.main else lambda: None)
 
+    # -- one model -----------------------------------------------------------------------------------
+    def measure(self, one: Opened) -> None:
+        self.models[one.role] = {
+            "name": one.name,
+            "fingerprint": one.fingerprint,
+            "dtype": self.dtype,
+            "device": device_name(self.device),
+            "processes": self.ranks.count,
+        }
+        wanted = [suite for suite in self.suites if not self._had(one, suite) and suite.name not in self.broken]
+        if not wanted:
+            return
+        with loaded(one, self.device, self.dtype, self.trust, self.ranks, self.progress) as subject:
+            for suite in wanted:
+                began = time.perf_counter()
+                try:
+                    result = suite.run(subject, self.options)
+                except Exception as error:
+                    self._break(suite, one, error)
+                    continue
+                result.seconds = time.perf_counter() - began
+                self._keep(one, suite, result)
 
-def _cosine(
-    names: dict[str, str],
-    text: str,
-    tokens: int,
-    length: int,
-    device: torch.device,
-    dtype: str,
-    trust: bool,
-    progress: Progress,
-) -> dict[str, Any]:
-    sentences = sentences_of(text, max(2, tokens // 64))
-    found = {}
-    for role, name in names.items():
-        model, tokenizer = load(name, device, dtype, trust)
-        with progress.bar(f"embeddings of {name}", len(sentences)) as tick:
-            found[role] = embeddings(model, tokenizer, sentences, tick)
-    both = cosine(found["converted"], found["original"]).to_dict()
-    rows = [
-        ("cosine", "mean cosine to the original"),
-        ("se", "standard error"),
-        ("worst", "worst sentence"),
-        ("sentences", "sentences"),
-    ]
-    return {"suite": "cosine", "text": text, "converted": {"name": names["converted"], **both}, "rows": rows}
+    def _key(self, one: Opened, suite: Suite) -> dict[str, Any]:
+        return key_of(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
+
+    def _had(self, one: Opened, suite: Suite) -> bool:
+        """The first process looks, and all do as it says."""
+        found = self.known.get((one.fingerprint, suite.name))
+        if found is None and self.ranks.main:
+            found = self.store.load(self.store.place(one.name, one.fingerprint, suite.name), self._key(one, suite))
+        found = self.ranks.agreed(found)
+        if found is not None:
+            self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found
+        return found is not None
+
+    def _keep(self, one: Opened, suite: Suite, result: SuiteResult) -> None:
+        self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
+        if self.ranks.main:
+            place = self.store.place(one.name, one.fingerprint, suite.name)
+            self.store.save(place, self._key(one, suite), result)
+            self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
+
+    def _break(self, suite: Suite, one: Opened, error: Exception) -> None:
+        """Alone, it is the answer to the command; among others it is reported, and they run."""
+        if len(self.suites) == 1:
+            raise error
+        kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
+        self.broken[suite.name] = f"{kind}{' '.join(str(error).split())[:500]} ({one.name})"
+        if self.ranks.main:
+            self.progress.say(f"{suite.name} broke, on with the rest: {self.broken[suite.name]}")
+
+    # -- both ----------------------------------------------------------------------------------------
+    def compared(self, opened: list[Opened], limits: Any) -> Evaluation:
+        done = Evaluation(self.models, self.options, {})
+        same = len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
+        for suite in self.suites:
+            by_role = self.results[suite.name]
+            if suite.name in self.broken or not self.ranks.main:
+                continue
+            try:
+                shown = {"converted": suite.joint(by_role["base"], by_role["converted"])} if suite.joint else by_role
+                done.rows += rows_of(suite.name, shown, same, self.options.seed)
+                done.results[suite.name] = by_role
+                if suite.plot is not None and self.store.folder is not None:
+                    done.plots += suite.plot(by_role, self.store.folder)
+            except SurgeryError as error:
+                self._break(suite, opened[-1], error)
+        done.broken = self.broken
+        if self.ranks.main:
+            first = {suite: done.first(suite).name for suite in done.results}
+            done.verdicts = judge(limits, done.rows, first, list(done.broken))
+            self._write(done)
+        return done
+
+    def _write(self, done: Evaluation) -> None:
+        from surgery.eval.shown import markdown
+
+        self.store.write(RESULTS, json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n")
+        self.store.write(TABLE, markdown(done))

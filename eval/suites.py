@@ -84,7 +84,9 @@ class EvalOptions(BaseModel):
 class Metric:
     """kind mean: weighted mean; accuracy: of zeros and ones (McNemar); ppl: exp of the weighted mean of nats.
     scale: what is shown is scale x the value; top: its largest value before that, None: unbounded (losses);
-    floor: what guessing scores, before scale; `floors` of a result says it where tasks differ."""
+    floor: what guessing scores, before scale; `floors` of a result says it where tasks differ; title: what tables call
+    it, where that is not the name ("perplexity" of a sample's "nll"); pooled: whether a mean over groups says anything
+    (one of milliseconds at several lengths does not)."""
 
     name: str
     kind: Literal["mean", "accuracy", "ppl"] = "mean"
@@ -93,6 +95,12 @@ class Metric:
     top: float | None = None
     floor: float | None = None
     unit: str = ""
+    title: str = ""
+    pooled: bool = True
+
+    @property
+    def called(self) -> str:
+        return self.title or self.name
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from surgery.recipe import load_recipe
 from surgery.report import inspect, plan_dict
 from surgery.skeleton import Skeleton
 from surgery.source import open_source
-from surgery.tables import eval_table, inspect_table, plan_table
+from surgery.tables import inspect_table, plan_table
 
 FOLDER = Path("surgery-demo")
 TEXTS = ("calibration.txt", "heldout.txt")
@@ -105,17 +105,19 @@ class _Demo:
 
     def _evaluate(self) -> dict[str, Any]:
         from surgery.eval.run import evaluate
+        from surgery.eval.shown import eval_table
+        from surgery.eval.suites import EvalOptions
 
         original, converted = str(self.paths["original"]), str(self.paths["converted"])
         self._step(
             "Measure it beside the original, on text that neither has seen.",
             f"eval {converted} --text {self.heldout} --tokens {TOKENS} --compare {original}",
         )
-        measured = evaluate(
-            converted, "ppl", str(self.heldout), original, tokens=TOKENS, length=LENGTH, progress=self.progress
-        )
+        options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
+        measured = evaluate(converted, ["ppl"], options, compare=original, progress=self.progress)
         self.show(eval_table(measured))
-        return measured
+        row = measured.row("ppl")
+        return {"original": _ppl(row, "base"), "converted": _ppl(row, "converted")}
 
     def _densify(self) -> None:
         converted, densified = self.paths["converted"], self.paths["densified"]
@@ -126,10 +128,10 @@ class _Demo:
     def _score_rows(self, measured: dict[str, Any]) -> list[list[str]]:
         from surgery.eval.needle import needle_accuracy
         from surgery.eval.run import evaluate, load
+        from surgery.eval.suites import EvalOptions
 
-        measured["densified"] = evaluate(
-            str(self.paths["densified"]), "ppl", str(self.heldout), None, tokens=TOKENS, length=LENGTH
-        )["converted"]
+        options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
+        measured["densified"] = _ppl(evaluate(str(self.paths["densified"]), ["ppl"], options).row("ppl"), "converted")
         found = []
         with self.progress.bar("looking for needles", len(ROLES)) as tick:
             for role in ROLES:
@@ -154,6 +156,10 @@ class _Demo:
         path = self.folder / "report.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
+
+
+def _ppl(row: Any, role: Any) -> dict[str, float]:
+    return {"perplexity": row.values[role], "se": row.errors[role]}
 
 
 def _size_rows(report: dict[str, Any]) -> list[list[str]]:

@@ -168,19 +168,6 @@ def module_table(report: dict[str, Any]) -> list[Any]:
     return [table, *_total_lines(report)]
 
 
-def eval_table(result: dict[str, Any]) -> list[Any]:
-    names = [name for name in ("original", "converted") if name in result]
-    table = _table(f"{result['suite']} on {result['text']}", "", *(result[n]["name"] for n in names))
-    for key, label in result["rows"]:
-        table.add_row(label, *(_shown(result[name].get(key)) for name in names))
-    lines = []
-    if comparison := result.get("comparison"):
-        low, high = comparison["low"], comparison["high"]
-        interval = f" (95% interval {low:.4f} to {high:.4f}, paired over windows)" if low is not None else ""
-        lines.append(f"perplexity ratio: {comparison['ratio']:.4f}{interval}")
-    return [table, *lines]
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
@@ -192,3 +179,15 @@ def demo_table(result: dict[str, Any]) -> list[Any]:
     for label, *values in result["rows"]:
         table.add_row(label, *(_shown(v) if not isinstance(v, str) else v for v in values))
     return [table]
+
+
+def parcel_table(parcel: dict[str, Any]) -> list[Any]:
+    """What goes up to the Hub."""
+    table = _table(f"to {parcel['repo']}", "file", "bytes")
+    for item in parcel["files"]:
+        table.add_row(item["name"], f"{item['bytes']:,}")
+    licence = parcel["licence"]
+    lines = [
+        f"{len(parcel['files'])} files, {parcel['bytes'] / 1e6:,.1f} MB; licence: {licence['id']} ({licence['origin']})"
+    ]
+    return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]

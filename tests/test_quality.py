@@ -11,6 +11,7 @@ import pytest
 
 from surgery.convert import convert
 from surgery.eval.run import evaluate
+from surgery.eval.suites import EvalOptions
 from surgery.recipe import validated
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -43,8 +44,8 @@ def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
     report = convert(str(minilm), recipe, out)
     assert len(report["modules"]) == 36
     assert report["totals"]["kept"] <= recipe.keep + 1e-3
-    found = evaluate(str(out), "cosine", texts[1], str(minilm), tokens=16384, length=32)
-    return found["converted"]["cosine"]
+    options = EvalOptions(text=texts[1], tokens=16384)
+    return evaluate(str(out), ["cosine"], options, compare=str(minilm)).row("cosine").values["converted"]
 
 
 # The fewer numbers are kept, the more text it takes to choose them well.
@@ -81,6 +82,7 @@ def test_auto_of_a_real_decoder(keep, ceiling, tmp_path):
     )
     recipe = validated({"structure": "auto", "keep": keep, "calibration": calibration}, "test")
     convert(source, recipe, tmp_path / "out")
-    found = evaluate(str(tmp_path / "out"), "ppl", heldout, source, tokens=16384, length=1024)
-    print(f"auto, {keep:.0%} kept: perplexity {found['converted']['perplexity']:.3f}")
-    assert found["converted"]["perplexity"] <= ceiling
+    found = evaluate(str(tmp_path / "out"), ["ppl"], EvalOptions(text=heldout, tokens=16384), compare=source)
+    perplexity = found.row("ppl").values["converted"]
+    print(f"auto, {keep:.0%} kept: perplexity {perplexity:.3f}")
+    assert perplexity <= ceiling

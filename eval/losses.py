@@ -1,0 +1,42 @@
+"""Losses of tokens, nats. B batch, T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.errors import SurgeryError
+
+LOGITS = 2**28  # numbers of logits a batch begins with
+SLICE = 2**24  # of them in float32 at a time
+
+
+def tokens_at_once(model: Any) -> int:
+    return max(1, LOGITS // model.config.get_text_config().vocab_size)
+
+
+def check_head(model: Any) -> None:
+    if model.get_output_embeddings() is None:
+        raise SurgeryError(
+            f"{type(model).__name__} has no language-model head; perplexity needs one (try --suite cosine)"
+        )
+
+
+@torch.inference_mode()
+def token_losses(model: Any, rows: list[tuple[int, ...]]) -> list[Tensor]:
+    """Of every token after a row's first, given those before it, on the CPU. Padded right, which a causal model does not see."""
+    longest = max(map(len, rows))
+    ids_BT = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=model.device)
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    step = max(1, SLICE // (len(rows) * logits_BTV.shape[-1]))
+    parts = []
+    for first in range(0, longest - 1, step):
+        last = min(first + step, longest - 1)
+        logits_NV = logits_BTV[:, first:last].flatten(0, 1).float()
+        labels_N = ids_BT[:, first + 1 : last + 1].flatten()
+        each_N = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
+        parts.append(each_N.view(len(rows), -1))
+    losses_BT = torch.cat(parts, dim=1).cpu()
+    return [losses_T[: len(row) - 1] for losses_T, row in zip(losses_BT, rows)]

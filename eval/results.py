@@ -1,0 +1,108 @@
+"""Where results lie, each suite of each model whole or absent:
+
+DIR/<model>-<fingerprint>/<suite>/result.json    what was measured, with which options; arrays.safetensors beside it
+                                  samples.jsonl  a line for each sample
+DIR/results.json, table.md, *.png                the comparison
+
+A suite whose result.json was written by the same version, model, options, precision and kind of device is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
+from surgery.version import __version__
+
+RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
+
+
+class Store:
+    """The folder DIR; None keeps nothing."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def open(self) -> None:
+        if self.folder is None:
+            return
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SurgeryError(f"--out {self.folder} is a file; give a folder for results")
+        if not self.folder.absolute().parent.is_dir():
+            raise SurgeryError(f"--out {self.folder}: {self.folder.absolute().parent} is not a folder; make it first")
+        self.folder.mkdir(exist_ok=True)
+
+    def place(self, name: str, fingerprint: str, suite: str) -> Path | None:
+        if self.folder is None:
+            return None
+        plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
+        return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
+
+    def load(self, place: Path | None, key: dict[str, Any]) -> SuiteResult | None:
+        """What lies there, if it was measured so; None: to be measured."""
+        if place is None or not (place / RESULT).is_file():
+            return None
+        try:
+            said = json.loads((place / RESULT).read_text(encoding="utf-8"))
+            if said.pop("key") != key:
+                return None
+            lines = (place / SAMPLES).read_text(encoding="utf-8").splitlines()
+            samples = [Sample(**json.loads(line)) for line in lines]
+            metrics = {name: Metric(**fields) for name, fields in said.pop("metrics").items()}
+            return SuiteResult(samples, metrics, arrays=_arrays(place / ARRAYS), **said)
+        except (ValueError, KeyError, TypeError, OSError):
+            return None  # damaged: measured again
+
+    def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:
+        """Beside, then renamed."""
+        if place is None:
+            return
+        new = place.with_name(f".{place.name}.{os.getpid()}")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        with open(new / SAMPLES, "w", encoding="utf-8") as file:
+            for sample in result.samples:
+                file.write(json.dumps(sample.to_dict(), ensure_ascii=False, default=str) + "\n")
+        if result.arrays:
+            from safetensors.torch import save_file
+
+            save_file({name: array.contiguous() for name, array in result.arrays.items()}, new / ARRAYS)
+        said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
+        said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds")}
+        (new / RESULT).write_text(json.dumps(said, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
+        if place.exists():
+            shutil.rmtree(place)
+        new.rename(place)
+
+    def write(self, name: str, text: str) -> None:
+        """One file of DIR itself."""
+        if self.folder is not None:
+            new = self.folder / f".{name}.{os.getpid()}"
+            new.write_text(text, encoding="utf-8")
+            new.replace(self.folder / name)
+
+
+def key_of(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
+    return {
+        "surgery": __version__,
+        "fingerprint": fingerprint,
+        "suite": suite,
+        "options": options.digest(),
+        "device": device,
+        "dtype": dtype,
+    }
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    from safetensors.torch import load_file
+
+    return load_file(path)

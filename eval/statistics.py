@@ -1,0 +1,141 @@
+"""Means over units with their standard errors, and the 95% interval of what a conversion changed.
+
+A unit u is what is drawn as one: a question, a document. It gives the sums S_u = sum w m and W_u = sum w over its samples.
+
+    value     v = sum_u S_u / sum_u W_u
+    residual  r_u = f'(v) (S_u - v W_u) / sum W,     se^2 = n / (n - 1) sum r_u^2          (ratio estimator, linearised)
+    change    d = f(v_a) - f(v_b),  residuals r_a - r_b of the same unit: pairs, so that what makes a unit hard for both cancels
+
+with f the identity (means), or exp (perplexity; the ratio of perplexities is the change of plain means, exponentiated).
+Units are drawn again with replacement, DRAWS times. Losses have skewed differences without bound: bootstrap-t, whose
+interval is [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5). Scores between 0 and `top` can
+agree in nearly all pairs, where every bootstrap is far too sure; so two units that differ by all of it, one each
+way, are added, and percentiles are taken (Bonett and Price 2012 for proportions: Laplace's rule for pairs).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+DRAWS, CHUNK = 2000, 2**22
+Shape = Literal["mean", "exp"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """S_U and W_U, float64; the weights are the same for both models where their tokens are."""
+
+    sums_U: np.ndarray
+    weights_U: np.ndarray
+
+    @property
+    def value(self) -> float:
+        return float(self.sums_U.sum() / self.weights_U.sum())
+
+    def __len__(self) -> int:
+        return len(self.sums_U)
+
+
+@dataclass(frozen=True)
+class Interval:
+    change: float
+    low: float | None
+    high: float | None
+
+
+def estimate(units: Units, top: float | None, shape: Shape) -> tuple[float, float | None]:
+    """(value, standard error). With `top`, one unit of 0 and one of `top` are added for the error: a score of 100% of n
+    questions is not certain."""
+    value = _f(units.value, shape)
+    if top is not None:
+        units = _with(units, [0.0, top])
+    n = len(units)
+    if n < 2:
+        return value, None
+    residual_U = (units.sums_U - units.value * units.weights_U) / units.weights_U.sum()
+    lost = 1.0 if top is not None else n / (n - 1)
+    return value, _slope(units.value, shape) * math.sqrt(lost * float(residual_U @ residual_U))
+
+
+def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0) -> Interval:
+    """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
+    change = _f(a.value, shape) - _f(b.value, shape)
+    n = len(a)
+    if n < 2:
+        return Interval(change, None, None)
+    rng = np.random.default_rng(seed)
+    if top is not None:
+        a, b = _with(a, [top, 0.0]), _with(b, [0.0, top])
+        low, high = np.quantile(_redrawn(a, b, shape, rng)[0], (0.025, 0.975))
+        return Interval(change, max(float(low), -top), min(float(high), top))
+    se = float(_error(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], n, shape)[1][0])
+    if se == 0:
+        return Interval(change, change, change)
+    drawn_R, errors_R = _redrawn(a, b, shape, rng)
+    whole = errors_R > 1e-12 * se  # a draw of equal units says nothing
+    low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
+    return Interval(change, change - float(high) * se, change - float(low) * se)
+
+
+def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
+    """The two-sided exact p of as uneven a split of the pairs that differ, were each as likely one way as the other."""
+    gained, lost = int(((a_N == 1) & (b_N == 0)).sum()), int(((a_N == 0) & (b_N == 1)).sum())
+    n = gained + lost
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+def _redrawn(a: Units, b: Units, shape: Shape, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """DRAWS changes and their standard errors."""
+    n, columns, squares = len(a), _columns(a, b), _squares(a, b)
+    step = max(1, min(DRAWS, CHUNK // n))
+    parts = []
+    for first in range(0, DRAWS, step):
+        rows = min(step, DRAWS - first)
+        chosen_RU = rng.integers(0, n, size=(rows, n)) + n * np.arange(rows)[:, None]
+        counts_RU = np.bincount(chosen_RU.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
+        parts.append(_error(counts_RU @ columns, counts_RU @ squares, n, shape))
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+def _columns(a: Units, b: Units) -> np.ndarray:
+    """(U, 4)"""
+    return np.stack([a.sums_U, a.weights_U, b.sums_U, b.weights_U], axis=1)
+
+
+def _squares(a: Units, b: Units) -> np.ndarray:
+    """(U, 16): every product of two columns, whose sums give the residuals' squares for any v."""
+    columns = _columns(a, b)
+    return (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), 16)
+
+
+def _error(sums: np.ndarray, squares: np.ndarray, n: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """(changes, standard errors) of R draws of n units: columns (R, 4) and squares (R, 16) summed over each."""
+    sa, wa, sb, wb = np.moveaxis(sums, -1, 0)
+    va, vb = sa / wa, sb / wb
+    ga, gb = _slope(va, shape), _slope(vb, shape)
+    c_R4 = np.stack([ga / wa, -ga * va / wa, -gb / wb, gb * vb / wb], axis=-1)
+    m_R44 = squares.reshape(-1, 4, 4)
+    variance_R = np.einsum("ri,rij,rj->r", c_R4, m_R44, c_R4) * n / (n - 1)
+    return _f(va, shape) - _f(vb, shape), np.sqrt(np.maximum(variance_R, 0))
+
+
+def _with(units: Units, values: list[float]) -> Units:
+    """Two more units of the mean weight."""
+    weight = float(units.weights_U.mean())
+    return Units(
+        np.concatenate([units.sums_U, weight * np.array(values)]), np.concatenate([units.weights_U, [weight, weight]])
+    )
+
+
+def _f(value, shape: Shape):
+    return value if shape == "mean" else np.exp(np.minimum(value, 700.0))
+
+
+def _slope(value, shape: Shape):
+    return np.ones_like(value) if shape == "mean" else _f(value, shape)

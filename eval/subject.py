@@ -1,0 +1,80 @@
+"""Checkpoints, opened and loaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.calibrate import load_tokenizer
+from surgery.errors import SurgeryError, nearest
+from surgery.eval.ranks import Ranks
+from surgery.eval.suites import Role, Subject
+from surgery.progress import Progress
+from surgery.skeleton import model_class
+from surgery.source import open_converted
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose headers were read."""
+
+    role: Role
+    name: str
+    folder: Path
+    fingerprint: str
+
+
+def open_subject(role: Role, name: str) -> Opened:
+    source = open_converted(name)
+    return Opened(role, name, source.folder, source.fingerprint())
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise SurgeryError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
+
+
+def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """(model, tokenizer)."""
+    from transformers import AutoConfig
+
+    check_dtype(dtype)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = model_class(config, trust_remote_code).from_pretrained(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    return model.to(device).eval(), load_tokenizer(folder)
+
+
+def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """(model, tokenizer) of a checkpoint, converted or not."""
+    return load_from(open_converted(name).folder, device, dtype, trust_remote_code)
+
+
+@contextmanager
+def loaded(
+    opened: Opened, device: torch.device, dtype: str, trust_remote_code: bool, ranks: Ranks, progress: Progress
+) -> Iterator[Subject]:
+    """Gone from the device when the context ends: base and converted need not fit together."""
+    model, tokenizer = load_from(opened.folder, device, dtype, trust_remote_code)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    subject = Subject(
+        opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
+        progress if ranks.main else Progress(),
+    )  # fmt: skip
+    try:
+        yield subject
+    finally:
+        subject.model = None
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
