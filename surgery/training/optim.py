@@ -40,10 +40,11 @@ DECAYED = ("structured", "adapters", "dense", "embeddings")
 
 
 class Optimiser(Strict):
-    """rates: structure-aware, or the same for all. momentum: of sgd and sign."""
+    """rates: mup, structure-aware; dense, a core's that of the dense layer it is in; or the same for all. momentum: of sgd
+    and sign."""
 
     name: Literal["adamw", "sgd", "sign"] = "adamw"
-    rates: Literal["mup", "same"] = "mup"
+    rates: Literal["mup", "dense", "same"] = "mup"
     base_width: Annotated[int, Field(ge=1)] | None = None
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[Real, Field(gt=0)] = 1e-8
@@ -191,6 +192,8 @@ def _factor(settings: Optimiser, kind: str, fans: Fans | None) -> float:
         return 1.0
     if kind == "dense" and settings.base_width is None:
         return 1.0
+    if settings.rates == "dense":
+        fans = Fans(fans.in_, fans.out, fans.in_, fans.out)
     return RULES[settings.name](fans, settings.base_width or fans.in_)
 
 

@@ -64,13 +64,20 @@ def shipped() -> dict[str, str]:
 
 def load_healing(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
     """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
+    return parse_healing(*read_recipe(name, _folder(), "healing", overrides, tiny))
+
+
+def read_recipe(
+    name: str, folder: Path, kind: str, overrides: list[str] | tuple[str, ...], tiny: bool
+) -> tuple[dict[str, Any], str]:
+    """(its keys, what to call it) of a recipe shipped in `folder`, or of a file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        path = _folder() / f"{name}.yaml"
+        path = folder / f"{name}.yaml"
         if not path.is_file():
-            names = [p.stem for p in _folder().glob("*.yaml")]
+            names = [p.stem for p in folder.glob("*.yaml")]
             raise SurgeryError(
-                f"no healing recipe {name!r}{nearest(name, names)} (a file is given by its path, ending in .yaml)"
+                f"no {kind} recipe {name!r}{nearest(name, names)} (a file is given by its path, ending in .yaml)"
             )
     data = _read(path)
     small = data.pop("tiny", None)
@@ -83,7 +90,7 @@ def load_healing(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: b
             put(data, str(key), value)
     for text in overrides:
         put_text(data, text)
-    return parse_healing(data, f"recipe {path}")
+    return data, f"recipe {path}"
 
 
 def parse_healing(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
