@@ -110,9 +110,12 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         )
         table.add_row(
             row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
-            count(row["macs_after"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.3f}",
+            count(row["macs_after"]), *(_error(row[key], 3) for key in ("median_error", "worst_error")),
         )  # fmt: skip
-    linears = [table, f"errors: relative, {kind}; median and worst of the role"] if rows else []
+    told = f"errors: relative, {kind}; median and worst of the role"
+    if all(row["worst_error"] is None for row in rows):
+        told = "trained from scratch: no errors, there was nothing to be close to"
+    linears = [table, told] if rows else []
     mixers = [
         *mixer_tables(report.get("mixer_rows", [])),
         *start_lines(report.get("mixers", [])),
@@ -120,6 +123,10 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *toeplitz_lines(report.get("toeplitzness")),
     ]
     return [*linears, *mixers, *_total_lines(report)]
+
+
+def _error(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
@@ -163,7 +170,7 @@ def module_table(report: dict[str, Any]) -> list[Any]:
     for r in report["modules"]:
         table.add_row(
             r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),
-            share(r["params_after"], r["params_before"]), f"{r['error']:.4f}", f"{r['start']:.4f}", str(r["sweeps"]), "yes" if r["refit"] else "no",
+            share(r["params_after"], r["params_before"]), _error(r["error"], 4), _error(r.get("start"), 4), str(r.get("sweeps", "-")), "yes" if r.get("refit") else "no",
         )  # fmt: skip
     return [table, *_total_lines(report)]
 

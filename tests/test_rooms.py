@@ -29,6 +29,7 @@ FLOORS = [
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
     " journal seating assemble convert rewrite densify toeplitz",
     "mixer_report report tables",
+    "share",
     "eval papers kernels bench training",
     "demo cli __main__",
 ]

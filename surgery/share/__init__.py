@@ -1,0 +1,1 @@
+"""Sharing a converted checkpoint: what goes up, its card, and the upload."""

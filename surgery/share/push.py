@@ -1,0 +1,161 @@
+"""A converted checkpoint to the Hub: weights first, each once, then all of it in one commit.
+
+What is on the Hub is therefore whole or as it was. A push that broke off goes on by the same command: the Hub has
+the weights that arrived, by their hash, and takes only those that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+from surgery.progress import Progress
+from surgery.report import read_report
+from surgery.share.card import card
+from surgery.share.files import CARD, Item, items_of
+from surgery.share.licence import Licence, licence_of
+from surgery.source import Source, open_converted
+from surgery.version import __version__
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What would go up, under which licence; `note` says whose card it is."""
+
+    repo: str
+    items: tuple[Item, ...]
+    licence: Licence
+    card: str
+    note: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    def to_dict(self) -> dict[str, Any]:
+        files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
+        told = {"id": self.licence.id, "origin": self.licence.origin}
+        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": told, "note": self.note}
+
+
+def pack(
+    converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
+) -> Parcel:
+    """What a push takes along, every refusal of which is made here, before anything leaves the machine.
+
+    base_model: Hub id of the source, for those who converted from a folder; measured: folder of an evaluation.
+    """
+    _check_name(repo)
+    source = open_converted(converted)
+    report = read_report(source.folder, converted)
+    _check_whole(source, report)
+    items = items_of(source, measured)
+    terms = licence_of(source, report, licence, base_model)
+    own = next((item for item in items if item.name == CARD), None)
+    if own is None or own.path is None:
+        text, note = card(source, _cleaned(report), terms, base_model, items, repo), None
+        items = [*items, Item(CARD, text=text)]
+    else:
+        text, note = (
+            own.path.read_text(encoding="utf-8"),
+            f"{own.path} is taken as the card; remove it for one made anew",
+        )
+    return Parcel(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
+
+
+def push(
+    parcel: Parcel,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Uploads; {"url", "commit", "uploaded"}. The token is that of `hf auth login` or HF_TOKEN.
+
+    private: of a repository that is made now; that of one there stays as it is. revision: a branch, made if it is not there.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    if get_token() is None:
+        raise SurgeryError(
+            "no token for the Hub; make one with write permission at https://huggingface.co/settings/tokens, then "
+            "`hf auth login`, or set HF_TOKEN"
+        )
+    api = HfApi(library_name="surgery", library_version=__version__)
+    with _said(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
+        repo = api.create_repo(parcel.repo, private=private or None, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        additions = []
+        for item in parcel.items:
+            content = item.path if item.path is not None else (item.text or "").encode()
+            additions.append(CommitOperationAdd(item.name, content))
+            if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
+                api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
+            tick(item.nbytes)
+        said = api.create_commit(
+            repo, additions, commit_message=message or f"Converted by surgery {__version__}", revision=revision
+        )
+    return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": [i.name for i in parcel.items]}
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise SurgeryError(
+            f"{repo!r} is no name for a repository of the Hub ({error}); for example me/llama-btt"
+        ) from None
+
+
+def _check_whole(source: Source, report: dict[str, Any]) -> None:
+    stored, claimed = sum(t.numel for t in source.tensors.values()), report["totals"]["params_after"]
+    if stored != claimed:
+        raise SurgeryError(
+            f"{source.name} stores {stored:,} numbers, its report says {claimed:,}: one of the two was changed since; "
+            "convert again, or push the folder that `surgery convert` or `finetune` wrote"
+        )
+
+
+def _cleaned(report: dict[str, Any]) -> dict[str, Any]:
+    """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
+    from surgery.share.files import cleaned_paths
+
+    return {**cleaned_paths(report), "source": report["source"]}
+
+
+@contextmanager
+def _said(repo: str) -> Iterator[None]:
+    """The Hub's refusals in words, none of which can hold a token."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    network: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, whose name differs between releases
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise SurgeryError("HF_HUB_OFFLINE is set; unset it to push") from None
+    except HfHubHTTPError as error:
+        raise SurgeryError(_refusal(repo, error.response.status_code, error.server_message or "")) from None
+    except (network, OSError, RuntimeError, ValueError) as error:
+        raise SurgeryError(
+            f"the upload to {repo} broke off ({type(error).__name__}); nothing of it is visible there yet. The same "
+            "command goes on: weights that have arrived are not sent again"
+        ) from None
+
+
+def _refusal(repo: str, status: int, reason: str) -> str:
+    reason = " ".join(reason.split())[:200]
+    if status == 401:
+        return f"the Hub does not take the token (401) for {repo}; `hf auth login` again, or set HF_TOKEN to one with write permission"
+    if status == 403:
+        return f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for that user or organisation"
+    if status == 404:
+        return f"{repo} is not there, or not for this token (404)"
+    return f"the Hub refused {repo} ({status}{': ' + reason if reason else ''}); the same command tries again"

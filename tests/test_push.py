@@ -1,0 +1,216 @@
+"""A converted checkpoint to the Hub, whose endpoints for writing stand on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub_writable import WritableHub
+from huggingface_hub import constants
+
+from surgery.cli import main
+from surgery.errors import SurgeryError
+from surgery.share.files import cleaned_paths
+from surgery.share.push import pack
+
+TOKEN = "hf_ThisMustNeverBePrinted0123456789abcdef"
+
+
+@pytest.fixture
+def out(converted, tmp_path) -> Path:
+    folder = tmp_path / "OUT"
+    shutil.copytree(converted("llama"), folder)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Read as the library is imported, so set where it keeps them."""
+    with WritableHub(TOKEN) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        yield hub
+
+
+@pytest.fixture
+def pushed(monkeypatch, capsys):
+    def run(*words: Any, token: str | None = TOKEN) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of `surgery push ..`."""
+        monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN", raising=False)
+        code: Any = 0
+        try:
+            main(["push", *map(str, words)])
+        except SystemExit as left:
+            code = left.code or 0
+        told = capsys.readouterr()
+        assert TOKEN not in told.out + told.err
+        return code, told.out, told.err
+
+    return run
+
+
+def test_everything_of_a_checkpoint_arrives_and_nothing_else(hub, pushed, out):
+    (out / "training").mkdir()
+    (out / "training" / "log.jsonl").write_text("{}\n")
+    before = sorted(p.relative_to(out) for p in out.rglob("*"))
+    code, said, error = pushed(out, "me/small", "--license", "mit", "--private", "--json")
+    assert code == 0, error
+    told, there = json.loads(said), hub.files("me/small")
+    assert sorted(there) == sorted(file["name"] for file in told["files"]) == sorted(told["uploaded"])
+    assert {"README.md", "training/log.jsonl", "surgery_report.json", "config.json"} <= set(there)
+    for name in ("model.safetensors", "config.json", "surgery_shim.py"):
+        assert there[name] == (out / name).read_bytes()
+    assert hub.private == {"me/small"}
+    assert sorted(p.relative_to(out) for p in out.rglob("*")) == before
+    assert told["url"].endswith("/me/small")
+
+
+def test_paths_of_this_machine_stay_here(hub, pushed, out):
+    pushed(out, "me/small", "--license", "mit")
+    report = json.loads((out / "surgery_report.json").read_text())
+    source = report["source"]["name"]
+    assert source.startswith("/")
+    for name, content in hub.files("me/small").items():
+        assert source.encode() not in content, name
+    assert cleaned_paths({"a": ["/home/me/x.txt", "org/name", "~/y", "a b", "/"]}) == {
+        "a": ["x.txt", "org/name", "y", "a b", "/"]
+    }
+
+
+def test_a_dry_run_sends_nothing_and_needs_no_token(hub, pushed, out):
+    code, said, _ = pushed(out, "me/small", "--license", "mit", "--dry-run", token=None)
+    assert code == 0 and not hub.repos
+    assert "model.safetensors" in said and "license: mit" in said and "## Limits" in said
+
+
+def test_what_broke_off_goes_on(hub, pushed, out):
+    """Weights that arrived are not sent again; until the end the repository is as it was."""
+    whole = (out / "model.safetensors").read_bytes()
+    _split(out)
+    hub.breaks = 1
+    command = (out, "me/small", "--license", "mit")
+    code, _, said = pushed(*command)
+    assert code == 2 and "again" in said
+    assert hub.files("me/small") == {} and len(hub.sent) == 1
+    hub.breaks = None
+    code, _, _ = pushed(*command)
+    assert code == 0 and len(hub.sent) == len(set(hub.sent)) == 2
+    there = hub.files("me/small")
+    assert "model.safetensors" not in there and sum(map(len, there.values())) > len(whole)
+
+
+def test_refusals_are_told_in_words(hub, pushed, out):
+    code, _, said = pushed(out, "others/small", "--license", "mit")
+    assert code == 2 and "write permission" in said
+    code, _, said = pushed(out, "a/b/c", "--license", "mit")
+    assert code == 2 and "no name for a repository" in said
+    code, _, said = pushed(out, "me/small", "--license", "mit", token="hf_wrong")
+    assert code == 2 and "does not take the token" in said and "hf_wrong" not in said
+    code, _, said = pushed(out, "me/small", "--license", "mit", token=None)
+    assert code == 2 and "hf auth login" in said
+
+
+def test_a_repository_that_is_there_and_a_branch_of_it(hub, pushed, out):
+    again = (out, "me/small", "--license", "mit")
+    assert [pushed(*again)[0], pushed(*again, "--revision", "v2", "-m", "second")[0]] == [0, 0]
+    assert hub.messages[-1] == "second" and len(hub.sent) == 1
+    assert hub.files("me/small", "v2").keys() == hub.files("me/small").keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (".env", "HF_TOKEN=x", "no part of a checkpoint: .env"),
+        ("notes.txt", "hello", "notes.txt"),
+        ("pytorch_model.bin", "", "pytorch_model.bin"),
+        ("eval/secrets.txt", "", "eval/secrets.txt"),
+        ("surgery_shim.py", f"token = '{TOKEN}'", "looks like a secret"),
+    ],
+)
+def test_files_outside_the_known_set_are_refused(out, name, content, said):
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text(content)
+    with pytest.raises(SurgeryError, match=said):
+        pack(str(out), "me/small", licence="mit")
+
+
+def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("x")
+    (out / "vocab.json").unlink(missing_ok=True)
+    (out / "vocab.json").symlink_to(secret)
+    with pytest.raises(SurgeryError, match="is a link to"):
+        pack(str(out), "me/small", licence="mit")
+
+
+def test_the_licence_is_that_of_the_source(out, checkpoints):
+    source = checkpoints("llama")
+    with pytest.raises(SurgeryError, match="names no licence"):
+        pack(str(out), "me/small")
+    (out / "LICENSE.txt").write_text("do what you like")
+    assert pack(str(out), "me/small").licence.metadata()["license_link"] == "LICENSE.txt"
+    card = source / "README.md"
+    card.write_text("---\nlicense: llama3.1\n---\nhello")
+    try:
+        assert pack(str(out), "me/small").licence.id == "llama3.1"
+    finally:
+        card.unlink()
+    assert pack(str(out), "me/small", licence="mit").licence.id == "mit"
+
+
+def test_the_card_says_what_the_report_says(out, tmp_path):
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["held_out"] = {
+        "unit": "nats per token",
+        "original": 1.5,
+        "converted": 1.75,
+        "difference_se": 0.01,
+        "tokens": 999,
+    }
+    stage = {"kind": "distill", "tokens": 12345}
+    scores = {"original": {"perplexity": 2.5}, "before": {"perplexity": 4.5}, "after": {"perplexity": 2.75}}
+    report["training"] = [{"stages": [stage], "validation": scores}]
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    (measured / "results.json").write_text("{}")
+    (measured / "table.md").write_text("| suite | base |\n| --- | --- |\n")
+    (measured / "needle.png").write_bytes(b"png")
+    parcel = pack(str(out), "me/small", "mit", "org/base", measured)
+    head = yaml.safe_load(parcel.card.split("---\n")[1])
+    assert head["license"] == "mit" and head["base_model"] == "org/base" and "surgery" in head["tags"]
+    for words in ("1.5000 -> 1.7500", "difference of 0.2500 ± 0.0100", "12,345", "2.750", "| suite | base |",
+                  "![needle](eval/needle.png)", "import surgery", "me/small", "Seed 0", "arXiv:2406.06248"):  # fmt: skip
+        assert words in parcel.card, words
+    assert {"eval/needle.png", "eval/table.md", "eval/results.json"} <= {item.name for item in parcel.items}
+    (out / "README.md").write_text("# mine\n")
+    own = pack(str(out), "me/small", "mit")
+    assert own.card == "# mine\n" and own.note
+
+
+def test_weights_that_are_not_those_of_the_report_are_refused(out):
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["totals"]["params_after"] += 1
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    with pytest.raises(SurgeryError, match="one of the two was changed"):
+        pack(str(out), "me/small", licence="mit")
+
+
+def _split(folder: Path) -> None:
+    """The weights in two files with an index."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, mine in halves.items():
+        save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, mine in halves.items() for name in mine}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
