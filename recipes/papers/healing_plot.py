@@ -1,0 +1,71 @@
+"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed.
+
+python -m surgery.recipes.papers.healing_plot FIGURE.png ROWS.json ..          as healing.py --json wrote them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
+LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
+
+
+def curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Recipe -> its rows that have a curve, in the order of the files."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in paths:
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            if row.get("curve"):
+                found.setdefault(row["recipe"], []).append(row)
+    return found
+
+
+def original(paths: list[Path]) -> float | None:
+    """Its loss in the curves' own protocol: nats per token of the validation rows."""
+    rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
+    losses = [row["validation"]["original"]["loss"] for row in rows if (row.get("validation") or {}).get("original")]
+    return float(losses[0]) if losses else None
+
+
+def draw(found: dict[str, list[dict[str, Any]]], base: float | None, out: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (name, rows) in enumerate(found.items()):
+        axes = figure.add_subplot(lines, columns, place + 1)
+        named: set[str] = set()
+        for row in rows:
+            tokens, losses = zip(*row["curve"])
+            label = None if row["start"] in named else LABELS[row["start"]]
+            named.add(row["start"])
+            seen = [math.exp(min(loss, 20.0)) for loss in losses]
+            axes.plot([t / 1e6 for t in tokens], seen, color=COLOURS[row["start"]], marker=".", label=label)
+        if base is not None:
+            axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
+        axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
+        axes.grid(True, which="both", linewidth=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(str(out), dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("rows", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    found = curves(arguments.rows)
+    draw(found, original(arguments.rows), arguments.out)
+    print(f"{arguments.out}: {sum(map(len, found.values()))} curves of {len(found)} conversions")
+
+
+if __name__ == "__main__":
+    main()
