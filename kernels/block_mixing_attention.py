@@ -22,15 +22,12 @@ from surgery.kernels.block_mixing_scan import (
     scan_both,
     scan_both_backward,
 )
+from surgery.kernels.measured import fastest, of_tokens
 from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_both_ways, toeplitz_causal
 from surgery.op import kernel_for
 
 LONGEST = 1024  # tokens in a block; inside it the work is quadratic
-
-# Features and values of half precision from which on tiles of 64 tokens are right. With 18 and 3 the part of a block that is
-# its own came out wrong on an H200 (triton 3.6), with 64 and more never; what lies between is not known.
-NARROW = 64
 
 
 class Mixing(Protocol):
@@ -114,8 +111,6 @@ class Attend(torch.autograd.Function):
 def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
     batch, groups, per_group, length, _ = q.shape
     same = q.dtype == k.dtype == v.dtype and q.dtype in OPERANDS
-    if q.dtype != torch.float32 and block > 32 and min(q.shape[-1], v.shape[-1]) < NARROW:
-        return False
     return same and batch * groups * per_group < 2**16 and 0 < block <= LONGEST and length > 0
 
 
@@ -158,7 +153,7 @@ def operands(matrix_GJMM: Tensor, grid: Grid, q: Tensor) -> Tensor:
     return matrix_GJMM[:, :, : grid.blocks, : grid.blocks].to(dtype)
 
 
-@kernel_for(toeplitz_causal, takes_causal)
+@kernel_for(toeplitz_causal, takes_causal, wins=fastest("toeplitz_blocks", of_tokens))
 def toeplitz_causal_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -185,7 +180,7 @@ def toeplitz_causal_triton(
     return out, None if last is None else unpacked(last, k_BGTF.shape[-1], v_BGTV.shape[-1])
 
 
-@kernel_for(toeplitz_both_ways, takes_both_ways)
+@kernel_for(toeplitz_both_ways, takes_both_ways, wins=fastest("toeplitz_blocks", of_tokens))
 def toeplitz_both_ways_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
@@ -194,7 +189,7 @@ def toeplitz_both_ways_triton(
     return Attend.apply(BothWays(), grid, *qkv, None, rate_RG, weight_RGJ)[0]
 
 
-@kernel_for(blocks_from_zero, takes_free)
+@kernel_for(blocks_from_zero, takes_free, wins=fastest("blocks", of_tokens))
 def blocks_from_zero_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -206,7 +201,7 @@ def blocks_from_zero_triton(
     return out, unpacked(sums, k_BGTF.shape[-1], v_BGTV.shape[-1]).transpose(1, 2) if keep else None
 
 
-@kernel_for(blocks_both_ways, takes_free)
+@kernel_for(blocks_both_ways, takes_free, wins=fastest("blocks", of_tokens))
 def blocks_both_ways_triton(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
     grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block)
     qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.block_mixing_scan import power_of_2, tiles
+from surgery.kernels.measured import fastest, of_step
 from surgery.mixers.masks.toeplitz_blocks import toeplitz_step
 from surgery.op import kernel_for
 
@@ -58,7 +59,7 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state
     return fits and not asked and len(rate) <= 16
 
 
-@kernel_for(toeplitz_step, accepts)
+@kernel_for(toeplitz_step, accepts, wins=fastest("toeplitz_blocks", of_step))
 def toeplitz_step_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,

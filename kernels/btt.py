@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from surgery.kernels import btt_launch as launch
 from surgery.kernels.btt_cores import LARGEST, Dense, from_dense
 from surgery.kernels.btt_decode import TOKENS, few
+from surgery.kernels.measured import WAYS, Asked, Way, about, fastest, learning, sizes
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
 
@@ -43,8 +44,17 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
     return x.numel() > 0 and dtypes <= DTYPES and (len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type))
 
 
-def wins(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
-    """Against the matrix multiplied out, or, where its blocks are too large for that, against the reference."""
+def asked(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Asked:
+    """What kernels/measured.json is asked for."""
+    (c, d, b, s), in_ = right_cdbs.shape, x.shape[-1]
+    at = sizes(tokens=about(x.numel() // in_), inputs=in_, outputs=out, rank=s, rows=b, columns=c)
+    ways: tuple[Way, ...] = WAYS if max(d, left_bcsa.shape[3]) <= LARGEST else ("kernel", "reference")
+    return Asked(learning(x, right_cdbs, left_bcsa), at, x, ways)
+
+
+def by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
+    """Where nothing was measured. Against the matrix multiplied out, or, where its blocks are too large for that, against
+    the reference."""
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     rows, dense = x.numel() // in_, in_ * out
     if rows <= TOKENS:
@@ -54,7 +64,7 @@ def wins(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, 
     return rows * (SLOWER * b * c * s * (max(a, LEAST) + max(d, LEAST)) - dense) < MULTIPLYING * dense
 
 
-@kernel_for(btt_linear, accepts=accepts, wins=wins)
+@kernel_for(btt_linear, accepts=accepts, wins=fastest("btt", asked, otherwise=by_rule))
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -73,7 +83,7 @@ def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
     return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= LARGEST
 
 
-@kernel_for(btt_linear, accepts=accepts_dense)
+@kernel_for(btt_linear, accepts=accepts_dense, wins=fastest("btt", asked, "dense"), way="dense")
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """The matrix multiplied out, then the library's product: for many tokens and high ranks."""
     w_OI = Dense.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])

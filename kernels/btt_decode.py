@@ -8,13 +8,16 @@ for z with its core already read.
 
 from __future__ import annotations
 
-import functools
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
+
+from surgery.kernels.launching import Launch
 
 TOKENS, ROWS = 16, 64  # of a program
 
@@ -60,30 +63,53 @@ def few_kernel(
     )
 
 
-@functools.cache
+@cache
 def early(device: torch.device) -> bool:
     return EARLY.value and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
-    (c, d, b, s), a, N = right_cdbs.shape, left_bcsa.shape[3], x_NI.shape[0]
+class FewPlan(NamedTuple):
+    z: int  # numbers of a token
+    first: Launch
+    second: Launch
+
+
+@lru_cache(maxsize=4096)
+def plan_for(
+    N: int, in_: int, out: int, right: torch.Size, left: torch.Size, steps: tuple[int, ...], bias: bool, wide: bool,
+    ready: bool,
+) -> FewPlan:  # fmt: skip
+    """steps: of x's axes and of y's rows. ready: whether the device starts launches early."""
+    (c, d, b, s), a = right, left[3]
     programs = c * -(-b * s // ROWS) + b * -(-a // ROWS)
-    soon = programs <= AT_ONCE and b * s % 16 == 0 and a % 16 == 0 and early(x_NI.device)
+    soon = ready and programs <= AT_ONCE and b * s % 16 == 0 and a % 16 == 0
     options = {"launch_pdl": True} if soon else {}
-    z_NK = x_NI.new_empty(N, b * c * s)
-    _few(x_NI, right_cdbs, None, z_NK, c, d, b * s, s, s, c * s, {"FIRST": soon, "SECOND": False})
-    _few(z_NK, left_bcsa, bias, y_NO, b, c * s, a, a, a, a, {"FIRST": False, "SECOND": soon, **options})
+    z, (x_n, x_i, y_n) = b * c * s, steps
+    first = _launch(N, in_, z, c, d, b * s, s, (x_n, x_i, z, s, c * s), False, wide, FIRST=soon, SECOND=False)
+    second = _launch(N, z, out, b, c * s, a, a, (z, 1, y_n, a, a), bias, wide, FIRST=False, SECOND=soon, **options)
+    return FewPlan(z, first, second)
 
 
-def _few(
-    x_NI: Tensor, core: Tensor, bias: Tensor | None, out: Tensor,
-    groups: int, d: int, rows: int, s: int, step_group: int, step_s: int, options: dict[str, bool],
-) -> None:  # fmt: skip
-    N, in_ = x_NI.shape
+def _launch(
+    N: int, in_: int, out: int, groups: int, d: int, rows: int, s: int, steps: tuple[int, ...], bias: bool, wide: bool,
+    **options: bool,
+) -> Launch:  # fmt: skip
+    """steps: of x's axes, and of out's tokens, groups and s."""
+    x_n, x_i, o_n, o_g, o_s = steps
     tiles = -(-rows // ROWS)
-    few_kernel[(groups * tiles, -(-N // 16))](
-        x_NI, core, out if bias is None else bias, out, N, in_, d, rows, s, out.shape[1],
-        *x_NI.stride(), d * rows, out.stride(0), step_group, step_s, tiles,
-        BN=16, BD=min(128, max(16, 1 << (d - 1).bit_length())), BR=ROWS, BIAS=bias is not None,
-        PRECISION="tf32x3" if x_NI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3, **options,
-    )  # fmt: skip
+    sizes = N, in_, d, rows, s, out, x_n, x_i, d * rows, o_n, o_g, o_s, tiles
+    constants = {
+        "BN": 16, "BD": min(128, max(16, 1 << (d - 1).bit_length())), "BR": ROWS, "BIAS": bias,
+        "PRECISION": "tf32x3" if wide else "tf32", "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+    return Launch(few_kernel, (groups * tiles, -(-N // 16)), sizes, {**constants, **options})
+
+
+def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
+    (N, in_), wide = x_NI.shape, x_NI.dtype == torch.float32
+    steps = *x_NI.stride(), y_NO.stride(0)
+    ready = early(x_NI.device)
+    plan = plan_for(N, in_, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, steps, bias is not None, wide, ready)
+    z_NK = x_NI.new_empty(N, plan.z)
+    plan.first(x_NI, right_cdbs, z_NK, z_NK)
+    plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)

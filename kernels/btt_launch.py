@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels import btt_kernels as kernels
+from surgery.kernels.launching import Launch
 
 
 class Side(NamedTuple):
@@ -104,22 +105,24 @@ def zeros(count: int, device: torch.device) -> Tensor:
 
 
 class RingPlan(NamedTuple):
-    grid: tuple[int]
+    launch: Launch
     z: int  # numbers
     flags: int
-    sizes: tuple[int, ...]
-    options: dict[str, Any]
+
+
+Strides = tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
 def ring_plan(
-    N: int, in_: int, out: int, near: Side, far: Side, rank: int, size: int, bias: bool, t: Tiles | None = None
-) -> RingPlan:
+    N: int, in_: int, out: int, near: Side, far: Side, rank: int, size: int, bias: bool, strides: Strides,
+    t: Tiles | None = None,
+) -> RingPlan:  # fmt: skip
     t = t or tiles_for(N, near, far, size)
     (BD, BJ), (BA, BK) = t.near, t.far
     tiles_j, tiles_a, slabs = cdiv(near.rows, BJ), cdiv(far.inner, BA), cdiv(N, t.BN * t.count)
     sizes = (
-        N, in_, out, near.inner, far.inner, rank, near.rows, far.rows, near.groups, far.groups,
+        *strides, N, in_, out, near.inner, far.inner, rank, near.rows, far.rows, near.groups, far.groups,
         near.step_group, near.step_inner, near.step_row, far.step_group, far.step_row, far.step_inner,
         tiles_j, tiles_a, slabs, t.lag, t.ring, t.count,
     )  # fmt: skip
@@ -129,7 +132,7 @@ def ring_plan(
     }  # fmt: skip
     grid = ((slabs + t.lag) * (near.groups * tiles_j + far.groups * tiles_a),)
     z = min(t.ring, slabs) * t.count * near.groups * near.rows * t.BN
-    return RingPlan(grid, z, 2 * slabs, sizes, options)
+    return RingPlan(Launch(kernels.ring_kernel, grid, sizes, options), z, 2 * slabs)
 
 
 def ring(
@@ -145,12 +148,10 @@ def ring(
 ) -> None:
     """Both products, one launch."""
     (N, in_), out = x_NI.shape, y_NO.shape[1]
-    plan = ring_plan(N, in_, out, near, far, rank, x_NI.element_size(), bias is not None, t)
+    strides = *x_NI.stride(), *y_NO.stride()
+    plan = ring_plan(N, in_, out, near, far, rank, x_NI.element_size(), bias is not None, strides, t)
     z = x_NI.new_empty(plan.z)
-    kernels.ring_kernel[plan.grid](
-        x_NI, core, far_core, z if bias is None else bias, y_NO, z, zeros(plan.flags, x_NI.device),
-        *x_NI.stride(), *y_NO.stride(), *plan.sizes, **plan.options,
-    )  # fmt: skip
+    plan.launch(x_NI, core, far_core, z if bias is None else bias, y_NO, z, zeros(plan.flags, x_NI.device))
 
 
 class Pair(NamedTuple):
@@ -178,23 +179,20 @@ def pair_for(side: Side, every: int, size: int) -> Pair:
 class GradientPlan(NamedTuple):
     z: int  # numbers, also of dz
     parts: tuple[int, int]  # of dright, of dleft
-    spreads: tuple[int]
-    sizes: tuple[int, ...]
-    spread_options: dict[str, Any]
-    rest: tuple[int]
-    rest_sizes: tuple[int, ...]
-    rest_options: dict[str, Any]
+    spreads: Launch
+    rest: Launch
 
 
 @lru_cache(maxsize=4096)
 def gradient_plan(
-    N: int, in_: int, out: int, of_x: Side, of_y: Side, rank: int, size: int, dx: bool, t: Tiles | None = None
-) -> GradientPlan:
+    N: int, in_: int, out: int, of_x: Side, of_y: Side, rank: int, size: int, strides: Strides, dx: Strides | None,
+    t: Tiles | None = None,
+) -> GradientPlan:  # fmt: skip
     t, back = t or tiles_for(N, of_x, of_y, size), tiles_for(N, of_y, of_x, size)
     (BD, BJ), (BA, BK), every, count = t.near, back.near, cdiv(N, t.BN), max(4, t.count)
     slabs, BX, BR = cdiv(every, count), min(64, back.far[0]), back.far[1]
     pl, pr = pair_for(of_y, every, size), pair_for(of_x, every, size)
-    gathers = slabs * of_x.groups * cdiv(of_x.inner, BX) if dx else 0
+    gathers = slabs * of_x.groups * cdiv(of_x.inner, BX) if dx is not None else 0
     sizes = N, in_, out, of_x.inner, of_y.inner, rank, of_x.groups, of_y.groups, slabs, count
     spread_options = {
         "BJ": BJ, "BD": BD, "BK": BK, "BA": BA, "D_ONCE": of_x.inner <= BD, "A_ONCE": of_y.inner <= BA,
@@ -206,10 +204,12 @@ def gradient_plan(
         "EVEN_X": even(in_, of_x, (BX, BR)), **common(t, size),
     }  # fmt: skip
     spreads = slabs * (of_x.groups * cdiv(of_x.rows, BJ) + of_y.groups * cdiv(of_y.rows, BK))
-    rest_sizes = (*sizes, pl.parts, pl.tiles, pr.parts, pr.tiles)
+    rest_grid = (pl.programs + pr.programs + gathers,)
+    rest_sizes = (*strides, *(dx or strides[:2]), *sizes, pl.parts, pl.tiles, pr.parts, pr.tiles)
     return GradientPlan(
-        every * t.BN * of_x.groups * of_x.rows, (pr.parts, pl.parts), (spreads,), sizes, spread_options,
-        (pl.programs + pr.programs + gathers,), rest_sizes, rest_options,
+        every * t.BN * of_x.groups * of_x.rows, (pr.parts, pl.parts),
+        Launch(kernels.spreads_kernel, (spreads,), (*strides, *sizes), spread_options),
+        Launch(kernels.rest_kernel, rest_grid, rest_sizes, rest_options),
     )  # fmt: skip
 
 
@@ -219,17 +219,14 @@ def gradients(
     """Those of right and left, in float32 if `exact`, and dx where it has room: two launches."""
     of_x, of_y = sides(right.shape, left.shape)
     (N, in_), out, size = x_NI.shape, dy_NO.shape[1], x_NI.element_size()
-    plan = gradient_plan(N, in_, out, of_x, of_y, right.shape[3], size, dx_NI is not None, t)
+    strides, of_dx = (*x_NI.stride(), *dy_NO.stride()), None if dx_NI is None else dx_NI.stride()
+    plan = gradient_plan(N, in_, out, of_x, of_y, right.shape[3], size, strides, of_dx, t)
     z, dz = x_NI.new_empty(plan.z), x_NI.new_empty(plan.z)
-    steps = *x_NI.stride(), *dy_NO.stride()
-    kernels.spreads_kernel[plan.spreads](x_NI, right, z, dy_NO, left, dz, *steps, *plan.sizes, **plan.spread_options)
+    plan.spreads(x_NI, right, z, dy_NO, left, dz)
     dright, dleft = (
         core.new_empty((parts, *core.shape), dtype=torch.float32 if exact or parts > 1 else core.dtype)
         for core, parts in zip((right, left), plan.parts)
     )
-    dx = x_NI if dx_NI is None else dx_NI
-    kernels.rest_kernel[plan.rest](
-        z, dy_NO, dz, x_NI, right, dleft, dright, dx, *steps, *dx.stride(), *plan.rest_sizes, **plan.rest_options
-    )
+    plan.rest(z, dy_NO, dz, x_NI, right, dleft, dright, x_NI if dx_NI is None else dx_NI)
     dright, dleft = (g[0] if parts == 1 else g.sum(0) for g, parts in zip((dright, dleft), plan.parts))
     return dright, dleft

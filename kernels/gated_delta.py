@@ -22,6 +22,7 @@ from surgery.kernels import gated_delta_chunks as chunks
 from surgery.kernels import gated_delta_states as states
 from surgery.kernels import gated_delta_wy as wy
 from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.kernels.measured import fastest, of_tokens
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import kernel_for
 
@@ -83,7 +84,7 @@ def accepts(
     return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
 
 
-@kernel_for(semiseparable, accepts=accepts)
+@kernel_for(semiseparable, accepts=accepts, wins=fastest("gates delta", of_tokens))
 def semiseparable_delta(
     q: Tensor,
     k: Tensor,

@@ -1,48 +1,165 @@
 """Which way was measured to be fastest: rows of measured.json, one for each op, pass and size.
 
-    choice("btt", "forward", tokens=512, inputs=4096, outputs=4096, rank=4)  ->  "kernel", "reference" or "dense"
+    choice("btt", "forward", sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
 
-ms of the kernel, of the reference it stands in for, of the matrix multiplied out (BTT: "dense"), and of the original that
-all of them replace (a dense linear, SDPA: another function, so never the choice). `surgery bench` measures
-the rows and surgery.bench.publish writes them. The row nearest in log space speaks for sizes that were not measured, and, for want
-of others, on every device. Without a row the kernel is taken.
+A row has the ms of the kernel, of the reference that it stands in for, of the matrix multiplied out (BTT: "dense"), and of
+the original that all of them replace (a dense linear, SDPA: another function, so never the choice). `surgery bench` measures
+the rows and surgery.bench.publish writes them.
+
+Between and beyond measured sizes a way's log time beside the kernel's is the rows' mean, weighted by distance^-4 in log
+sizes (Shepard 1968): a measured size speaks for itself. GPUs speak for those of their generation (compute capability),
+bfloat16 for float16. What is more than eightfold away from every row, or of a GPU or dtype not measured, is left to
+the kernel's own rule.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 TABLE = Path(__file__).with_name("measured.json")
 Way = Literal["kernel", "reference", "dense"]
+Pass = Literal["forward", "backward", "step", "captured"]
 WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
+FAR = math.log(8.0)
+Sizes = tuple[tuple[str, int], ...]
+
+
+class Place(NamedTuple):
+    """What a table holds for."""
+
+    capability: tuple[int, ...]
+    dtype: str
+
+
+class Asked(NamedTuple):
+    """A call as the table knows it. x: a tensor of it, for its device and dtype; ways: those that can take it."""
+
+    pass_: Pass
+    sizes: Sizes
+    x: Tensor
+    ways: tuple[Way, ...] = WAYS
 
 
 @cache
-def table() -> dict[str, Any]:
-    """{"device": .., "rows": [{"op", "pass", "sizes": {name: number}, "kernel": ms, "reference": ms, "dense": ms,
-    "original": ms}]}, a pass being forward, backward (with its forward) or step."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))
+def tables() -> list[dict[str, Any]]:
+    """[{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes":
+    {name: number}, "kernel": ms, "reference": ms, "dense": ms, "original": ms}]}]. Passes: forward, backward (with its
+    forward), step (of decoding, launches counted), captured (a step in a CUDA graph)."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
 
 
 @lru_cache(maxsize=4096)
-def choice(op: str, pass_: str = "forward", **sizes: int) -> Way:
-    row = nearest(op, pass_, **sizes)
-    if row is None:
-        return "kernel"
-    return min((way for way in WAYS if row.get(way)), key=lambda way: row[way], default="kernel")
+def choice(op: str, pass_: Pass, at: Sizes, place: Place, ways: tuple[Way, ...] = WAYS) -> Way | None:
+    """None: nothing near was measured."""
+    near = weighed(op, pass_, at, place)
+    scores = {way: beside_kernel(near, way) for way in ways}
+    known = {way: score for way, score in scores.items() if score is not None}
+    return min(known, key=known.__getitem__) if len(known) > 1 else None
 
 
-@lru_cache(maxsize=4096)
-def nearest(op: str, pass_: str = "forward", **sizes: int) -> dict[str, Any] | None:
-    """The measured row whose sizes are nearest; sizes that only one of the two has do not count."""
-    rows = [row for row in table()["rows"] if (row["op"], row["pass"]) == (op, pass_)]
-    return min(rows, key=lambda row: distance(row["sizes"], sizes), default=None)
+def weighed(op: str, pass_: str, at: Sizes, place: Place) -> list[tuple[float, dict[str, Any]]]:
+    """(weight, row), none where all are far."""
+    rows = [row for row in rows_of(place) if (row["op"], row["pass"]) == (op, pass_)]
+    apart = [distance(row["sizes"], dict(at)) for row in rows]
+    if not rows or min(apart) > FAR:
+        return []
+    return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)]
+
+
+def beside_kernel(near: list[tuple[float, dict[str, Any]]], way: Way) -> float | None:
+    """Mean log of the way's time over the kernel's; None where what is nearest does not have it."""
+    both = [(w, math.log(row[way] / row["kernel"])) for w, row in near if row.get(way) and row.get("kernel")]
+    weight = sum(w for w, _ in both)
+    return sum(w * score for w, score in both) / weight if weight > 0.5 * sum(w for w, _ in near) else None
+
+
+@cache
+def rows_of(place: Place) -> list[dict[str, Any]]:
+    dtype = "bfloat16" if place.dtype == "float16" else place.dtype
+    found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
+    return [row for table in found for row in table["rows"]]
 
 
 def distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """Root of the summed squares of log ratios: 0.7 is a factor of two in one size."""
+    """Root of the summed squares of log ratios: 0.7 is a factor of two in one size. Sizes that only one of the two has do
+    not count."""
     return math.hypot(*(math.log(max(n, 1) / max(other[name], 1)) for name, n in one.items() if name in other))
+
+
+# -- asking for a call -------------------------------------------------------------------------------------
+def fastest(
+    op: str,
+    asked: Callable[..., Asked],
+    way: Way = "kernel",
+    otherwise: Callable[..., bool] = lambda *_, **__: True,
+) -> Callable[..., bool]:
+    """`wins` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
+    are no numbers, so there the latter decides as well."""
+
+    def wins(*args: Any, **kwargs: Any) -> bool:
+        if torch.compiler.is_compiling():
+            return otherwise(*args, **kwargs)
+        pass_, at, x, ways = asked(*args, **kwargs)
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        found = choice(op, pass_, at, place(x.device, dtype), ways)
+        return otherwise(*args, **kwargs) if found is None else found == way
+
+    return wins
+
+
+def sizes(**named: int) -> Sizes:
+    return tuple(named.items())
+
+
+@lru_cache(maxsize=4096)
+def about(n: int) -> int:
+    """n to a quarter of an octave, so that lengths that grow ask the table now and then only."""
+    return round(2 ** (round(4 * math.log2(max(n, 1))) / 4))
+
+
+@cache
+def place(device: torch.device, dtype: torch.dtype) -> Place:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    return Place(capability, str(dtype).removeprefix("torch."))
+
+
+def learning(*tensors: Tensor | None) -> Pass:
+    """forward or backward: whether gradients are asked for."""
+    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return "backward" if asked else "forward"
+
+
+def stepping(x: Tensor) -> Pass:
+    return "captured" if x.is_cuda and torch.cuda.is_current_stream_capturing() else "step"
+
+
+def of_tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
+    """Masks over T tokens; lanes: heads of all rows."""
+    batch, groups, tokens, _ = v_BGTV.shape
+    at = sizes(lanes=about(batch * groups * q_BGJTF.shape[2]), tokens=about(tokens))
+    return Asked(learning(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
+
+
+def of_mask_step(mask: str) -> Callable[..., bool]:
+    """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
+    plain, delta = fastest(mask, of_step), fastest(f"{mask} delta", of_step)
+
+    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> bool:
+        return (plain if beta is None else delta)(q, k, v, beta, *rest)
+
+    return wins
+
+
+def of_step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
+    """Masks, one token more."""
+    return Asked(stepping(v_BGV), sizes(lanes=about(v_BGV.shape[0] * v_BGV.shape[1] * q_BGJF.shape[2])), v_BGV)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from surgery.kernels.measured import Asked, about, fastest, learning, sizes, stepping
 from surgery.kernels.mlr_attention_decode import LEVELS, decode
 from surgery.kernels.mlr_attention_dkv import mlr_keys
 from surgery.kernels.mlr_attention_dq import mlr_queries
@@ -190,7 +191,18 @@ def within(extents: list[int | None], form: str) -> bool:
     return all(b <= a and (form != "nested" or a % b == 0) for a, b in pairs)
 
 
-@kernel_for(attend, accepts=can)
+def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, *_: Any, **__: Any) -> Asked:
+    """What kernels/measured.json is asked for."""
+    first, levels = terms[0].q_BGJTR, len(terms)
+    lanes = about(len(v_BGSV) * first.shape[1] * first.shape[2])
+    if steps(terms, v_BGSV, frame):
+        return Asked(stepping(v_BGSV), sizes(lanes=lanes, context=about(frame.slots), levels=levels), v_BGSV)
+    parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
+    at = sizes(lanes=lanes, tokens=about(frame.queries), levels=levels)
+    return Asked(learning(v_BGSV, *parts), at, v_BGSV)
+
+
+@kernel_for(attend, accepts=can, wins=fastest("mlr", asked))
 def mlr_attend(
     terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.kernels.measured import fastest, of_tokens
 from surgery.kernels.ssd_launch import (
     Lay,
     Tokens,
@@ -85,7 +86,7 @@ def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: 
     return beta is None and gates.shape[1] == 1 and accepted(q, k, v, chunk)
 
 
-@kernel_for(semiseparable, accepts=_accepts)
+@kernel_for(semiseparable, accepts=_accepts, wins=fastest("gates", of_tokens))
 def semiseparable_ssd(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,

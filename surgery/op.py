@@ -36,12 +36,13 @@ _watched: set[str] | None = None
 
 @dataclass(frozen=True)
 class Kernel:
-    """`accepts`: whether it is right for these arguments. `wins`: whether it is measured to be faster than the
-    reference there."""
+    """`accepts`: whether it is right for these arguments. `wins`: whether it is measured to be faster there than the
+    reference and than other kernels of the op. `way`: what kernels/measured.json calls it."""
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]
     wins: Callable[..., bool]
+    way: str = "kernel"
 
 
 class Op:
@@ -77,13 +78,16 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
 
 
 def kernel_for(
-    replaced: Callable[..., Any], accepts: Callable[..., bool], wins: Callable[..., bool] = lambda *_, **__: True
+    replaced: Callable[..., Any],
+    accepts: Callable[..., bool],
+    wins: Callable[..., bool] = lambda *_, **__: True,
+    way: str = "kernel",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers a function of the same arguments, see `Kernel`."""
     assert isinstance(replaced, Op), f"{replaced} is no op; decorate it with @op"
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
-        replaced.kernels.append(Kernel(kernel, accepts, wins))
+        replaced.kernels.append(Kernel(kernel, accepts, wins, way))
         return kernel
 
     return add
@@ -114,8 +118,8 @@ def watched() -> Iterator[set[str]]:
 
 @functools.cache
 def found() -> None:
-    """Imports every kernel, once; none where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    """Imports every kernel, once; none where Triton is not installed or would compile them wrongly."""
+    if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.assembler").settled():
         return
     for info in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
         importlib.import_module(f"{PACKAGE}.{info.name}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from typing import get_args
 
 import pytest
 import torch
@@ -94,7 +96,7 @@ def test_every_kind_runs_on_a_cpu(kind, tmp_path):
 
 
 def test_only_some():
-    rivals = {row["rival"] for row in bench("linear", sizes="small", device="cpu", only="btt,-chosen,-s=4")["rows"]}
+    rivals = {row["rival"] for row in bench("linear", sizes="small", device="cpu", only="btt,-chosen,-s=4,-16")["rows"]}
     assert rivals == {
         "dense",
         "BTT s=1 (Monarch), reference",
@@ -152,6 +154,8 @@ def test_slips_are_refused_in_a_sentence():
         bench("linaer")
     with pytest.raises(SurgeryError, match="--sizes 'huge'"):
         bench("linear", sizes="huge")
+    with pytest.raises(SurgeryError, match="--dtype 'half'"):
+        bench("linear", dtype="half")
 
 
 def test_command(monkeypatch, capsys, tmp_path):
@@ -164,13 +168,9 @@ def test_command(monkeypatch, capsys, tmp_path):
 
 # -- the measured table ------------------------------------------------------------------------------------
 def test_the_table_in_the_repository_is_well_formed():
-    for row in measured.table()["rows"]:
-        assert row["pass"] in ("forward", "backward", "step") and set(row["sizes"]) <= {
-            *publish.NAMED,
-            "rank",
-            "rows",
-            "columns",
-        }
+    options = {"rank", "rows", "columns", "levels"}
+    for row in (row for table in measured.tables() for row in table["rows"]):
+        assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.NAMED, *options}
         assert set(measured.WAYS) & row.keys() and all(row[way] > 0 for way in measured.WAYS if way in row)
 
 
@@ -209,35 +209,97 @@ def table(monkeypatch):
         {"op": "hierarchical", "pass": "forward", "sizes": {"tokens": n}, "kernel": float(n), "original": n * n / 8000}
         for n in (1024, 8192)
     ]
-    monkeypatch.setattr(measured, "table", lambda: {"device": "X1", "rows": rows})
-    monkeypatch.setattr("surgery.bench.advice.table", measured.table)
-    for cached in (measured.choice, measured.nearest):
+    tables = [{"device": "X1", "capability": [9, 0], "dtype": "bfloat16", "rows": rows}]
+    for name in ("surgery.kernels.measured.tables", "surgery.bench.advice.tables"):
+        monkeypatch.setattr(name, lambda: tables)
+    for cached in (measured.choice, measured.rows_of):
         cached.cache_clear()
     yield
-    for cached in (measured.choice, measured.nearest):
+    for cached in (measured.choice, measured.rows_of):
         cached.cache_clear()
 
 
-def test_the_nearest_row_decides(table):
-    at = {"inputs": 5120, "outputs": 4096, "rank": 4}
-    assert [measured.choice("btt", tokens=n, **at) for n in (1, 700, 65536)] == ["reference", "dense", "kernel"]
-    assert measured.choice("btt", "backward", tokens=1, **at) == measured.choice("unknown", tokens=1) == "kernel"
+X1 = measured.Place((9, 0), "bfloat16")
+
+
+def at(tokens, **more):
+    return measured.sizes(tokens=tokens, **{"inputs": 4096, "outputs": 4096, "rank": 4, **more})
+
+
+def test_measured_rows_decide(table):
+    chosen = [measured.choice("btt", "forward", at(n, inputs=5120), X1) for n in (1, 700, 32768)]
+    assert chosen == ["reference", "dense", "kernel"]
+    half = measured.Place((9, 0), "float16")
+    assert measured.choice("btt", "forward", at(1), half) == "reference"
+    assert measured.choice("btt", "forward", at(512), X1, ("kernel", "reference")) == "kernel"
+
+
+def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
+    asked = [
+        ("btt", "backward", at(1), X1),
+        ("unknown", "forward", at(1), X1),
+        ("btt", "forward", at(2**20), X1),  # far from every row
+        ("btt", "forward", at(1), measured.Place((10, 0), "bfloat16")),
+        ("btt", "forward", at(1), measured.Place((9, 0), "float32")),
+        ("hierarchical", "forward", at(1024), X1),  # a kernel alone: nothing to choose from
+    ]
+    assert [measured.choice(*args) for args in asked] == 6 * [None]
+    x = torch.ones(1)
+    wins = [
+        measured.fastest("btt", lambda: measured.Asked("forward", at(1), x), otherwise=lambda says=says: says)()
+        for says in (True, False)
+    ]
+    assert wins == [True, False]
+
+
+def test_an_op_takes_what_the_table_says(table, monkeypatch):
+    monkeypatch.setattr(measured, "place", lambda device, dtype: X1)
+    for way, tokens in (("reference", 1), ("dense", 512), ("kernel", 8192)):
+        asked = lambda tokens=tokens: measured.Asked("forward", at(tokens), torch.ones(1))  # noqa: E731
+        said = {w: measured.fastest("btt", asked, w)() for w in ("kernel", "dense")}
+        assert said == {"kernel": way == "kernel", "dense": way == "dense"}
+
+
+def test_between_rows_the_nearer_weighs_more(table):
+    ratios = [
+        measured.beside_kernel(measured.weighed("btt", "forward", at(n), X1), "reference")
+        for n in (512, 600, 6000, 8192)
+    ]
+    assert ratios[0] == pytest.approx(math.log(2), abs=1e-3) and ratios[3] == pytest.approx(math.log(2), abs=1e-3)
+    few = [measured.beside_kernel(measured.weighed("btt", "forward", at(n), X1), "reference") for n in (1, 4, 100)]
+    assert few[0] == pytest.approx(-math.log(2), abs=1e-3) and few[0] < few[1] < few[2] < math.log(2)
+
+
+def test_lengths_that_grow_ask_seldom():
+    assert len({measured.about(n) for n in range(1024, 2049)}) == 5 and measured.about(1024) == 1024
+
+
+def test_tables_read_as_written(tmp_path):
+    results = [
+        bench("linear", sizes="small", device="cpu", only="low", dtype=dtype) for dtype in ("float32", "bfloat16")
+    ]
+    tables = publish.measured(results)
+    assert json.loads(publish.written(tables))["tables"] == tables
+    assert [t["dtype"] for t in tables] == ["float32", "bfloat16"]
+    assert [publish.heading(r) for r in publish.merged(results)] == ["Linear, float32", "Linear"]
 
 
 def test_what_is_slower_is_said(table):
     first = {"structure": "btt", "blocks": [64, 64], "rank": 4}
     mixers = [{"mixer": "linear: hierarchical mask, identity features"}]
     plan = {"cuts": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
-    linear, attention = plan_notes(plan)
+    linear, attention = plan_notes(plan, 1024)
     assert linear == "note: speed on one X1: btt for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
-    assert "slower than SDPA in prefill up to 1,024 tokens" in attention
-    assert report_notes({"mixer_rows": mixers}) == [attention] and report_notes({}) == []
+    assert "features beside SDPA at a context of 1,024 tokens: prefill 0.13x; ahead in prefill from 8,192" in attention
+    assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
+    assert report_notes({"mixer_rows": mixers}, 16384) == []
     assert plan_notes({"cuts": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []  # nothing near was measured
 
 
 def test_results_become_the_table_and_the_page(tmp_path):
     results = [bench(kind, sizes="small", device="cpu", only="btt,mlr") for kind in ("linear", "attention")]
-    rows = publish.measured(results)["rows"]
+    (table,) = publish.measured(results)
+    rows = table["rows"]
     assert {row["op"] for row in rows} == {"btt", "mlr"} and {row["pass"] for row in rows} == {"forward", "backward"}
     assert all({"reference", "original"} <= row.keys() for row in rows)
     text = f"before\n{publish.BEGIN}old\n{publish.END}after\n"
@@ -248,9 +310,8 @@ def test_results_become_the_table_and_the_page(tmp_path):
 
 def test_runs_of_one_kind_are_one():
     row = {"table": "t", "x": 1, "rival": "a", "ms": None}
-    runs_ = [
-        {"kind": "linear", "complete": True, "rows": [{**row, "note": "time limit"}, {**row, "rival": "b", "ms": 2.0}]}
-    ]
-    runs_ += [{"kind": "linear", "complete": False, "rows": [{**row, "ms": 1.0}, {**row, "rival": "b", "ms": 3.0}]}]
+    common = {"kind": "linear", "dtype": "bfloat16"}
+    runs_ = [{**common, "complete": True, "rows": [{**row, "note": "time limit"}, {**row, "rival": "b", "ms": 2.0}]}]
+    runs_ += [{**common, "complete": False, "rows": [{**row, "ms": 1.0}, {**row, "rival": "b", "ms": 3.0}]}]
     (one,) = publish.merged(runs_)
     assert {r["rival"]: r["ms"] for r in one["rows"]} == {"a": 1.0, "b": 2.0} and not one["complete"]

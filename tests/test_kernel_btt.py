@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_rows import loops_with_tensors
 
+from surgery.kernels.launching import Launch
 from surgery.op import choose, found
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
@@ -170,17 +171,61 @@ def test_autocast():
 
 
 def test_high_ranks_are_multiplied_out():
-    """By the measured choice: a kernel for few tokens or low ranks, the dense product for many tokens and high ranks."""
+    """By the rule for what was not measured (such as a CPU): a kernel for few tokens or low ranks, the dense product for
+    many tokens and high ranks."""
 
     def chosen(N, d, s):
-        x, right, left, _, _ = (
-            t if t is None else t.to("meta") for t in drawn(1, 64, d // 64, 64, d // 64, s, bias=False)
+        x, right, left = (
+            torch.zeros(1, d).expand(N, -1),
+            torch.zeros(64, d // 64, 64, s),
+            torch.zeros(64, 64, s, d // 64),
         )
-        x = x.expand(N, -1)
         return next(i for i, k in enumerate(btt_linear.kernels) if k.wins(x, right, left, None, d))
 
     assert [chosen(8192, 4096, s) for s in (1, 4, 16)] == [0, 0, 1]
     assert chosen(1, 4096, 16) == 0
+
+
+class Compiled:
+    """Stands for a kernel of Triton: counts launches found anew and launches of what was compiled."""
+
+    arg_names = ("x", "n", "B")
+
+    def __init__(self, refuses=False):
+        self.found, self.again, self.refuses = [], [], refuses
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            if options:
+                self.found.append((grid, args, options))
+                return self
+            if self.refuses:
+                raise TypeError("function takes exactly 9 arguments")
+            self.again.append((grid, args))
+            return None
+
+        return launch
+
+
+def test_a_launch_finds_its_kernel_once_for_each_dtype_and_alignment():
+    kernel, x = Compiled(), torch.zeros(64)
+    launch = Launch(kernel, (3,), (7,), {"B": 16, "num_warps": 4})
+    for tensor in (x, x, x[1:], x[1:], x[4:], x.half()):
+        launch(tensor)
+    assert [args[0].data_ptr() for _, args, _ in kernel.found] == [
+        x.data_ptr(),
+        x.data_ptr() + 4,
+        kernel.found[2][1][0].data_ptr(),
+    ]
+    assert [(grid, args[1:]) for grid, args in kernel.again] == 3 * [((3, 1, 1), (7, 16))]
+
+
+def test_a_launch_that_triton_refuses_is_found_again():
+    kernel = Compiled(refuses=True)
+    launch = Launch(kernel, (3,), (7,), {"B": 16})
+    for _ in range(4):
+        launch(torch.zeros(4))
+    assert len(kernel.found) == 4 and not kernel.again
 
 
 def test_what_it_declines():

@@ -2,63 +2,89 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
-from surgery.kernels.measured import WAYS, distance, nearest, table
+from surgery.kernels.measured import WAYS, Pass, Place, Sizes, sizes, tables, weighed
 
 TOKENS = (1, 16, 512, 8192)
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-FAR, NEAR = 1.5, 0.5  # a row more than 4.5 times away in size says nothing; of lengths only those measured speak
+LANES = {"forward": 96, "backward": 96, "step": 32}  # heads of all rows that were measured at every length
+CONTEXT = 4096  # where a model does not say for how many tokens it is
+PASSES: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
 
-def speed_notes(structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str]) -> list[str]:
-    """One line for each kind of linear (its config as data, (out, in)) and each mixer (as reports describe it) that loses
-    somewhere."""
-    if not table()["rows"]:
+def speed_notes(
+    structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str], context: int | None
+) -> list[str]:
+    """One line for each kind of linear (its config as data, (out, in)) that loses somewhere, and for each mixer (as reports
+    describe it) that loses at that context."""
+    if not any(table["rows"] for table in tables()):
         return []
     found = {_linear(config, *shape) for config, shape in structures}
-    found |= {_attention(mixer) for mixer in mixers}
-    device = table()["device"]
+    found |= {_attention(mixer, context or CONTEXT) for mixer in mixers}
+    device = tables()[0]["device"]
     return [f"note: speed on one {device}: {said}" for said in sorted(found - {""})]
 
 
-def plan_notes(plan: dict[str, Any]) -> list[str]:
+def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
     """Of a plan as surgery.report has it."""
     cuts = ((cut["first"], cut["shape"]) for cut in plan["cuts"] if cut["first"])
-    return speed_notes(cuts, (row["mixer"] for row in plan["mixers"]))
+    return speed_notes(cuts, (row["mixer"] for row in plan["mixers"]), context)
 
 
-def report_notes(report: dict[str, Any]) -> list[str]:
+def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
     """Of a report; it holds no shapes of linears, whose plan has said it."""
-    return speed_notes((), (row["mixer"] for row in report.get("mixer_rows", ())))
+    return speed_notes((), (row["mixer"] for row in report.get("mixer_rows", ())), context)
 
 
-def ratio(op: str, pass_: str, far: float = FAR, **sizes: int) -> float | None:
-    """Times as fast as what it replaces, its fastest way; None where nothing near was measured."""
-    row = nearest(op, pass_, **sizes)
-    if row is None or "original" not in row or distance(row["sizes"], sizes) > far:
-        return None
-    ours = [row[way] for way in WAYS if row.get(way)]
-    return row["original"] / min(ours) if ours else None
+def ratio(op: str, pass_: Pass, at: Sizes) -> float | None:
+    """Times as fast as what it replaces, its fastest way, between measured sizes as surgery.kernels.measured has it; None
+    where nothing near was measured."""
+    table = tables()[0]
+    rows = weighed(op, pass_, at, Place(tuple(table["capability"]), table["dtype"]))
+    beside = [
+        (weight, math.log(row["original"] / min(row[way] for way in WAYS if row.get(way))))
+        for weight, row in rows
+        if row.get("original")
+    ]
+    return math.exp(sum(w * r for w, r in beside) / sum(w for w, _ in beside)) if beside else None
 
 
 def _linear(config: dict[str, Any], out: int, in_: int) -> str:
     structure = {"monarch": "btt"}.get(config["structure"], config["structure"])
-    sizes = {"inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
+    named = {"inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
     if isinstance(config.get("blocks"), (list, tuple)):
-        sizes |= dict(zip(("rows", "columns"), config["blocks"]))
-    ratios = {n: ratio(structure, "forward", tokens=n, **sizes) for n in TOKENS}
+        named |= dict(zip(("rows", "columns"), config["blocks"]))
+    ratios = {n: ratio(structure, "forward", sizes(tokens=n, **named)) for n in TOKENS}
     lost = [f"{r:.2f}x at {n:,} tokens" for n, r in ratios.items() if r is not None and r < 1]
     return f"{config['structure']} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
 
 
-def _attention(mixer: str) -> str:
+def _attention(mixer: str, context: int) -> str:
     """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule"."""
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
-    ratios = {n: ratio(op, "forward", NEAR, tokens=n) for n in LENGTHS}
-    lost = [n for n, r in ratios.items() if r is not None and r < 1]
-    if not lost:
+    levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
+    here = {pass_: _against_softmax(op, pass_, context, levels) for pass_ in PASSES}
+    if not any(r is not None and r < 1 for r in here.values()):
         return ""
-    return f"{mixer} is slower than SDPA in prefill up to {max(lost):,} tokens ({ratios[max(lost)]:.2f}x there)"
+    said = ", ".join(f"{PASSES[pass_]} {r:.2f}x" for pass_, r in here.items() if r is not None)
+    ahead = ", ".join(f"in {PASSES[pass_]} {_ahead(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
+    return f"{mixer} beside SDPA at a context of {context:,} tokens: {said}; ahead {ahead}"
+
+
+def _against_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
+    name = "context" if pass_ == "step" else "tokens"
+    return ratio(op, pass_, sizes(lanes=LANES[pass_], **{name: length}, **levels))
+
+
+def _ahead(op: str, pass_: Pass, levels: dict[str, int]) -> str:
+    """From which length on, of those measured."""
+    name = "context" if pass_ == "step" else "tokens"
+    lengths = {row["sizes"].get(name) for row in tables()[0]["rows"] if (row["op"], row["pass"]) == (op, pass_)} - {
+        None
+    }
+    behind = [n for n in lengths if (_against_softmax(op, pass_, n, levels) or 0) < 1]
+    since = [n for n in lengths if n > max(behind, default=0)]
+    return f"from {min(since):,}" if since else f"at no length up to {max(lengths):,}"

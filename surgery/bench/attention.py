@@ -1,6 +1,6 @@
 """Attention over T tokens: torch's fused softmax, MLR attention, and linear-type masks, prefill and training.
 
-B = 2, 48 heads, V = 64. Softmax and block mixing: K = 64 in every head; gates, log-linear and the delta rule: K = 128
+B = 2, 48 heads, V = 64; and B = 1, 8 heads, for what few heads can fill of a GPU. Softmax and block mixing: K = 64 in every head; gates, log-linear and the delta rule: K = 128
 and one query/key head that all values share, the setting of Guo et al. 2025. Masks are called with their signals (gates,
 lambdas) given, MLR attention as the mixer it is.
 """
@@ -26,14 +26,16 @@ from surgery.mixers.masks.base import MASKS, Rows
 from surgery.mixers.mlr import MLR
 
 TOKENS = {
-    "full": tuple(2**i for i in range(10, 17)),
+    "full": (128, 512, *(2**i for i in range(10, 18))),
     "main": (4096, 8192, 16384, 32768),
     "small": (64, 128),
 }
 WIDTHS = {"full": (2, 48, 64, 128), "main": (2, 48, 64, 128), "small": (1, 2, 16, 16)}  # B, H, V, K of the linear ones
+FEW, FEW_TOKENS = (1, 8, 64, 128), (128, 1024, 8192)
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 CHUNK = 64
-Makers = list[tuple[str, Any, Callable[[], Made], Work, str | None]]
+Widths = tuple[int, int, int, int]
+Makers = list[tuple[str, Any, Callable[[], Made], Work, str | None, dict[str, int]]]
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Tokens:
     beta_BHT: Tensor
 
     @classmethod
-    def drawn(cls, sizes: str, length: int, device: torch.device, dtype: torch.dtype) -> Tokens:
-        batch, heads, value, key = WIDTHS[sizes]
+    def drawn(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> Tokens:
+        batch, heads, value, key = widths
         draw = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
         levels = (length - 1).bit_length() + 1
         return cls(
@@ -67,17 +69,25 @@ class Tokens:
 
 
 def heats(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) -> Iterator[Heat]:
-    batch, heads, value, key = WIDTHS[sizes]
-    where = {"batch": batch, "heads": heads, "value": value, "key of softmax": value, "key of linear": key}
     for length in TOKENS[sizes]:
-        for back in (False, True):
-            tokens = Tokens.drawn(sizes, length, device, dtype)
-            rivals = [
-                Rival(name, lambda m=make, b=back: _run(m, b), choice, work, op=op)  # type: ignore[misc]
-                for name, choice, make, work, op in _makers(tokens, back, others)
-            ]
-            name = f"attention, forward{' + backward' if back else ''}"
-            yield Heat(name, length, {**where, "tokens": length}, rivals)
+        yield from _of_length("attention", WIDTHS[sizes], length, device, dtype, others)
+    for length in FEW_TOKENS if sizes == "full" else ():
+        yield from _of_length("attention, batch 1, 8 heads", FEW, length, device, dtype, False)
+
+
+def _of_length(
+    title: str, widths: Widths, length: int, device: torch.device, dtype: torch.dtype, others: bool
+) -> Iterator[Heat]:
+    batch, heads, value, key = widths
+    where = {"batch": batch, "heads": heads, "value": value, "key of softmax": value, "key of linear": key}
+    for back in (False, True):
+        tokens = Tokens.drawn(widths, length, device, dtype)
+        rivals = [
+            Rival(name, lambda m=make, b=back: _run(m, b), choice, work, op=op, options=options)  # type: ignore[misc]
+            for name, choice, make, work, op, options in _makers(tokens, back, others)
+        ]
+        sizes = {**where, "lanes": batch * heads, "tokens": length}
+        yield Heat(f"{title}, forward{' + backward' if back else ''}", length, sizes, rivals)
 
 
 def _run(make: Callable[[], Made], back: bool) -> Any:
@@ -98,7 +108,7 @@ def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
     torchs = backends if tokens.v_BHTV.is_cuda else {"SDPA": None}
     whole = (value // 2, value // 2), (2 * length,)
     ours: list[tuple[str, str | None, Callable[[], Made], Work]] = [
-        ("MLR attention, one level", None, lambda: mlr(tokens, *whole), full),
+        ("MLR attention, one level", "mlr", lambda: mlr(tokens, *whole), full),
         ("MLR attention", "mlr", lambda: mlr(tokens, ranks, extents), far),
         ("SSD", "gates", lambda: masked(tokens, "gates"), linear(1, key, 1)),
         ("log-linear Mamba-2", "hierarchical", lambda: masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
@@ -108,10 +118,15 @@ def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
         ("MHLA", "blocks", lambda: blocked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
     ]  # fmt: skip
     works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
+    terms = {"MLR attention, one level": {"levels": 1}, "MLR attention": {"levels": len(ranks)}}
     return [
-        *((name, "measured", lambda b=backend: sdpa(tokens, b), full, "original") for name, backend in torchs.items()),
-        *((f"{name}, {way}", way, make, work, op) for name, op, make, work in ours for way in ("kernel", "reference")),
-        *((name, "measured", make, work, None) for (name, make), work in zip(peers(tokens), works) if others),
+        *((name, "measured", lambda b=b: sdpa(tokens, b), full, "original", {}) for name, b in torchs.items()),
+        *(
+            (f"{name}, {way}", way, make, work, op, terms.get(name, {}))
+            for name, op, make, work in ours
+            for way in ("kernel", "reference")
+        ),
+        *((name, "measured", make, work, None, {}) for (name, make), work in zip(peers(tokens), works) if others),
     ]
 
 

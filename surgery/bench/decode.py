@@ -31,14 +31,14 @@ STEPS = 8
 PIECE = 4096  # tokens at once while a cache is filled
 
 
-def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str | None]]:
+def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str, dict[str, int]]]:
     """MLR attention's extents are those of the longest context."""
     ranks = RANKS if key == sum(RANKS) else (key // 2, key // 4, key // 4)
     extents = tuple(longest >> level for level in range(1, len(ranks)))
     whole = MLR(ranks=(key // 2, key // 2), extents=(4 * longest,))
     tbm = {"name": "toeplitz_blocks", "components": 8}
-    every: list[tuple[str, str | None, Any]] = [
-        ("MLR attention, one level", None, whole),
+    every: list[tuple[str, str, Any]] = [
+        ("MLR attention, one level", "mlr", whole),
         ("MLR attention", "mlr", MLR(ranks=ranks, extents=extents)),
         ("SSD", "gates", LinearAttention()),
         ("log-linear Mamba-2", "hierarchical", LinearAttention(mask="hierarchical")),
@@ -47,7 +47,12 @@ def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str | None]]:
         ("TBM, R = 8", "toeplitz_blocks", LinearAttention(mask=tbm, features="relu", normalise=True)),
     ]
     choices: tuple[Choice, ...] = ("kernel", "reference")
-    return [(f"{name}, {choice}", choice, config, op) for name, op, config in every for choice in choices]
+    levels = {whole: {"levels": 1}, every[1][2]: {"levels": len(ranks)}}
+    return [
+        (f"{name}, {choice}", choice, config, op, levels.get(config, {}))
+        for name, op, config in every
+        for choice in choices
+    ]
 
 
 @dataclass
@@ -90,7 +95,7 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
     for length in CONTEXTS[sizes]:
         for batch in BATCHES[sizes]:
             for graph in (False, True):
-                sized = {**where, "batch": batch, "context": length}
+                sized = {**where, "batch": batch, "lanes": batch * heads, "context": length}
                 name = f"decode, batch {batch}{', CUDA graph' if graph else ''}"
                 yield Heat(name, length, sized, _rivals(bench, batch, length, graph, sized), launches=not graph)
 
@@ -104,9 +109,9 @@ def _rivals(bench: Bench, batch: int, length: int, graph: bool, sized: dict[str,
     if not graph:
         grown = lambda: _sdpa(bench, batch, length, False, graph)  # noqa: E731
         rivals.append(Rival("SDPA, grown as in transformers", grown, work=Work(full, 0)))
-    for name, choice, config, op in mixers(bench.shape.key, bench.longest):
+    for name, choice, config, op, options in mixers(bench.shape.key, bench.longest):
         make = lambda n=name, c=config: _step(bench, n, c, batch, length, graph, sized)  # noqa: E731
-        rivals.append(Rival(name, make, choice, times=times, op=op))
+        rivals.append(Rival(name, make, choice, times=times, op=op, options=options))
     return rivals
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from surgery.bench.floors import linear_work
 from surgery.bench.race import Call, Heat, Rival, backward, forward, graphed
-from surgery.op import Choice
+from surgery.op import Choice, Op, found
 from surgery.structures import STRUCTURES
-from surgery.structures.btt import BTT
+from surgery.structures.btt import BTT, btt_linear
 from surgery.structures.low_rank import LowRank
 
 SHAPES = {
@@ -23,6 +23,7 @@ SHAPES = {
     "small": ((64, 64), (64, 96)),
 }
 TOKENS = {"full": (1, 16, 512, 8192), "main": (1, 16, 512, 8192), "small": (1, 8)}
+RANKS = (1, 4, 16)  # 16 stores half of the dense numbers at 4,096 x 4,096
 ROTATED, COPIES = (
     2**27,
     128,
@@ -59,16 +60,17 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     yield Entry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     choices: tuple[Choice, ...] = ("kernel", "reference", "measured")
-    for rank in (1, 4):
+    for rank in RANKS:
         btt = structured(BTT(rank=rank), in_, out, factory)
         name, options = f"BTT s={rank}{' (Monarch)' if rank == 1 else ''}", grid(btt)
         for choice in choices:
             shown, op = ("as chosen", None) if choice == "measured" else (choice, "btt")
             yield Entry(f"{name}, {shown}", choice, btt, btt.macs(), op, options)
         yield Entry(f"{name}, multiplied out", "measured", MultipliedOut(btt), btt.macs(), "btt", options, "dense")
-    half = structured(BTT(blocks=(4, 4)), in_, out, factory)
-    yield Entry("BTT 4 x 4, half, kernel", "kernel", half, half.macs(), "btt", grid(half))
-    yield Entry("BTT 4 x 4, half, reference", "reference", half, half.macs(), "btt", grid(half))
+    for blocks in (4, 16):
+        half = structured(BTT(blocks=(blocks, blocks)), in_, out, factory)
+        for choice in choices[:2]:
+            yield Entry(f"BTT {blocks} x {blocks}, half, {choice}", choice, half, half.macs(), "btt", grid(half))
     low = structured(LowRank(), in_, out, factory)
     yield Entry("low rank, half", "reference", low, low.macs(), "low_rank", {"rank": low.config.rank})
 
@@ -84,14 +86,23 @@ def structured(config: Any, in_: int, out: int, factory: dict[str, Any]) -> Any:
 
 
 class MultipliedOut(nn.Module):
-    """The dense matrix, made anew from the cores at each call."""
+    """The dense matrix, made anew from the cores at each call: by the kernel that does so, else in plain torch."""
 
     def __init__(self, linear: Any):
         super().__init__()
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.linear.dense())
+        cores = x, self.linear.right, self.linear.weight, None, self.linear.out_features
+        kernel = next((k for k in of_dense(x.is_cuda) if k.accepts(*cores)), None)
+        return F.linear(x, self.linear.dense()) if kernel is None else kernel.run(*cores)
+
+
+def of_dense(gpu: bool) -> list[Any]:
+    """Kernels of the op that multiply out."""
+    if gpu:
+        found()
+    return [k for k in cast(Op, btt_linear).kernels if k.way == "dense"] if gpu else []
 
 
 def _heat(

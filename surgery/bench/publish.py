@@ -21,10 +21,11 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
 def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One result for each kind: several runs of one (some rivals each) as one, the first run's row where two have it."""
-    kinds: dict[str, dict[str, Any]] = {}
+    """One result for each kind and dtype: several runs of one (some rivals each) as one, the first run's row where two
+    have it."""
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for result in results:
-        one = kinds.setdefault(result["kind"], {**result, "rows": []})
+        one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": []})
         known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
         one["complete"] &= result["complete"]
@@ -34,22 +35,34 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def measured(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table of kernels/measured.py: what each op took in each way, and what it replaces."""
-    rows = []
+def measured(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tables of kernels/measured.py, one for each dtype: what each op took in each way, and what it replaces."""
+    tables: dict[str, dict[str, Any]] = {}
     for result in results:
+        said = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
+        said["capability"] = said["capability"] or []
+        into = tables.setdefault(result["dtype"], {**said, "rows": []})["rows"]
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
                 heat = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
-                rows += _of_one(heat, kind_of(table))
-    first = results[0]
-    return {"device": first["device"], "date": first["date"], "versions": first["versions"], "rows": rows}
+                into += _of_one(heat, kind_of(table))
+    return list(tables.values())
+
+
+def written(tables: list[dict[str, Any]]) -> str:
+    """As JSON, a line for each row."""
+    parts = []
+    for table in tables:
+        said = json.dumps({name: value for name, value in table.items() if name != "rows"})
+        rows = ",\n  ".join(json.dumps(row) for row in table["rows"])
+        parts.append(f'{said[:-1]}, "rows": [\n  {rows}\n ]}}')
+    return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
 
 
 def kind_of(table: str) -> str:
-    """forward, backward (with forward), step."""
+    """forward, backward (with forward), step (of decoding, its launches counted), captured (a step in a graph)."""
     if table.startswith("decode"):
-        return "step"
+        return "captured" if table.endswith("graph") else "step"
     return "backward" if table.endswith("backward") else "forward"
 
 
@@ -66,7 +79,7 @@ def _of_one(heat: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-NAMED = ("tokens", "inputs", "outputs", "batch", "heads", "context")
+NAMED = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
 
 
 def rounded(ms: float) -> float:
@@ -78,16 +91,19 @@ def page(text: str, results: list[dict[str, Any]]) -> str:
     before, _, rest = text.partition(BEGIN)
     _, mark, after = rest.partition(END)
     assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
-    sections = [f"## {result['kind'].capitalize()}\n\n{markdown(result)}" for result in results]
+    sections = [f"## {heading(result)}\n\n{markdown(result)}" for result in results]
     return f"{before}{BEGIN}\n{EXPLAINED.capitalize()}.\n\n" + "\n".join(sections) + f"\n{END}{after}"
+
+
+def heading(result: dict[str, Any]) -> str:
+    kind = result["kind"].capitalize()
+    return kind if result["dtype"] == "bfloat16" else f"{kind}, {result['dtype']}"
 
 
 def main(paths: list[str]) -> None:
     results = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     of_ops = [result for result in results if result["kind"] != "model"]
-    table = measured(of_ops)
-    rows = ",\n  ".join(json.dumps(row) for row in table.pop("rows"))
-    TABLE.write_text(json.dumps(table, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    TABLE.write_text(written(measured(of_ops)), encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(f"{TABLE}\n{PAGE}\n{conditions(results[0])[0]}")
 
