@@ -21,6 +21,10 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from 
 Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
 Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
 
+Context = Annotated[
+    int, typer.Option("--context", min=1, metavar="TOKENS", help="Length of prompts that notes on speed are for.")
+]
+
 # -- of surgery convert and demo
 Calibration = Annotated[
     Optional[str],  # noqa: UP045
@@ -48,6 +52,10 @@ Only = Annotated[
     typer.Option(
         metavar="WORDS", help="Rivals whose names have one of these words; -word leaves out, e.g. kernel,-mlr."
     ),
+]
+Numbers = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32."),
 ]
 Results = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
 Plot = Annotated[Optional[Path], typer.Option(help="PNG or SVG file for a plot; needs matplotlib.")]  # noqa: UP045
@@ -80,6 +88,20 @@ SkipBadSteps = Annotated[
 Track = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="tensorboard (the default, where installed), wandb, trackio or none."),
+]
+
+# -- of surgery pretrain
+PretrainName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A recipe for training from scratch (gpt2, gpt2-btt, ..) or a .yaml file.")
+]
+Pretrained = Annotated[Path, typer.Option("--out", "-o", help="Folder of the trained checkpoint; must not exist.")]
+NewModel = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--model", metavar="CONFIG", help="Shape: a config.json, a folder with one, or a Hub id."),
+]
+NewTokenizer = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--tokenizer", help="A folder or a Hub id; default: one made from the text."),
 ]
 
 # -- of surgery teacher-cache
