@@ -74,6 +74,7 @@ def plan(
     source: options.Source,
     recipe: options.RecipeName,
     overrides: options.Overrides = None,
+    context: options.Context = 4096,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     as_json: options.Json = False,
@@ -93,7 +94,7 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     opened = open_source(source, trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), chosen))
-    data["speed"] = plan_notes(data)
+    data["speed"] = plan_notes(data, context)
     print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *data["speed"]])
 
 
@@ -107,6 +108,7 @@ def convert(
     resume: options.Resume = False,
     device: options.Device = None,
     seed: options.Seed = None,
+    context: options.Context = 4096,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     as_json: options.Json = False,
@@ -115,6 +117,7 @@ def convert(
 
     surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
     """
+    from surgery.bench.advice import report_notes
     from surgery.convert import REPORT
     from surgery.convert import convert as run
     from surgery.recipe import load_recipe
@@ -136,7 +139,7 @@ def convert(
     if as_json:
         print(json.dumps({"out": str(out), "report": report}, indent=2))
         return
-    _show(inspect_table(report))
+    _show([*inspect_table(report), *report_notes(report, context)])
     print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
 
 
