@@ -1,9 +1,14 @@
-"""Scores items in batches, longest first, shared over the processes; a batch that does not fit is halved."""
+"""Scores items in batches, longest first, shared over the processes; a batch that does not fit is halved. What must be made before it
+can be scored (a text of 128K tokens) is made in a thread meanwhile, a batch ahead: the device does not wait, and memory
+holds two batches."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,63 +24,90 @@ def in_batches(
     subject: Subject,
     options: EvalOptions,
     items: Sequence[T],
-    score: Callable[[list[T]], list[R]],
+    score: Callable[[list[Any]], list[R]],
     size: Callable[[T], int],
     title: str,
     tokens: int | None = None,
+    prepare: Callable[[T], Any] | None = None,
 ) -> list[R]:
-    """score(batch) of all items, in their order, to every process. size: tokens of an item, and of a batch none is below half
-    of the longest; tokens: what "auto" begins with."""
+    """score(batch) of all items, in their order, to every process. size: tokens of an item, and in a batch none is below half
+    of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in a thread, one at a time."""
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[subject.ranks.index :: subject.ranks.count]
-    found = subject.ranks.all_or_none(lambda: _own(subject, options, items, own, score, size, title, tokens))
+    start = tokens or TOKENS.get(subject.device.type, 2**17)
+    batches = _Batches(subject, options.batch_size, items, score, size, start, prepare or (lambda item: item))
+    found = subject.ranks.all_or_none(lambda: batches.run(own, title))
     every: dict[int, R] = {}
     for part in subject.ranks.gather(found):
         every |= part
     return [every[i] for i in range(len(items))]
 
 
-def _own(
-    subject: Subject,
-    options: EvalOptions,
-    items: Sequence[T],
-    own: list[int],
-    score: Callable[[list[T]], list[R]],
-    size: Callable[[T], int],
-    title: str,
-    tokens: int | None,
-) -> dict[int, R]:
-    found: dict[int, R] = {}
-    tokens = tokens or TOKENS.get(subject.device.type, 2**17)
+@dataclass
+class _Batches(Generic[T, R]):
+    subject: Subject
+    batch_size: int | str
+    items: Sequence[T]
+    score: Callable[[list[Any]], list[R]]
+    size: Callable[[T], int]
+    tokens: int
+    prepare: Callable[[T], Any]
     rows: int | None = None  # what fitted: later batches are of shorter items
-    with subject.progress.bar(title, len(own)) as tick:
-        while len(found) < len(own):
-            left = own[len(found) :]
-            longest = max(1, size(items[left[0]]))
-            wanted = max(1, tokens // longest) if options.batch_size == "auto" else options.batch_size
-            rows = wanted if rows is None else min(wanted, rows)
-            batch = [i for i in left[:rows] if 2 * size(items[i]) >= longest]
+
+    def run(self, own: list[int], title: str) -> dict[int, R]:
+        found: dict[int, R] = {}
+        with self.subject.progress.bar(title, len(own)) as tick, ThreadPoolExecutor(1) as thread:
+            batch = self._next(own)
+            ready = self._made(thread, batch)
+            while batch:
+                left = own[len(found) + len(batch) :]
+                after = self._next(left)
+                ahead = self._made(thread, after)
+                scores = self._scored(ready.result(), batch)
+                found.update(zip(batch, scores))
+                tick(len(batch))
+                batch, ready = after, ahead
+        return found
+
+    def _next(self, left: list[int]) -> list[int]:
+        if not left:
+            return []
+        longest = max(1, self.size(self.items[left[0]]))
+        wanted = max(1, self.tokens // longest) if self.batch_size == "auto" else int(self.batch_size)
+        rows = wanted if self.rows is None else min(wanted, self.rows)
+        return [i for i in left[:rows] if 2 * self.size(self.items[i]) >= longest]
+
+    def _made(self, thread: ThreadPoolExecutor, batch: list[int]) -> Any:
+        return thread.submit(lambda: [self.prepare(self.items[i]) for i in batch])
+
+    def _scored(self, made: list[Any], batch: list[int]) -> list[R]:
+        """In as many parts as memory asks for."""
+        scores: list[R] = []
+        while len(scores) < len(made):
+            rows = len(made) if self.rows is None else self.rows
+            part = made[len(scores) : len(scores) + rows]
             try:
-                scores = score([items[i] for i in batch])
-            except Exception as error:
-                rows = _halved(error, len(batch), longest, subject)
+                scores += self.score(part)
                 continue
-            found.update(zip(batch, scores))
-            tick(len(batch))
-    return found
+            except Exception as error:
+                self._check(error, len(part), self.size(self.items[batch[len(scores)]]))
+            self._halve(len(part))  # now that the error holds no tensors any more
+        return scores
 
+    def _check(self, error: Exception, rows: int, length: int) -> None:
+        from accelerate.utils.memory import should_reduce_batch_size
 
-def _halved(error: Exception, rows: int, length: int, subject: Subject) -> int:
-    from accelerate.utils.memory import should_reduce_batch_size
+        if not should_reduce_batch_size(error):
+            raise error
+        if rows == 1:
+            raise SurgeryError(
+                f"{self.subject.name} on {self.subject.device}: out of memory at one row of {length:,} tokens; use shorter "
+                "--lengths, or --dtype bfloat16"
+            ) from None
 
-    if not should_reduce_batch_size(error):
-        raise error
-    if subject.device.type == "cuda":
-        torch.cuda.empty_cache()
-    if rows == 1:
-        raise SurgeryError(
-            f"{subject.name} on {subject.device}: out of memory at one row of {length:,} tokens; use shorter --lengths, or "
-            "--dtype bfloat16"
-        ) from None
-    subject.progress.say(f"out of memory at {rows} rows of {length:,} tokens: on with {rows // 2}")
-    return rows // 2
+    def _halve(self, rows: int) -> None:
+        gc.collect()
+        if self.subject.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.rows = rows // 2
+        self.subject.progress.say(f"out of memory at {rows} rows: on with {self.rows}")

@@ -89,10 +89,14 @@ def needle_accuracy(
 
 def questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[Question]:
     """The questions of one cell: the same for every model that shares the tokenizer, so scores are paired."""
-    room = length - tokenizer.num_special_tokens_to_add()
     for index in range(samples):
-        rng = Random(f"needle {seed} {length} {depth} {index}")
-        yield needle_question(rng, room, depth, count=lambda text: len(_ids(tokenizer, text, False)))
+        yield numbered_question(tokenizer, length, depth, index, seed)
+
+
+def numbered_question(tokenizer: Any, length: int, depth: float, index: int, seed: int) -> Question:
+    rng = Random(f"needle {seed} {length} {depth} {index}")
+    room = length - tokenizer.num_special_tokens_to_add()
+    return needle_question(rng, room, depth, count=lambda text: len(_ids(tokenizer, text, False)))
 
 
 def encode(tokenizer: Any, question: Question) -> tuple[list[int], int]:
@@ -122,7 +126,7 @@ def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: to
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    return tokenizer(text, add_special_tokens=special).input_ids
+    return tokenizer(text, add_special_tokens=special, verbose=False).input_ids
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:

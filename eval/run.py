@@ -179,8 +179,7 @@ class _Run:
                 shown = {"converted": suite.joint(by_role["base"], by_role["converted"])} if suite.joint else by_role
                 done.rows += rows_of(suite.name, shown, same, self.options.seed)
                 done.results[suite.name] = by_role
-                if suite.plot is not None and self.store.folder is not None:
-                    done.plots += suite.plot(by_role, self.store.folder)
+                done.plots += self._plotted(suite, by_role)
             except SurgeryError as error:
                 self._break(suite, opened[-1], error)
         done.broken = self.broken
@@ -189,6 +188,16 @@ class _Run:
             done.verdicts = judge(limits, done.rows, first, list(done.broken))
             self._write(done)
         return done
+
+    def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
+        """No picture is worth the numbers."""
+        if suite.plot is None or self.store.folder is None:
+            return []
+        try:
+            return suite.plot(by_role, self.store.folder)
+        except Exception as error:
+            self.progress.say(f"{suite.name} was not drawn: {type(error).__name__}: {error}")
+            return []
 
     def _write(self, done: Evaluation) -> None:
         from surgery.eval.shown import markdown

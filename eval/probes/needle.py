@@ -7,7 +7,7 @@ needle-rank    any tokenizer, no training: sixteen candidates ranked, see needle
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,9 @@ from surgery.calibrate import document_stream
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.batching import in_batches
 from surgery.eval.losses import check_head
-from surgery.eval.needle import DEPTHS, LENGTHS, encode, questions, score
-from surgery.eval.needle_rank import CANDIDATES, KEYS, SHORTEST, Vocabulary, rank, ranking
+from surgery.eval.needle import DEPTHS, LENGTHS, encode, numbered_question
+from surgery.eval.needle import score as found
+from surgery.eval.needle_rank import CANDIDATES, KEYS, SHORTEST, Ranking, Vocabulary, rank, ranking
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
 
 TASKS = ("needle", "needle-rank")
@@ -38,14 +39,17 @@ FLOORS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Cell:
+    """Which question; it is written when it is its turn."""
+
     task: str
     length: int
     depth: float
     index: int
-    size: int
-    what: Any
-    shown: dict[str, Any]
+
+    def sample(self, metrics: dict[str, float], shown: dict[str, Any]) -> Sample:
+        name = stable_id(self.task, self.index, shown)
+        return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
 
 
 def run(subject: Subject, options: EvalOptions) -> SuiteResult:
@@ -56,13 +60,13 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
             raise SurgeryError(f"needle has no task {task!r}{nearest(task, TASKS)}")
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (subject.longest or n))
     depths, count = options.depths or DEPTHS, options.limit or SAMPLES
-    makers = {"needle": _stories, "needle-rank": _rankings}
     samples: list[Sample] = []
     for task in tasks:
-        asked = makers[task](subject, options, lengths, depths, count)
-        scorer = _scorer(task, subject)
-        found = in_batches(subject, options, asked, scorer, lambda q: q.size, f"{task} of {subject.name}")
-        samples += [_sample(q, metrics) for q, metrics in zip(asked, found)]
+        cells = [Cell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
+        if task == "needle":
+            samples += _stories(subject, options, cells)
+        else:
+            samples += _rankings(subject, options, [cell for cell in cells if cell.length >= SHORTEST])
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
     result.info = {"longest": subject.longest}
     if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
@@ -71,42 +75,40 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
     return result
 
 
-def _sample(asked: Asked, metrics: dict[str, float]) -> Sample:
-    group = {"length": asked.length, "depth": asked.depth}
-    return Sample(asked.task, stable_id(asked.task, asked.index, asked.shown), metrics, group, shown=asked.shown)
+def _stories(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+    def write(cell: Cell) -> tuple[Cell, Any, Any]:
+        try:
+            question = numbered_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed)
+        except ValueError as error:  # too short for its facts
+            raise SurgeryError(f"needle: {error}") from None
+        return cell, question, encode(subject.tokenizer, question)
+
+    def score(batch: list[tuple[Cell, Any, Any]]) -> list[Sample]:
+        right = found(subject.model, [encoded for _, _, encoded in batch], subject.model.device)
+        shown = [{"prompt": q.prompt[-200:], "target": q.answer} for _, q, _ in batch]
+        return [cell.sample({"accuracy": float(r)}, s) for (cell, _, _), r, s in zip(batch, right, shown)]
+
+    return in_batches(
+        subject, options, cells, score, lambda cell: cell.length, f"needles of {subject.name}", prepare=write
+    )
 
 
-def _stories(
-    subject: Subject, options: EvalOptions, lengths: Sequence[int], depths: Sequence[float], count: int
-) -> list[Asked]:
-    found = []
-    for length in lengths:
-        for depth in depths:
-            try:
-                cell = list(questions(subject.tokenizer, length, depth, count, options.seed))
-            except ValueError as error:  # too short for its facts
-                raise SurgeryError(f"needle: {error}") from None
-            for index, question in enumerate(cell):
-                ids, start = encode(subject.tokenizer, question)
-                shown = {"prompt": question.prompt[-200:], "target": question.answer}
-                found.append(Asked("needle", length, depth, index, len(ids), (ids, start), shown))
-    return found
-
-
-def _rankings(
-    subject: Subject, options: EvalOptions, lengths: Sequence[int], depths: Sequence[float], count: int
-) -> list[Asked]:
+def _rankings(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
     vocabulary = Vocabulary(subject.tokenizer)
-    text = _text_ids(vocabulary, options, max(lengths) * 16)
-    found = []
-    for length in (n for n in lengths if n >= SHORTEST):
-        for depth in depths:
-            for index in range(count):
-                rng = Random(f"needle-rank {options.seed} {length} {depth} {index}")
-                question = ranking(vocabulary, length, depth, rng, text)
-                value = subject.tokenizer.decode([question.candidates[question.answer]])
-                found.append(Asked("needle-rank", length, depth, index, length, question, {"target": value}))
-    return found
+    text = _text_ids(vocabulary, options, 16 * max((cell.length for cell in cells), default=0))
+
+    def write(cell: Cell) -> tuple[Cell, Ranking]:
+        rng = Random(f"needle-rank {options.seed} {cell.length} {cell.depth} {cell.index}")
+        return cell, ranking(vocabulary, cell.length, cell.depth, rng, text)
+
+    def score(batch: list[tuple[Cell, Ranking]]) -> list[Sample]:
+        every = rank(subject.model, [question for _, question in batch])
+        targets = [subject.tokenizer.decode([q.candidates[q.answer]]) for _, q in batch]
+        return [cell.sample(m, {"target": target}) for (cell, _), m, target in zip(batch, every, targets)]
+
+    return in_batches(
+        subject, options, cells, score, lambda cell: cell.length, f"rankings of {subject.name}", prepare=write
+    )
 
 
 def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list[int] | None:
@@ -118,14 +120,6 @@ def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list
         if len(ids) >= wanted:
             break
     return ids[:wanted]
-
-
-def _scorer(task: str, subject: Subject) -> Callable[[list[Asked]], list[dict[str, float]]]:
-    if task == "needle-rank":
-        return lambda batch: rank(subject.model, [q.what for q in batch])
-    return lambda batch: [
-        {"accuracy": float(right)} for right in score(subject.model, [q.what for q in batch], subject.model.device)
-    ]
 
 
 def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:

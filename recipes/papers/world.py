@@ -59,9 +59,11 @@ class World:
         return " " + pick(self.rng, templates).format_map(self)
 
     def person(self) -> str:
-        """Introduces somebody new: the sentence that does so."""
+        """Introduces somebody new: the sentence that does so; in a text so long that no name is left, something happens."""
         girl = self.rng.random() < 0.5
         names = [name for name in WORDS["girl" if girl else "boy"] if name not in self.holds]
+        if not names:
+            return self.event()
         someone = {"A": pick(self.rng, names), "he": "she" if girl else "he"}
         for slot, group in (("home", "place"), ("own", "role"), ("pet", "animal"), ("likes", "food")):
             someone[slot] = pick(self.rng, WORDS[group])

@@ -1,0 +1,115 @@
+"""What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
+
+python -m surgery.recipes.papers.eval_speed --length 32768 --samples 8 --suite needle --suite niah
+
+The bare loop reads as many random prompts of that length and takes the last logits, batch by batch. A suite that is bound by
+prefill takes little longer, at every length alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.calibrate import load_tokenizer
+from surgery.devices import choose_device, device_name
+from surgery.eval.batching import TOKENS
+from surgery.eval.ranks import Ranks
+from surgery.eval.suites import EvalOptions, Subject, find_suite
+from surgery.progress import RichProgress
+
+SHAPES: dict[str, dict[str, int]] = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1536},
+}  # fmt: skip
+
+
+def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
+    """Random weights; the embedded checkpoint's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(str(importlib.resources.files("surgery.data.tiny")))
+    tokenizer = load_tokenizer(folder)
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return Subject(
+        "converted", f"random-{shape}", folder, shape, model, tokenizer, device, dtype, longest, Ranks(), RichProgress()
+    )
+
+
+@torch.inference_mode()
+def bare(subject: Subject, length: int, samples: int, rows: int) -> float:
+    """Seconds of the forwards alone."""
+    size = subject.model.config.vocab_size
+    ids_BT = torch.randint(size, (rows, length), device=subject.device)
+    _ = subject.model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
+    began = time.perf_counter()
+    for first in range(0, samples, rows):
+        ids = ids_BT[: min(rows, samples - first)]
+        _ = subject.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().item()
+    return time.perf_counter() - began
+
+
+def measured(
+    subject: Subject, name: str, length: int, samples: int, rows: int, data_root: Path | None
+) -> dict[str, Any]:
+    suite, _, task = name.partition(":")
+    options = EvalOptions(
+        lengths=(length,),
+        depths=(0.5,),
+        limit=samples,
+        tasks=(task,) if task else (),
+        batch_size=rows,
+        data_root=data_root,
+    )
+    began = time.perf_counter()
+    result = find_suite(suite).run(subject, options)
+    seconds = time.perf_counter() - began
+    return {"suite": name, "samples": len(result.samples), "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--suite", action="append", help="suite, or suite:task")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--device")
+    arguments = parser.parse_args()
+    device = choose_device(arguments.device)
+    lengths = arguments.length or [32768]
+    subject = subject_of(arguments.shape, device, max(lengths))
+    print(
+        f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True
+    )
+    for length in lengths:
+        rows = max(1, TOKENS.get(device.type, 2**17) // length)
+        alone = bare(subject, length, arguments.samples, rows) / arguments.samples
+        print(f"{length:,} tokens, {rows} rows: bare {1 / alone:.3f} samples/s", flush=True)
+        for name in arguments.suite or ["needle:needle", "needle:needle-rank"]:
+            found = measured(subject, name, length, arguments.samples, rows, arguments.data_root)
+            each = found["seconds"] / found["samples"]
+            found |= {"length": length, "samples_per_second": 1 / each, "bare": 1 / alone, "share": alone / each}
+            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
