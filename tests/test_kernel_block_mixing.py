@@ -252,11 +252,3 @@ def test_masks_take_them(config):
 def on_device(rows):
     moved = {name: x.to(DEVICE) for name, x in vars(rows).items() if isinstance(x, torch.Tensor)}
     return replace(rows, **moved, signals={name: x.to(DEVICE) for name, x in rows.signals.items()})
-
-
-@pytest.mark.parametrize("dtype, taken", [(torch.bfloat16, set()), (torch.float32, {"blocks_from_zero"})])
-def test_narrow_heads_of_half_precision_are_left_to_the_reference(dtype, taken):
-    q, k, v = (x.to(DEVICE, dtype) for x in tokens_of(1, 1, 1, 70, 18, 3, 1)[:3])
-    with torch.no_grad(), choose("kernel"), watched() as names:
-        blocks_from_zero(q, k, v, torch.ones(1, 1, 1, 1, device=DEVICE), 70, 16, False)
-    assert names == taken
