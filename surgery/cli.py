@@ -20,6 +20,7 @@ from surgery.eval.command import evaluate
 from surgery.share.command import push
 from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
+from surgery.training.pretrain_command import pretrain
 from surgery.version import __version__
 
 app = typer.Typer(
@@ -162,6 +163,7 @@ def inspect(
 
 
 app.command()(finetune)
+app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
 app.command()(push)
 

@@ -124,7 +124,7 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
     rows = []
     for role, records in roles.items():
-        errors = sorted(r["error"] for r in records)
+        errors = sorted(r["error"] for r in records if r["error"] is not None)  # none from scratch
         names = [describe(r["structure"]).split(" rank")[0] for r in records]
         rows.append(
             {
@@ -134,9 +134,9 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "before": sum(r["params_before"] for r in records),
                 "after": sum(r["params_after"] for r in records),
                 "macs_after": sum(r["macs_after"] for r in records),
-                "median_error": errors[len(errors) // 2],
-                "worst_error": errors[-1],
-                "worst_module": max(records, key=lambda r: r["error"])["name"],
+                "median_error": errors[len(errors) // 2] if errors else None,
+                "worst_error": errors[-1] if errors else None,
+                "worst_module": max(records, key=lambda r: r["error"])["name"] if errors else None,
             }
         )
     return rows

@@ -42,7 +42,7 @@ def finetune(
     """Heal the checkpoint `name`; the record, as written into OUT/surgery_report.json. Every process of `accelerate
     launch` calls this; the first one writes."""
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
-    _refuse(out, name, recipe, teacher, resume)
+    refuse(out, name, recipe, teacher, resume)
     source = opening.opened(name, trust_remote_code)
     run = Healing(
         source, recipe, out, teacher, trust_remote_code, skip_bad_steps, track, device, progress or Progress(), show
@@ -61,7 +61,8 @@ def finetune(
         raise
 
 
-def _refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
+def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
+    """What can be known before anything is opened."""
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
     if not out.parent.is_dir():

@@ -70,10 +70,10 @@ class Reporter:
         self.progress.say(said(line))
 
 
-def result_table(result: dict[str, Any]) -> list[Any]:
-    """Before and after; what was trained."""
+def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
+    """Before and after; what was trained. labels: what is measured -> what it is called."""
     parts: list[Any] = []
-    rows = [(label, result["validation"].get(key)) for key, label in ROWS]
+    rows = [(label, result["validation"].get(key)) for key, label in labels or ROWS]
     if any(value for _, value in rows):
         table = _table("before and after, on validation text", "", "perplexity", "nats per token", "to the original")
         original = (result["validation"].get("original") or {}).get("perplexity")

@@ -2,7 +2,7 @@
 
 Keeps a core's entries from outgrowing the size they began with, which is what makes BTT diverge at large rates (Qiu et
 al. 2024, section 5.1, where size is that of the muP initialisation; here it is the start's own root mean square, since
-calibrated cores begin where they do). Folded into the cores when the stage ends.
+calibrated cores begin where they do, and muP's for a core that begins at zero). Folded into the cores when the stage ends.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from surgery.structures import StructuredLinear
 class CoreNorm(nn.Module):
     """size is a parameter that never trains, so that it is kept in checkpoints."""
 
-    def __init__(self, core: Tensor):
+    def __init__(self, core: Tensor, blank: float):
+        """blank: size of a core of zeros."""
         super().__init__()
+        own = rms(core.detach())
         self.gamma = nn.Parameter(torch.ones((), dtype=core.dtype, device=core.device))
-        self.size = nn.Parameter(rms(core.detach()), requires_grad=False)
+        self.size = nn.Parameter(torch.where(core.detach().any(), own, blank).to(own), requires_grad=False)
 
     def forward(self, core: Tensor) -> Tensor:
-        return self.gamma * (self.size / rms(core).clamp_min(1e-12)).clamp(max=1.0) * core
+        return self.gamma * (self.size / rms(core)).clamp(max=1.0) * core
 
     def right_inverse(self, core: Tensor) -> Tensor:
         return core
 
 
 def rms(core: Tensor) -> Tensor:
-    return core.square().mean().sqrt()
+    """Over 1e-12, so that zeros have a gradient."""
+    return core.square().mean().clamp_min(1e-24).sqrt()
 
 
 def cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
@@ -50,7 +53,7 @@ def normalise(model: nn.Module, names: set[str]) -> set[str]:
         name = f"{path}.{core}"
         if name not in names:
             continue
-        parametrize.register_parametrization(module, core, CoreNorm(getattr(module, core)))
+        parametrize.register_parametrization(module, core, CoreNorm(getattr(module, core), module.mup()[core].std))
         now.remove(name)
         now |= {f"{path}.parametrizations.{core}.original", f"{path}.parametrizations.{core}.0.gamma"}
     return now

@@ -1,0 +1,57 @@
+"""The command `surgery pretrain`; imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from surgery import options
+from surgery.console import progress, show
+
+
+def pretrain(
+    recipe: options.PretrainName,
+    out: options.Pretrained,
+    data: options.TrainingData = None,
+    model: options.NewModel = None,
+    tokenizer: options.NewTokenizer = None,
+    overrides: options.Overrides = None,
+    tiny: options.Tiny = False,
+    resume: options.ResumeTraining = False,
+    skip_bad_steps: options.SkipBadSteps = False,
+    track: options.Track = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train a model with structured layers from scratch, with muP; `accelerate launch -m surgery pretrain ..` on many devices.
+
+    surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
+    """
+    from surgery.training.new_model import keys_of_config
+    from surgery.training.pretrain import pretrain as run
+    from surgery.training.pretrain_recipe import load_pretrain
+    from surgery.training.shown import result_table
+
+    given = [f"model={json.dumps(keys_of_config(model))}"] if model is not None else []
+    given += overrides or []
+    given += [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
+    given += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
+    record = run(
+        load_pretrain(recipe, given, tiny),
+        out,
+        resume=resume,
+        skip_bad_steps=skip_bad_steps,
+        track=track,
+        device=device,
+        progress=progress(as_json),
+        show=(lambda parts: None) if as_json else show,
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    show([*result_table(record, UNTRAINED), f"trained checkpoint: {record['out']}"])
+
+
+UNTRAINED = (("before", "untrained"), ("after", "trained"))
