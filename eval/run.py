@@ -185,8 +185,10 @@ class _Run:
         done.broken = self.broken
         if self.ranks.main:
             first = {suite: done.first(suite).name for suite in done.results}
-            done.verdicts = judge(limits, done.rows, first, list(done.broken))
-            self._write(done)
+            try:
+                done.verdicts = judge(limits, done.rows, first, list(done.broken))
+            finally:  # a limit of a misspelt name does not cost the results
+                self._write(done)
         return done
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
