@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from surgery.kernels import btt_launch as launch
 from surgery.kernels.btt_cores import LARGEST, Dense, from_dense
 from surgery.kernels.btt_decode import TOKENS, few
-from surgery.kernels.measured import WAYS, Asked, Way, about, fastest, learning, sizes
+from surgery.kernels.measured import WAYS, Asked, Reading, Way, fastest, learning, sizes, three
 from surgery.op import kernel_for
 from surgery.structures.btt import btt_linear
 
@@ -47,9 +47,12 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
 def asked(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Asked:
     """What kernels/measured.json is asked for."""
     (c, d, b, s), in_ = right_cdbs.shape, x.shape[-1]
-    at = sizes(tokens=about(x.numel() // in_), inputs=in_, outputs=out, rank=s, rows=b, columns=c)
+    at = sizes(tokens=x.numel() // in_, inputs=in_, outputs=out, rank=s, rows=b, columns=c)
     ways: tuple[Way, ...] = WAYS if max(d, left_bcsa.shape[3]) <= LARGEST else ("kernel", "reference")
     return Asked(learning(x, right_cdbs, left_bcsa), at, x, ways)
+
+
+READING = Reading(asked, three)
 
 
 def by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -64,7 +67,7 @@ def by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
     return rows * (SLOWER * b * c * s * (max(a, LEAST) + max(d, LEAST)) - dense) < MULTIPLYING * dense
 
 
-@kernel_for(btt_linear, accepts=accepts, wins=fastest("btt", asked, otherwise=by_rule))
+@kernel_for(btt_linear, accepts=accepts, wins=fastest("btt", READING, otherwise=by_rule))
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -83,7 +86,7 @@ def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
     return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= LARGEST
 
 
-@kernel_for(btt_linear, accepts=accepts_dense, wins=fastest("btt", asked, "dense"), way="dense")
+@kernel_for(btt_linear, accepts=accepts_dense, wins=fastest("btt", READING, "dense"), way="dense")
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """The matrix multiplied out, then the library's product: for many tokens and high ranks."""
     w_OI = Dense.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,6 +29,7 @@ Way = Literal["kernel", "reference", "dense"]
 Pass = Literal["forward", "backward", "step", "captured"]
 WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
 FAR = math.log(8.0)
+MANY = 4096  # calls remembered
 Sizes = tuple[tuple[str, int], ...]
 
 
@@ -95,36 +96,48 @@ def distance(one: dict[str, int], other: dict[str, int]) -> float:
 
 
 # -- asking for a call -------------------------------------------------------------------------------------
+class Reading(NamedTuple):
+    """How calls of an op are read. asked: as the table knows them; key: two calls of the same key ask the same, found in a
+    few microseconds."""
+
+    asked: Callable[..., Asked]
+    key: Callable[..., Hashable]
+
+
 def fastest(
     op: str,
-    asked: Callable[..., Asked],
+    reading: Reading,
     way: Way = "kernel",
     otherwise: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[..., bool]:
     """`wins` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
     are no numbers, so there the latter decides as well."""
+    known: dict[Hashable, bool] = {}
 
     def wins(*args: Any, **kwargs: Any) -> bool:
         if torch.compiler.is_compiling():
             return otherwise(*args, **kwargs)
-        pass_, at, x, ways = asked(*args, **kwargs)
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        found = choice(op, pass_, at, place(x.device, dtype), ways)
-        return otherwise(*args, **kwargs) if found is None else found == way
+        key = reading.key(*args, **kwargs)
+        verdict = known.get(key)
+        if verdict is None:
+            if len(known) >= MANY:
+                known.clear()
+            found = chosen(op, reading.asked(*args, **kwargs))
+            verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == way
+        return verdict
 
     return wins
 
 
+def chosen(op: str, asked: Asked) -> Way | None:
+    device, dtype = asked.x.device, asked.x.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    return choice(op, asked.pass_, asked.sizes, place(device, dtype), asked.ways)
+
+
 def sizes(**named: int) -> Sizes:
     return tuple(named.items())
-
-
-@lru_cache(maxsize=4096)
-def about(n: int) -> int:
-    """n to a quarter of an octave, so that lengths that grow ask the table now and then only."""
-    return round(2 ** (round(4 * math.log2(max(n, 1))) / 4))
 
 
 @cache
@@ -143,23 +156,31 @@ def stepping(x: Tensor) -> Pass:
     return "captured" if x.is_cuda and torch.cuda.is_current_stream_capturing() else "step"
 
 
-def of_tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
-    """Masks over T tokens; lanes: heads of all rows."""
+def three(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
+    """The key of calls whose first three arguments are tensors that say all."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or z.requires_grad)
+    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, torch.is_autocast_enabled()
+
+
+def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
     batch, groups, tokens, _ = v_BGTV.shape
-    at = sizes(lanes=about(batch * groups * q_BGJTF.shape[2]), tokens=about(tokens))
+    at = sizes(lanes=batch * groups * q_BGJTF.shape[2], tokens=tokens)
     return Asked(learning(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
+
+
+def _step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
+    return Asked(stepping(v_BGV), sizes(lanes=v_BGV.shape[0] * v_BGV.shape[1] * q_BGJF.shape[2]), v_BGV)
+
+
+of_tokens = Reading(_tokens, three)  # masks over T tokens; lanes: heads of all rows
+of_step = Reading(_step, lambda q, k, v, *rest, **more: (three(q, k, v), stepping(v)))  # masks, one token more
 
 
 def of_mask_step(mask: str) -> Callable[..., bool]:
     """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
     plain, delta = fastest(mask, of_step), fastest(f"{mask} delta", of_step)
 
-    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> bool:
-        return (plain if beta is None else delta)(q, k, v, beta, *rest)
+    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any, **more: Any) -> bool:
+        return (plain if beta is None else delta)(q, k, v)
 
     return wins
-
-
-def of_step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
-    """Masks, one token more."""
-    return Asked(stepping(v_BGV), sizes(lanes=about(v_BGV.shape[0] * v_BGV.shape[1] * q_BGJF.shape[2])), v_BGV)

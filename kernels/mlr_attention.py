@@ -7,6 +7,7 @@ together once. Few queries against a cache go to mlr_attention_decode.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from surgery.kernels.measured import Asked, about, fastest, learning, sizes, stepping
+from surgery.kernels.measured import Asked, Reading, fastest, learning, sizes, stepping
 from surgery.kernels.mlr_attention_decode import LEVELS, decode
 from surgery.kernels.mlr_attention_dkv import mlr_keys
 from surgery.kernels.mlr_attention_dq import mlr_queries
@@ -63,8 +64,10 @@ def forward(
     plan: Plan,
     tiles: Any = None,
     walks: Any = None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
+    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L. rest: like out,
+    for what rounding takes from it."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
     tiles = tiles or forward_tiles(q.dtype, max(R, V), plan)
@@ -73,17 +76,18 @@ def forward(
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
     (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
     mlr_forward[triton.cdiv(T, tiles.M) + plan.holes, B * H](
-        q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
+        q, k, v, out, rest, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
         A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
-        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1, **meta(plan, q, v, biases, tiles),
+        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
+        REST=rest is not None, **meta(plan, q, v, biases, tiles),
     )  # fmt: skip
     return out, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    plan: Plan, tiles: Any = None,
+    plan: Plan, tiles: Any = None, rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
     B, H, T, R = q.shape
@@ -100,8 +104,8 @@ def backward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], 0 if ends.shape[0] == 1 else 1)
     scalars = (plan.scaling, plan.window or 0, T, S, H, H // G)
     mlr_queries[programs, B * H](
-        q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, *scalars, *strides,
-        A=a, B=b, L1=zone, DBIAS=biases is not None, **meta(plan, q, v, biases, tiles_q),
+        q, k, v, out, rest, dout, lse, delta, dq, ends, biases, dbiases, *scalars, *strides,
+        A=a, B=b, L1=zone, DBIAS=biases is not None, REST=rest is not None, **meta(plan, q, v, biases, tiles_q),
     )  # fmt: skip
     mlr_keys[triton.cdiv(S, tiles_k.N) + plan.holes, B * H](
         q, k, v, dout, lse, delta, dk, dv, ends, biases, *scalars, *strides,
@@ -120,15 +124,17 @@ class Attend(torch.autograd.Function):
         levels = len(plan.ranks)
         q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
         values, v = v.shape[-1], aligned(v)
-        out, lse = forward(q, k, v, biases, ends, plan)
+        # delta of `out` as it is rounded puts the gradient of biases, in which it hardly cancels, off by a percent
+        rest = v.new_zeros(*q.shape[:-1], v.shape[-1]) if ctx.needs_input_grad[2] and v.dtype != torch.float32 else None
+        out, lse = forward(q, k, v, biases, ends, plan, rest=rest)
         ctx.plan, ctx.values, ctx.slots = plan, values, [part.shape[2] for part in parts[levels:]]
-        ctx.save_for_backward(q, k, v, biases, ends, out, lse)
+        ctx.save_for_backward(q, k, v, biases, ends, out, lse, rest)
         return out[..., :values]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, biases, ends, out, lse = ctx.saved_tensors
-        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
+        q, k, v, biases, ends, out, lse, rest = ctx.saved_tensors
+        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan, rest=rest)
         dims, ranks = sum(ctx.plan.ranks), ctx.plan.ranks
         dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), ctx.slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
@@ -191,18 +197,24 @@ def within(extents: list[int | None], form: str) -> bool:
     return all(b <= a and (form != "nested" or a % b == 0) for a, b in pairs)
 
 
-def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, *_: Any, **__: Any) -> Asked:
+def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Asked:
     """What kernels/measured.json is asked for."""
     first, levels = terms[0].q_BGJTR, len(terms)
-    lanes = about(len(v_BGSV) * first.shape[1] * first.shape[2])
+    lanes = len(v_BGSV) * first.shape[1] * first.shape[2]
     if steps(terms, v_BGSV, frame):
-        return Asked(stepping(v_BGSV), sizes(lanes=lanes, context=about(frame.slots), levels=levels), v_BGSV)
+        return Asked(stepping(v_BGSV), sizes(lanes=lanes, context=frame.slots, levels=levels), v_BGSV)
     parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
-    at = sizes(lanes=lanes, tokens=about(frame.queries), levels=levels)
-    return Asked(learning(v_BGSV, *parts), at, v_BGSV)
+    return Asked(learning(v_BGSV, *parts), sizes(lanes=lanes, tokens=frame.queries, levels=levels), v_BGSV)
 
 
-@kernel_for(attend, accepts=can, wins=fastest("mlr", asked))
+def key(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Hashable:
+    """A context that grows asks anew at its doublings."""
+    q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
+    size = (q.shape, frame.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
+    return *size, grad or v_BGSV.requires_grad, stepping(v_BGSV), torch.is_autocast_enabled()
+
+
+@kernel_for(attend, accepts=can, wins=fastest("mlr", Reading(asked, key)))
 def mlr_attend(
     terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
