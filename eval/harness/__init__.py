@@ -1,0 +1,21 @@
+"""Suites that run through lm-eval: needles, RULER, LongBench, retrieval, zero-shot, and its own tasks by name.
+
+lm-eval itself is imported when one of them runs.
+"""
+
+from __future__ import annotations
+
+from surgery.eval.harness.long import run_niah, run_ruler
+from surgery.eval.harness.longbench import run_longbench
+from surgery.eval.harness.names import by_name, run_zeroshot
+from surgery.eval.harness.retrieval import run_retrieval
+from surgery.eval.suites import FALLBACKS, Suite, register
+
+register(Suite("niah", "needles in a haystack by length and depth, answers generated", run_niah))
+register(Suite("ruler", "RULER's thirteen tasks, filled to the token", run_ruler))
+register(
+    Suite("longbench", "LongBench: the fourteen of the log-linear paper; --tasks all: all twenty-one", run_longbench)
+)
+register(Suite("retrieval", "SWDE, SQuAD, FDA, TriviaQA, DROP, NQ in the context, cut to lengths", run_retrieval))
+register(Suite("zeroshot", "wikitext, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, as lm-eval has them", run_zeroshot))
+FALLBACKS.append(by_name)

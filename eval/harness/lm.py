@@ -1,0 +1,173 @@
+"""lm-eval's Hugging Face model around one that is loaded, in our batches.
+
+HFLM tokenizes, generates and cuts answers, so scores are those of `lm_eval --model hf`. Batches are `in_batches`: longest
+first, shared over the processes, halved where memory ends. Likelihoods are ours: logits of the scored tokens only.
+T tokens, V vocabulary, N scored tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surgery.eval.batching import in_batches
+from surgery.eval.suites import EvalOptions, Subject
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+Pair = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
+
+UNBOUNDED = 2**20  # tokens, for a model without a longest input
+
+
+def harness_model(subject: Subject, options: EvalOptions, longest: int | None = None) -> Any:
+    """longest: inputs are cut (from the left) to this; default: what the model was made for."""
+    lm = _classes()(
+        pretrained=subject.model,
+        tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
+        backend="default" if subject.model.config.is_encoder_decoder else "causal",
+        max_length=longest or subject.longest or UNBOUNDED,
+        batch_size=1,
+    )
+    lm.subject, lm.options = subject, options
+    return lm
+
+
+@cache
+def _classes() -> type:
+    from lm_eval.models.huggingface import HFLM
+
+    return type("SurgeryLM", (InBatches, HFLM), {})
+
+
+class InBatches:
+    """Stands before HFLM: what it does in batches goes through `in_batches`."""
+
+    subject: Subject
+    options: EvalOptions
+    model: Any
+    tokenizer: Any
+    max_length: int
+    backend: str
+    cache_hook: Any
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """In groups of equal generation settings, as batches need."""
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(i)
+        answers: list[str] = [""] * len(requests)
+        for group in alike.values():
+            found = in_batches(
+                self.subject,
+                self.options,
+                [requests[i] for i in group],
+                self._generate,
+                lambda request: self._tokens(request.args[0]),
+                f"{requests[group[0]].task_name}: answers",
+            )
+            for i, answer in zip(group, found):
+                answers[i] = answer
+                self.cache_hook.add_partial("generate_until", requests[i].args, answer)
+        return answers
+
+    def _generate(self, batch: list[Instance]) -> list[str]:
+        self.batch_size_per_gpu = len(batch)
+        with torch.inference_mode():
+            return super().generate_until(batch, disable_tqdm=True)  # type: ignore[misc]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows: list[Pair] = []
+        owner: list[int] = []
+        for i, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])  # type: ignore[attr-defined]
+            first = self.prefix_token_id  # type: ignore[attr-defined]
+            cut = get_rolling_token_windows(tokens, first, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, cut):
+                windows.append((None, context, continuation))
+                owner.append(i)
+        sums = [0.0] * len(requests)
+        for i, (likelihood, _) in zip(owner, self._loglikelihood_tokens(windows)):
+            sums[i] += likelihood
+        for request, likelihood in zip(requests, sums):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, likelihood)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
+        alone share a row."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            rows.setdefault((*context, *continuation[:-1]), []).append(i)
+        items = [[requests[i] for i in row] for row in rows.values()]
+        scored = in_batches(
+            self.subject,
+            self.options,
+            items,
+            self._score if self.backend == "causal" else self._score_by_library,
+            lambda row: len(row[0][1]) + len(row[0][2]),
+            "likelihoods",
+        )
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        for row, found in zip(rows.values(), scored):
+            for i, answer in zip(row, found):
+                answers[i] = answer
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+        return answers
+
+    def _score_by_library(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+        flat = super()._loglikelihood_tokens(  # type: ignore[misc]
+            [pair for row in batch for pair in row], disable_tqdm=True, override_bs=len(batch)
+        )
+        found = iter(flat)
+        return [[next(found) for _ in row] for row in batch]
+
+    @torch.inference_mode()
+    def _score(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+        """One forward, padded on the right, so without a mask; rows too long are cut from the left."""
+        inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
+        longest = max(map(len, inputs))
+        scored = [max(len(pair[2]) for pair in row) for row in batch]
+        ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids in inputs], device=self.subject.device)
+        first = min(len(ids) - n for ids, n in zip(inputs, scored))
+        logits_BNV = self._logits(ids_BT, first)
+        answers = []
+        for row, ids, logits_NV in zip(batch, inputs, logits_BNV):
+            logits_NV = logits_NV[: len(ids) - first]
+            answers.append([_likelihood(logits_NV, pair[2]) for pair in row])
+        return answers
+
+    def _logits(self, ids_BT: torch.Tensor, first: int) -> torch.Tensor:
+        """From position `first` on."""
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            keep_N = torch.arange(first, ids_BT.shape[1], device=ids_BT.device)
+            return self.model(input_ids=ids_BT, use_cache=False, logits_to_keep=keep_N).logits
+        return self.model(input_ids=ids_BT, use_cache=False).logits[:, first:]
+
+    def _tokens(self, text: str) -> int:
+        known = self.__dict__.setdefault("_lengths", {})
+        if text not in known:
+            known[text] = len(self.tokenizer(text).input_ids)
+        return known[text]
+
+
+def _likelihood(logits_NV: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
+    """Of the last len(continuation) positions, a slice of them at a time."""
+    logits_NV = logits_NV[-len(continuation) :]
+    targets_N = torch.tensor(continuation, device=logits_NV.device)
+    total, greedy = 0.0, True
+    for part_NV, part_N in zip(logits_NV.split(1024), targets_N.split(1024)):
+        total -= float(torch.nn.functional.cross_entropy(part_NV.float(), part_N, reduction="sum"))
+        greedy &= bool((part_NV.argmax(-1) == part_N).all())
+    return total, greedy

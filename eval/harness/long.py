@@ -1,0 +1,146 @@
+"""The suites `niah` (needles by length and depth) and `ruler` (its thirteen tasks by length)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from surgery.errors import SurgeryError, nearest
+from surgery.eval.harness import mirror
+from surgery.eval.harness.bridge import run_own
+from surgery.eval.harness.ruler import TASKS, Room, Task, Unfit
+from surgery.eval.harness.ruler.fill import Count, counter
+from surgery.eval.harness.ruler.questions import hotpot, squad
+from surgery.eval.harness.ruler.scores import said
+from surgery.eval.harness.story import StoryNeedles
+from surgery.eval.harness.tasks import OwnTask
+from surgery.eval.suites import EvalOptions, Metric, Subject, SuiteResult
+
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+SHORTER = (512, 1024, 2048)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SAMPLES, SAMPLES_OF_A_DEPTH = 500, 25
+NEEDLES: dict[str, Task] = {
+    **{name: task for name, task in TASKS.items() if name.startswith("niah")},
+    "niah_story": StoryNeedles(),
+}
+SCORE = Metric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
+
+ESSAYS = ("baber/paul_graham_essays", None, "train")
+SQUAD = ("rajpurkar/squad_v2", None, "validation")
+HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
+
+
+def run_ruler(subject: Subject, options: EvalOptions) -> SuiteResult:
+    return _run("ruler", TASKS, tuple(TASKS), subject, options, options.limit or SAMPLES, options.depths)
+
+
+def run_niah(subject: Subject, options: EvalOptions) -> SuiteResult:
+    """In essays where there is a mirror, in noise where there is none."""
+    usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
+    depths = options.depths or DEPTHS
+    return _run("niah", NEEDLES, usual, subject, options, options.limit or SAMPLES_OF_A_DEPTH, depths)
+
+
+def _run(
+    suite: str,
+    known: Mapping[str, Task],
+    usual: tuple[str, ...],
+    subject: Subject,
+    options: EvalOptions,
+    samples: int,
+    depths: tuple[float, ...],
+) -> SuiteResult:
+    names = options.tasks or usual
+    if unknown := [name for name in names if name not in known]:
+        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{nearest(unknown[0], known)}")
+    lengths = options.lengths or usual_lengths(subject.longest)
+    texts = texts_of((known[name] for name in names), suite, options)
+    count = asked_counter(subject.tokenizer, options.apply_chat_template)
+    result = SuiteResult([], {SCORE.name: SCORE})
+    for length in lengths:
+        room = Room(count, length, options.seed, texts)
+        for name in names:
+            try:
+                docs = [question.to_dict() for question in known[name].ask(room, samples, depths)]
+            except Unfit as error:
+                result.notes.append(f"{name} at {length:,} tokens was left out: it {error}")
+                continue
+            _add(
+                result,
+                subject,
+                own(known[name], docs, length),
+                options.model_copy(update={"limit": None}),
+                max(lengths),
+            )
+    if not result.samples:
+        raise SurgeryError(f"--suite {suite}: nothing fits; {'; '.join(result.notes)}")
+    if subject.longest is not None and max(lengths) > subject.longest:
+        result.notes.append(
+            f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
+        )
+    return result
+
+
+def own(task: Task, docs: list[dict[str, Any]], length: int) -> OwnTask:
+    until = ("\n",) if isinstance(task, StoryNeedles) else ()
+    docs = [{**doc, "task": task.name} for doc in docs]
+    return OwnTask(f"{task.name}_{length}", docs, _score, task.answer_tokens, until)
+
+
+def _score(doc: Mapping[str, Any], output: str) -> float:
+    return said(output, doc["answers"], doc["rule"])
+
+
+def _add(result: SuiteResult, subject: Subject, task: OwnTask, options: EvalOptions, longest: int) -> None:
+    """A task at a time: all prompts of a long RULER together are gigabytes."""
+    found = run_own(subject, [task], options, SCORE, max(longest, subject.longest or 0))
+    result.samples += [replace(sample, shown=_short(sample.shown)) for sample in found.samples]
+    both_counted = found.metrics["score"].kind == "accuracy" and result.metrics["score"].kind in ("accuracy", "mean")
+    first = len(result.samples) == len(found.samples)
+    kind = "accuracy" if both_counted and (first or result.metrics["score"].kind == "accuracy") else "mean"
+    result.metrics["score"] = replace(SCORE, kind=kind)
+    for key, value in found.info.items():
+        known = result.info.get(key)
+        result.info[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+
+
+def _short(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The ends of a long prompt; the whole can be made again from task, length, seed and number."""
+    prompt = shown["prompt"]
+    return {**shown, "prompt": prompt if len(prompt) <= 4000 else f"{prompt[:1000]} [..] {prompt[-2000:]}"}
+
+
+def usual_lengths(longest: int | None) -> tuple[int, ...]:
+    """RULER's, as far as the model reaches; for a small model shorter ones."""
+    reach = longest or LENGTHS[-1]
+    return tuple(n for n in LENGTHS if n <= reach) or tuple(n for n in SHORTER if n <= reach) or (reach,)
+
+
+def asked_counter(tokenizer: Any, chat: bool) -> Count:
+    """Tokens of a prompt; of one in the chat template, with what the template adds."""
+    plain = counter(tokenizer)
+    if not chat:
+        return plain
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
+    )
+    added = plain(asked) - plain("x")
+    return lambda text: plain(text) + added
+
+
+def texts_of(tasks: Iterable[Task], suite: str, options: EvalOptions) -> dict[str, Any]:
+    needs = {task.needs for task in tasks if task.needs}
+    sources = {"essays": ESSAYS, "squad": SQUAD, "hotpot": HOTPOT}
+    mirror_check = partial(mirror.check, options.data_root, suite)
+    if needs:
+        mirror_check([sources[need][0] for need in sorted(needs)])
+    made = {"essays": _essays, "squad": squad, "hotpot": hotpot}
+    return {need: made[need](mirror.rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
+
+
+def _essays(rows: Any) -> str:
+    """All of them, white space made single, as RULER reads them."""
+    return " ".join(" ".join(rows["text"]).split()) + " "

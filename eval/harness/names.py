@@ -1,0 +1,129 @@
+"""lm-eval's own tasks by name: finding them, and seeing that their data is there before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError, nearest
+from surgery.eval.harness import mirror
+from surgery.eval.harness.bridge import require_lm_eval, run_tasks
+from surgery.eval.suites import EvalOptions, Subject, Suite, SuiteResult
+
+# Log-Linear Attention, table 6 (arXiv:2506.04761)
+ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
+FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
+OURS = {
+    "niah_": "ruler",
+    "ruler": "ruler",
+    "longbench": "longbench",
+}  # ours instead, for the reasons in docs/benchmarks.md
+MANAGERS: dict[tuple[str, ...], Any] = {}
+
+
+def run_zeroshot(subject: Subject, options: EvalOptions) -> SuiteResult:
+    return run_tasks(subject, options.tasks or ZEROSHOT, options, load)
+
+
+def by_name(name: str) -> Suite | None:
+    """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
+    if any(name.startswith(start) for start in OURS):
+        suite = next(suite for start, suite in OURS.items() if name.startswith(start))
+        raise SurgeryError(
+            f"{name} is a task of our suite {suite}: --suite {suite} --tasks {name.removeprefix(f'{suite}_')}"
+        )
+    require_lm_eval()
+    if _manager([name], None) is None:
+        return None
+
+    def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+        return run_tasks(subject, options.tasks or (name,), options, load)
+
+    return Suite(name, f"lm-eval's {name}", run)
+
+
+def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
+    """{name: task}, their data read from the mirror."""
+    manager = _manager(names, options)
+    if manager is None:
+        known = _all(options).all_tasks
+        wrong = next(name for name in names if name not in known)
+        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{nearest(wrong, known)}")
+    paths = sorted(set(datasets_of(manager, names)))
+    mirror.check(options.data_root, names[0] if len(names) == 1 else "zeroshot", paths)
+    manager.metadata = manager._factory._meta = dict(options.metadata)
+    with mirror.inside(options.data_root):
+        loaded = manager.load(list(names))
+    return dict(loaded["tasks"])
+
+
+def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[str]:
+    """The data sets that tasks read, without loading them."""
+    for name in names:
+        for config in configs(manager, name):
+            if config.get("dataset_path"):
+                yield config["dataset_path"]
+            elif path := getattr(config.get("class"), "DATASET_PATH", None):
+                yield path
+
+
+def configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Of a task, or of all in a group or tag."""
+    from lm_eval.tasks._index import Kind
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return
+    if entry.kind is Kind.TAG:  # of a task, `tags` are those that it bears
+        for each in sorted(entry.tags):
+            yield from configs(manager, each)
+        return
+    config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else dict(entry.cfg or {})
+    members = config.get("task")
+    if isinstance(members, list):
+        for each in members:
+            if isinstance(each, str):
+                yield from configs(manager, each)
+            elif isinstance(each, dict):
+                yield each
+                yield from configs(manager, each.get("task", "")) if isinstance(each.get("task"), str) else ()
+        return
+    yield config
+
+
+def _manager(names: Sequence[str], options: EvalOptions | None) -> Any:
+    """That knows all the names; None if none does. lm-eval's index of all its files takes seconds to a minute, so where a
+    folder has the task's name only that one is read."""
+    few = _few(names, options)
+    if few is not None and all(name in few.task_index for name in names):
+        return few
+    every = _all(options)
+    return every if all(name in every.task_index for name in names) else None
+
+
+def _few(names: Sequence[str], options: EvalOptions | None) -> Any:
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = {root / FOLDERS.get(name, name) for name in names}
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    return _built(sorted(map(str, folders)), False, options)
+
+
+def _all(options: EvalOptions | None) -> Any:
+    return _built([], True, options)
+
+
+def _built(folders: list[str], defaults: bool, options: EvalOptions | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    if options is not None and options.include_path is not None:
+        folders = [*folders, os.path.abspath(options.include_path)]
+    key = (*folders, str(defaults))
+    if key not in MANAGERS:
+        MANAGERS[key] = TaskManager(include_path=folders or None, include_defaults=defaults)
+    return MANAGERS[key]
