@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.log_linear_tree import grown, grown_grad
+from surgery.kernels.measured import fastest, of_tokens
 from surgery.kernels.ssd_grad import spans
 from surgery.kernels.ssd_launch import (
     Lay,
@@ -29,7 +30,7 @@ from surgery.kernels.ssd_launch import (
     writes_grad,
 )
 from surgery.mixers.masks.fenwick import bit_length
-from surgery.mixers.masks.hierarchical import log_linear
+from surgery.mixers.masks.hierarchical import levels_after, log_linear
 from surgery.op import kernel_for
 
 
@@ -99,10 +100,10 @@ def _applied(
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
-    return beta is None and accepted(q, k, v, rest[-1])
+    return beta is None and accepted(q, k, v, rest[3])
 
 
-@kernel_for(log_linear, accepts=_accepts)
+@kernel_for(log_linear, accepts=_accepts, wins=fastest("hierarchical", of_tokens))
 def log_linear_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -114,11 +115,14 @@ def log_linear_triton(
     buckets_BLGFV: Tensor | None,
     count_B: Tensor,
     chunk: int,
+    levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     lay = Lay.rows(start_B, v_BGTV.shape[2], chunk_of(chunk))
-    end_B, levels = start_B + count_B, 0
-    if buckets_BLGFV is not None:
-        levels = max(int(end_B.max()).bit_length(), buckets_BLGFV.shape[1])
+    end_B = start_B + count_B
+    if buckets_BLGFV is None:
+        levels = 0
+    elif levels is None:
+        levels = levels_after(buckets_BLGFV, start_B, count_B)
     high = max(0, levels - lay.bits)
     tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL
     out_BGJTV, final_BLGFV = _applied(*tokens, lay, end_B >> lay.bits, high)

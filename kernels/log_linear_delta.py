@@ -23,7 +23,8 @@ from surgery.kernels.gated_delta import CHUNK, DTYPES, packed
 from surgery.kernels.gated_delta_rows import LEVELS, Sizes, sizes
 from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
-from surgery.mixers.masks.hierarchical import log_linear
+from surgery.kernels.measured import fastest, of_tokens
+from surgery.mixers.masks.hierarchical import levels_after, log_linear
 from surgery.op import kernel_for
 
 ALL = LEVELS  # where no bit of a chunk's index may be dropped
@@ -73,13 +74,13 @@ def log_linear_delta(
 
 
 def with_buckets(
-    tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, buckets_BLGKV: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, the buckets after the tokens): those of chunks by the kernels, smaller ones beside them. How many
-    there are then depends on the longest row: it is waited for."""
+    tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, buckets_BLGKV: Tensor, chunk: int,
+    levels: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out_BGJTV, the buckets after the tokens, as many as `levels`): those of chunks by the kernels, smaller ones
+    beside them."""
     q, k, v, beta, gates = tokens
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
-    levels = max(int(end_B.max()).bit_length(), buckets.shape[1])
     s = sizes(q, v, chunk, start_B, None)
     bits, high = s.C.bit_length() - 1, max(0, levels - s.C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % s.C, buckets[:, :bits]
@@ -96,18 +97,19 @@ def with_buckets(
 
 def accepts(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, gates: Tensor, level: Tensor, start: Tensor,
-    buckets: Tensor | None, count: Tensor, chunk: int,
+    buckets: Tensor | None, count: Tensor, chunk: int, levels: int | None = None,
 ) -> bool:  # fmt: skip
     alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
     return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
 
 
-@kernel_for(log_linear, accepts=accepts)
+@kernel_for(log_linear, accepts=accepts, wins=fastest("hierarchical delta", of_tokens))
 def log_linear_with_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, start: Tensor,
-    buckets: Tensor | None, count: Tensor, chunk: int,
+    buckets: Tensor | None, count: Tensor, chunk: int, levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     gates = gates.expand(v.shape[:3])
     if buckets is not None:
-        return with_buckets((q, k, v, beta, gates), level, start, count, buckets, min(chunk, CHUNK))
+        levels = levels_after(buckets, start, count) if levels is None else levels
+        return with_buckets((q, k, v, beta, gates), level, start, count, buckets, min(chunk, CHUNK), levels)
     return log_linear_delta(q, k, v, beta, gates, level, start, chunk=min(chunk, CHUNK)), None

@@ -78,7 +78,7 @@ def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, i
     layer = MixerLayer()
     layer.seen, layer._mixer = entry["seen"], mixer
     if held:
-        layer.state, layer.is_initialized = State(held.pop("seen_B"), held), True
+        layer.state, layer.is_initialized = State(held.pop("seen_B"), held, entry["seen"]), True
     return layer
 
 

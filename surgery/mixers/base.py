@@ -65,18 +65,20 @@ class Inputs:
 
 @dataclass
 class State:
-    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen."""
+    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen. most: a bound of
+    that, known without asking the device; None: none is known."""
 
     seen_B: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    most: int | None = None
 
     def rows(self, index_B: Tensor) -> State:
         """The rows of that index, repeats allowed (beams)."""
         index = index_B.to(self.seen_B.device)
-        return State(self.seen_B[index], {name: t.index_select(0, index) for name, t in self.tensors.items()})
+        return State(self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.most)
 
     def to(self, device: torch.device | str) -> State:
-        return State(self.seen_B.to(device), {name: t.to(device) for name, t in self.tensors.items()})
+        return State(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.most)
 
     def nbytes(self) -> int:
         """Bytes of everything that grows or carries, measured on the tensors."""

@@ -59,5 +59,6 @@ class Delay:
             start_B=(rows.start_B - self.window - self.sinks).clamp_min(0),
             count_B=(rows.count_B - offset_B).clamp_min(0),
             signals={name: shifted(t, offset_B, dim=1) for name, t in rows.signals.items()},
+            most=None if rows.most is None else max(0, rows.most - self.window - self.sinks),
         )
         return moved, offset_B

@@ -31,6 +31,7 @@ from surgery.mixers.masks.frame import affine
 from surgery.mixers.nearby import Pair, nearby
 from surgery.mixers.packing import Packing, shifted
 from surgery.mixers.reading import both_ways, by_definition, silent
+from surgery.op import op
 
 Reader = Callable[[Rows], tuple[Tensor, Tensors | None]]
 
@@ -82,7 +83,7 @@ class LinearMixer(Mixer):
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         kept = self.mask.empty(batch, self._width(), self.shape.value + self.config.normalise, device)
         past = self._past(batch, device)
-        return State(past.seen_B, {**past.tensors, **{f"mask.{name}": t for name, t in kept.items()}})
+        return replace(past, tensors={**past.tensors, **{f"mask.{name}": t for name, t in kept.items()}})
 
     def _past(self, batch: int, device: torch.device | str) -> State:
         """What is remembered beside the mask's state: inputs of the convolution, the window, the sinks."""
@@ -97,7 +98,7 @@ class LinearMixer(Mixer):
             for name, size in (("k", self.shape.key), ("v", self.shape.value)):
                 tensors[f"ring.{name}"] = torch.zeros(batch, self.delay.window, self.shape.groups, size, device=device)
                 tensors[f"sink.{name}"] = torch.zeros(batch, self.delay.sinks, self.shape.groups, size, device=device)
-        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
+        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors, most=0)
 
     def _width(self) -> int:
         return self.feature_map.features(self.config.features, self.shape)
@@ -115,8 +116,7 @@ class LinearMixer(Mixer):
             return self._run(inputs, past, lambda rows: self._read(rows, None, inputs), max(window, 64))[0], None
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
-        kept = {name[5:]: t for name, t in state.tensors.items() if name.startswith("mask.")}
-        return self._run(inputs, state, lambda rows: self._read(rows, kept, inputs), max(window, 64))
+        return (one_token if inputs.x_BTD.shape[1] == 1 else several)(inputs.q_BHTK, self, inputs, state)
 
     def dense(self, inputs: Inputs) -> Tensor:
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
@@ -143,11 +143,12 @@ class LinearMixer(Mixer):
             near = self._near(tokens.q_BTHK, queue, sinks, past.seen_B, block)
             after = {**after, **self.delay.rings(queue, packing), **{f"sink.{n}": t for n, t in sinks.items()}}
             written = self.delay.due(queue)
-        rows = self._rows(tokens, written, signals, past.seen_B)
+        most = None if past.most is None else past.most + inputs.x_BTD.shape[1]
+        rows = replace(self._rows(tokens, written, signals, past.seen_B), most=most)
         linear_BGJTV, kept = self._linear(rows, read, packing)
         after.update({f"mask.{name}": t for name, t in (kept or {}).items()})
         out_BTHV = packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
-        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), State(past.seen_B + packing.count_B, after)
+        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), State(past.seen_B + packing.count_B, after, most)
 
     def _tokens(self, inputs: Inputs, past: State) -> tuple[Tokens, Tensors]:
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
@@ -231,6 +232,19 @@ class LinearMixer(Mixer):
             macs=macs + mixer.feature_map.macs(config.features, shape),
             params=sum(t.numel() for t in (*mixer.parameters(), *mixer.buffers())),
         )
+
+
+def several(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+    """What `mixer.mix(inputs, state)` is."""
+    kept = {name[5:]: t for name, t in state.tensors.items() if name.startswith("mask.")}
+    read = lambda rows: mixer._read(rows, kept, inputs)  # noqa: E731
+    return mixer._run(inputs, state, read, max(mixer.config.window, 64))
+
+
+@op
+def one_token(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+    """The same of one token a row, as a function of its queries that a kernel may stand in for."""
+    return several(q_BHTK, mixer, inputs, state)
 
 
 def exact(tensor: Tensor) -> torch.dtype:

@@ -24,6 +24,7 @@ class Rows:
 
     q_BGJTF, k_BGTF features; v_BGTV; beta_BGT of the delta rule or None (kernel scores).
     start_B: position of each row's first token; signals: name -> what `Mask.signals` gave, (B, T, ..).
+    most: a bound of start_B + count_B, known without asking the device; None: none is known.
     """
 
     q_BGJTF: Tensor
@@ -33,6 +34,7 @@ class Rows:
     start_B: Tensor
     count_B: Tensor
     signals: dict[str, Tensor]
+    most: int | None = None
 
 
 class Mask(nn.Module):

@@ -96,7 +96,7 @@ class HierarchicalMask(Mask):
         gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
         before = None if state is None else state["buckets"]
-        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk)
+        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, levels_of(rows, before))
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
@@ -105,7 +105,8 @@ class HierarchicalMask(Mask):
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
         level_BGJL = rows.signals["level"].squeeze(1)
         place = rows.start_B, rows.count_B, state["buckets"]
-        out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place)
+        levels = levels_of(rows, state["buckets"])
+        out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place, levels)
         return out_BGJV.unsqueeze(3), {"buckets": after}
 
 
@@ -121,15 +122,17 @@ def log_linear(
     buckets_BLGFV: Tensor | None,
     count_B: Tensor,
     chunk: int,
+    levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out_BGJTV, the buckets after the rows' tokens or None) in float32 or wider; kernels may give `out` in v's dtype.
-    B, G of the log-gates may be 1. Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need."""
+    B, G of the log-gates may be 1. Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need.
+    levels: how many buckets there are then, None: the fewest, for which the device is asked."""
     length = v_BGTV.shape[2]
     bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
     rows = widened(Rows(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
     tree = Tree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
-    out, after = tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype))
-    return out, after
+    levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
 
 
 @op
@@ -143,6 +146,7 @@ def log_linear_step(
     start_B: Tensor,
     count_B: Tensor,
     buckets_BLGFV: Tensor,
+    levels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token or, where count is 0, none: (out_BGJV, the buckets behind it), as `log_linear`."""
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
@@ -156,17 +160,25 @@ def log_linear_step(
     which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(level_BGJL.shape[-1] - 1)
     seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
     out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
-    return out_BGJV, merged(buckets_BLGFV, token_BGFV, start_B, count_B)
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, merged(buckets_BLGFV, token_BGFV, start_B, count_B, size)
 
 
-def levels_after(buckets_BLGFV: Tensor, start_B: Tensor, count_B: Tensor) -> int:
-    return max(buckets_BLGFV.shape[1], int((start_B + count_B).max()).bit_length())
+def levels_of(rows: Rows, buckets_BLGFV: Tensor | None) -> int | None:
+    """How many buckets there may be after the rows' tokens, None where only the device knows."""
+    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return None if rows.most is None else max(held, rows.most.bit_length())
 
 
-def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor) -> Tensor:
-    """The buckets after the token: those below the lowest zero bit of the position fall into that bit's. Rows that
-    have no token stay as they are."""
-    size = levels_after(buckets_BLGFV, start_B, count_B)
+def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor) -> int:
+    """How many there are; asks the device."""
+    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return max(held, int((start_B + count_B).max()).bit_length())
+
+
+def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
+    """The buckets after the token, of which there are `size`: those below the lowest zero bit of the position fall into
+    that bit's. Rows that have no token stay as they are."""
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
     into_B1 = (bit_length(start_B ^ (start_B + count_B), size) - 1).unsqueeze(1)  # -1: no token
     at_L = torch.arange(size, device=into_B1.device)

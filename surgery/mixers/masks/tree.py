@@ -45,8 +45,8 @@ class Tree:
         write_BNGCF = scores.write_xCF * to_end(gates_BNGC).exp().unsqueeze(-1)
         return cls(rows, bits, frame, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
 
-    def swept(self, buckets_BLGFV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(out_BGJTV, the buckets after the rows' tokens or None)."""
+    def swept(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
+        """(out_BGJTV, the buckets after the rows' tokens, as many as `levels`, or None)."""
         end_B, first_B = self.rows.start_B + self.rows.count_B, self.frame.base_B
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
@@ -55,7 +55,6 @@ class Tree:
             out_BNGJCV[:, 0] += self._first_reads(low_BlGFV)
             low_BlGFV = self._through_first(low_BlGFV, segments)
             segments.sum_BnGFV[:, 0] += low_BlGFV.sum(1)
-        levels = max(int(end_B.max()).bit_length(), before.shape[1])
         before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
         chunks, last, after = self._chunks(), self._last(segments, end_B), [self._low(low_BlGFV, end_B)]
         for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
