@@ -17,6 +17,7 @@ from surgery.console import progress as _progress
 from surgery.console import show as _show
 from surgery.errors import SurgeryError
 from surgery.eval.command import evaluate
+from surgery.eval.fetch_command import fetch_eval_data
 from surgery.share.command import push
 from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
@@ -169,6 +170,7 @@ app.command()(push)
 
 
 app.command(name="eval")(evaluate)
+app.command(name="fetch-eval-data")(fetch_eval_data)
 
 
 @app.command()

@@ -51,7 +51,7 @@ def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
         known = _all(options).all_tasks
         wrong = next(name for name in names if name not in known)
         raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{nearest(wrong, known)}")
-    paths = sorted(set(datasets_of(manager, names)))
+    paths = sorted({path for path, _ in datasets_of(manager, names)})
     mirror.check(options.data_root, names[0] if len(names) == 1 else "zeroshot", paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
     with mirror.inside(options.data_root):
@@ -59,14 +59,22 @@ def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     return dict(loaded["tasks"])
 
 
-def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[str]:
-    """The data sets that tasks read, without loading them."""
+def data_of(names: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(data set, configuration) of tasks, for fetching; nothing where lm-eval does not know one of them."""
+    require_lm_eval()
+    manager = _manager(names, None)
+    return sorted(set(datasets_of(manager, names)), key=str) if manager is not None else []
+
+
+def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """What tasks read, without loading it."""
     for name in names:
         for config in configs(manager, name):
-            if config.get("dataset_path"):
-                yield config["dataset_path"]
-            elif path := getattr(config.get("class"), "DATASET_PATH", None):
-                yield path
+            of_class = config.get("class")
+            path = config.get("dataset_path") or getattr(of_class, "DATASET_PATH", None)
+            if path:
+                config_name = config.get("dataset_name") or getattr(of_class, "DATASET_NAME", None)
+                yield path, None if config_name in ("default", "") else config_name
 
 
 def configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
