@@ -57,8 +57,8 @@ def test_align_is_each_module_on_the_teacher_s_inputs(btt):  # noqa: F811
     )[0]  # fmt: skip
     read = layer.post_attention_layernorm(attended)
     gap = (student.mlp(read) - layer.mlp(read)).square().mean(-1).sum()
-    assert list(stage.scales) == stage.places and len(stage.places) == len(models.teacher.model.layers)
-    expected = gap / stage.scales["model.layers.1.mlp"]
+    assert list(stage.sizes) == stage.places and len(stage.places) == len(models.teacher.model.layers)
+    expected = gap / stage.sizes["model.layers.1.mlp"]
     assert expected > 0 and got["total"] > 0
     alone = staged(models, roles, kind="align", of=["mlp"], trains=["model.layers.1.mlp.*"])
     torch.testing.assert_close(alone.losses(models, batch)["total"], expected, rtol=1e-4, atol=1e-5)
@@ -86,7 +86,7 @@ def test_hidden_follows_the_student_s_own_path(btt):  # noqa: F811
         m(input_ids=batch["input_ids"], output_hidden_states=True, use_cache=False).hidden_states[1:]
         for m in (models.student, models.teacher)
     )
-    each = [(a - b).square().mean(-1).sum() / scale for a, b, scale in zip(ours, theirs, stage.scales)]
+    each = [(a - b).square().mean(-1).sum() / scale for a, b, scale in zip(ours, theirs, stage.sizes)]
     torch.testing.assert_close(stage.losses(models, batch)["total"], torch.stack(each).mean(), rtol=1e-4, atol=1e-5)
     assert STAGES[Hidden] is HiddenStage
 

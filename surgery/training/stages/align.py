@@ -1,44 +1,53 @@
 """Attention and MLP modules drawn to the teacher's, each on the teacher's own inputs.
 
-    loss = mean over modules of |f(x*) - y*|^2 / |y*|^2        x*, y*: what the teacher's module reads and writes
+    loss = output_weight * mean over modules of |f(x*) - y*|^2 / |y*|^2     x*, y*: what the teacher's module reads and writes
+           + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see matrix.py
 
 The student runs once, and every module of interest is given the teacher's input and hands on the teacher's output: no
 module sees another's errors, and no gradient leaves one, so that they train independently of each other though all at
-once. The scale |y*|^2 is that of the first rows of the data, one number a module. MOHAWK's second stage, LoLCATs'
-attention transfer.
+once. The scale |y*|^2 is that of the first rows of the data, one number a module. LoLCATs' attention transfer; MOHAWK's
+(Bick et al. 2024) first stage with output_weight 0, its second with matrix_weight 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.training.sharding import sharded
-from surgery.training.stages.base import (
-    STAGES,
-    Batch,
-    Models,
-    Roles,
-    Stage,
-    StageConfig,
-    inputs_of,
-    valid_BT1,
-    without_head,
-)
+from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
+from surgery.training.stages.matrix import Asked, Matrices
+from surgery.training.stages.towards import Towards, apart, size_of, valid_BT1
+from surgery.training.strict import Real
 
 ENDS = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of the linears that end the modules
 
 
 class Align(StageConfig):
-    """of: the modules that are aligned, where they hold something that trains."""
+    """of: the modules that are aligned, where they hold something that trains. matrix_probes: vectors of random signs by
+    which matrices are compared; None: column by column, the whole of them."""
 
     name: ClassVar[str] = "align"
     of: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
+    output_weight: Annotated[Real, Field(ge=0)] = 1.0
+    matrix_weight: Annotated[Real, Field(ge=0)] = 0.0
+    matrix_probes: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass
+class Seen:
+    """What the teacher's module read and wrote, and how it was called."""
+
+    x: Tensor
+    y: Tensor
+    asked: Asked
 
 
 def modules_of(kinds: tuple[str, ...], roles: Roles) -> list[str]:
@@ -48,18 +57,16 @@ def modules_of(kinds: tuple[str, ...], roles: Roles) -> list[str]:
 
 
 @STAGES.register(Align)
-class AlignStage(Stage):
+class AlignStage(Towards):
     config: Align
     places: list[str]
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.scales: dict[str, Tensor] = {}
+        self.sizes: dict[str, Tensor] = {}
+        self.matrices: Matrices | None = None
+        self.matrix_sizes: dict[str, Tensor] = {}
         self.spread = False
-
-    @property
-    def needs_teacher(self) -> Literal["model"]:
-        return "model"
 
     def prepare(self, models: Models, roles: Roles) -> None:
         if self.config.memory == "checkpoint":
@@ -73,6 +80,22 @@ class AlignStage(Stage):
             raise SurgeryError(
                 f"stage align: the teacher has no {lost[0]}; give the checkpoint the student was made of"
             )
+        self._prepare_matrices(models, roles)
+
+    def _prepare_matrices(self, models: Models, roles: Roles) -> None:
+        if not self.config.matrix_weight:
+            if not self.config.output_weight:
+                raise SurgeryError(
+                    "stage align: output_weight and matrix_weight are both 0; nothing is left to descend"
+                )
+            return
+        attention = set(modules_of(("attention",), roles))
+        places = [place for place in self.places if place in attention]
+        if not places:
+            raise SurgeryError(
+                "stage align: matrix_weight is of attention modules, and none of them trains; of: [attention], trains: [new]"
+            )
+        self.matrices = Matrices(models.student, models.teacher, places, self.config.matrix_probes)
 
     def trains(self, models: Models, roles: Roles) -> set[str]:
         inside = tuple(f"{place}." for place in modules_of(self.config.of, roles))
@@ -85,41 +108,44 @@ class AlignStage(Stage):
             )
         return able
 
-    def counted(self, example: Batch) -> int:
-        return int(example["valid"].sum())
-
     @torch.no_grad()
     def measure(self, models: Models, batch: Batch) -> None:
         valid = valid_BT1(batch)
-        for place, (_, y_BTD) in self._taught(models, batch).items():
-            squares = y_BTD.float().square() * valid.to(y_BTD.device)
-            self.scales[place] = (squares.sum() / (valid.sum() * y_BTD.shape[-1])).clamp_min(1e-12)
+        for place, seen in self._taught(models, batch).items():
+            self.sizes[place] = size_of(seen.y, valid)
+            if self.matrices is not None and place in self.matrices.pairs:
+                self.matrix_sizes[place] = self.matrices.sizes(place, seen.asked, batch, valid)
 
     def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
         self.spread = sharded(models.student.parameters())
-        known, valid = self._taught(models, batch), valid_BT1(batch)
-        place_of_run = batch["input_ids"].device
-        found: dict[str, Tensor] = {}
+        known = self._taught(models, batch)
+        outputs: dict[str, Tensor] = {}
+        matrices: dict[str, Tensor] = {}
         with ExitStack() as stack:
             for place in self.places:
-                x, y = (t.to(place_of_run) for t in known[place])
-                stack.enter_context(self._forced(models.student.get_submodule(place), place, x, y, valid, found))
+                module = models.student.get_submodule(place)
+                stack.enter_context(self._forced(module, place, known[place], batch, outputs, matrices))
             answer = models.run(**inputs_of(batch), **without_head(models.student))
         parts: dict[str, list[Tensor]] = {}
-        for place, loss in found.items():
+        for place, loss in outputs.items():
             parts.setdefault(place.rpartition(".")[2], []).append(loss)
-        total = torch.stack(list(found.values())).mean()
+        means = {name: torch.stack(some).mean() for name, some in parts.items()}
+        total = self.config.output_weight * torch.stack(list(outputs.values())).mean()
+        if matrices:
+            means["matrix"] = torch.stack(list(matrices.values())).mean()
+            total = total + self.config.matrix_weight * means["matrix"]
         if self.spread:
             total = total + answer.logits.sum() * 0
-        return {"total": total, **{name: torch.stack(some).mean().detach() for name, some in parts.items()}}
+        return {"total": total, **{name: mean.detach() for name, mean in means.items()}}
 
-    def _taught(self, models: Models, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Module -> what the teacher's reads and writes."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
+    def _taught(self, models: Models, batch: Batch) -> dict[str, Seen]:
+        """Of every module, the teacher's."""
+        seen: dict[str, Seen] = {}
 
         def noting(place: str) -> Any:
             def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                seen[place] = (args[0] if args else kwargs["hidden_states"], _first(output))
+                x = args[0] if args else kwargs["hidden_states"]
+                seen[place] = Seen(x, _first(output), (args, kwargs))
 
             return hook
 
@@ -132,23 +158,36 @@ class AlignStage(Stage):
 
     @contextmanager
     def _forced(
-        self, module: Any, place: str, x: Tensor, y: Tensor, valid: Tensor, found: dict[str, Tensor]
+        self,
+        module: Any,
+        place: str,
+        seen: Seen,
+        batch: Batch,
+        outputs: dict[str, Tensor],
+        matrices: dict[str, Tensor],
     ) -> Iterator[None]:
-        """The module given x, its loss against y noted, y handed on."""
-        scale = self.scales[place].to(x.device)
+        """The module given the teacher's input, its losses noted, the teacher's output handed on."""
+        valid = valid_BT1(batch)
+        x, y = (t.to(valid.device) for t in (seen.x, seen.y))
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like = args[0] if args else kwargs["hidden_states"]
             given = self._instead(x, like)
             return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
-        def after(_: Any, args: Any, output: Any) -> Any:
+        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             out = _first(output)
-            found[place] = ((out.float() - y.float()).square() * valid).mean(-1).sum() / scale
+            outputs[place] = apart(out, y, valid, self.sizes[place])
+            if self.matrices is not None and place in self.matrix_sizes:
+                size, asked = self.matrix_sizes[place], (args, kwargs)
+                matrices[place] = self.matrices.apart(place, asked, seen.asked, batch, valid, size)
             target = self._instead(y, out)
             return (target, *output[1:]) if isinstance(output, tuple) else target
 
-        handles = (module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after))
+        handles = (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
         try:
             yield
         finally:

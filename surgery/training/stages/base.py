@@ -127,9 +127,4 @@ def without_head(model: Any) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def valid_BT1(batch: Batch) -> Tensor:
-    """1 at tokens, 0 at padding."""
-    return batch["valid"].unsqueeze(-1).float()
-
-
 STAGES: Registry[Stage] = Registry("stage", "surgery.training.stages")

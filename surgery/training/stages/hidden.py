@@ -8,23 +8,14 @@ that of the first rows of the data, one number a layer. The last layer is seen b
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.training.stages.base import (
-    STAGES,
-    Batch,
-    Models,
-    Roles,
-    Stage,
-    StageConfig,
-    inputs_of,
-    valid_BT1,
-    without_head,
-)
+from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
+from surgery.training.stages.towards import Towards, apart, size_of, valid_BT1
 
 
 class Hidden(StageConfig):
@@ -32,16 +23,12 @@ class Hidden(StageConfig):
 
 
 @STAGES.register(Hidden)
-class HiddenStage(Stage):
+class HiddenStage(Towards):
     config: Hidden
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.scales: list[Tensor] = []
-
-    @property
-    def needs_teacher(self) -> Literal["model"]:
-        return "model"
+        self.sizes: list[Tensor] = []
 
     def trains(self, models: Models, roles: Roles) -> set[str]:
         """Not the head, which no loss here sees."""
@@ -54,23 +41,16 @@ class HiddenStage(Stage):
             )
         return names
 
-    def counted(self, example: Batch) -> int:
-        return int(example["valid"].sum())
-
     @torch.no_grad()
     def measure(self, models: Models, batch: Batch) -> None:
         valid = valid_BT1(batch)
-        for h in self._taught(models, batch):
-            squares = h.float().square() * valid.to(h.device)
-            self.scales.append((squares.sum() / (valid.sum() * h.shape[-1])).clamp_min(1e-12))
+        self.sizes = [size_of(h, valid) for h in self._taught(models, batch)]
 
     def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
         theirs, valid = self._taught(models, batch), valid_BT1(batch)
         ours = models.run(**inputs_of(batch), **without_head(models.student), output_hidden_states=True)
-        each = []
-        for h, target, scale in zip(ours.hidden_states[1:], theirs, self.scales):
-            gap = h.float() - target.to(h.device).float()
-            each.append((gap.square() * valid).mean(-1).sum() / scale.to(h.device))
+        layers = zip(ours.hidden_states[1:], theirs, self.sizes)
+        each = [apart(h, target, valid, size) for h, target, size in layers]
         total = torch.stack(each).mean()
         return {"total": total, "last_layer": each[-1].detach()}
 
