@@ -28,7 +28,7 @@ from surgery.mixers.masks.hierarchical import levels_after, log_linear
 from surgery.op import kernel_for
 
 ALL = LEVELS  # where no bit of a chunk's index may be dropped
-FEATURES = 128  # for 256 what came out on an H200 (Triton 3.6) was wrong, and not the same twice
+FEATURES = 256  # more of a state than a program can hold
 
 
 class _LogLinearDelta(torch.autograd.Function):
