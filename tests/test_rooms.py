@@ -31,7 +31,7 @@ FLOORS = [
     "mixer_report report tables",
     "share",
     "eval papers kernels bench training",
-    "demo cli __main__",
+    "demo api cli __main__",
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names.split()}
 TIGHTER = {  # rooms that may use less than their floor allows

@@ -1,0 +1,265 @@
+"""The commands as functions, for notebooks and scripts: `surgery.plan(..)` is `surgery plan ..`.
+
+    import surgery
+
+    surgery.plan("SRC", "btt-half", keep=0.75)
+    surgery.convert("SRC", "btt-half", "OUT", calibration="text.txt")
+    model, tokenizer = surgery.load("OUT")
+    surgery.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
+    surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
+    surgery.push("HEALED", "me/model", dry_run=True)
+
+What comes back is what `--json` prints, a dict, and a notebook or a terminal shows it as the table of the command.
+Keywords that a function does not know are keys of the recipe (`keep=0.75` is `--set keep=0.75`); those in the depth of
+it are given as `overrides={"attention.cache": 0.5}`. Errors are `surgery.errors.SurgeryError`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from surgery.progress import Progress, RichProgress
+
+PathLike = str | os.PathLike[str]
+WIDE = 140
+
+
+class Told(dict[str, Any]):
+    """Data of a command, shown as its tables."""
+
+    def __init__(self, data: Mapping[str, Any], parts: Callable[[], Sequence[Any]]):
+        super().__init__(data)
+        self._parts = parts
+
+    def __repr__(self) -> str:
+        return self._printed().file.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        style = "overflow-x:auto;font-family:ui-monospace,Menlo,Consolas,monospace;line-height:1.35"
+        frame = '<pre style="' + style + '">{code}</pre>'
+        return self._printed().export_html(inline_styles=True, code_format=frame)
+
+    def _printed(self) -> Any:
+        from rich.console import Console
+
+        console = Console(record=True, width=WIDE, file=io.StringIO(), force_jupyter=False)
+        console.print(*self._parts(), sep="\n", soft_wrap=True)
+        return console
+
+
+def plan(
+    source: PathLike,
+    recipe: Any,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    context: int = 4096,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **keys: Any,
+) -> Told:
+    """What a recipe would cut, from the config and the tensor headers alone.
+
+    recipe: name of a shipped one, path of a YAML file, or a dict; context: tokens that notes on speed are for.
+    """
+    from surgery.bench.advice import plan_notes
+    from surgery.plan import make_plan
+    from surgery.report import plan_dict
+    from surgery.skeleton import Skeleton
+    from surgery.source import open_source
+    from surgery.tables import plan_table
+
+    opened = open_source(str(source), trust_remote_code, weights=False, revision=revision)
+    data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), _recipe(recipe, overrides, keys)))
+    data["speed"] = plan_notes(data, context)
+    return Told(data, lambda: [*plan_table(data), *data["speed"]])
+
+
+def convert(
+    source: PathLike,
+    recipe: Any,
+    out: PathLike,
+    *,
+    calibration: PathLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    seed: int | None = None,
+    context: int = 4096,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **keys: Any,
+) -> Told:
+    """Convert a checkpoint into the folder `out`; the report, as it lies there."""
+    from surgery.bench.advice import report_notes
+    from surgery.convert import convert as run
+    from surgery.tables import inspect_table
+
+    given = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
+    keys |= {key: value for key, value in given.items() if value is not None}
+    report = run(
+        str(source),
+        _recipe(recipe, overrides, keys),
+        Path(out),
+        device=device,
+        resume=resume,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        progress=progress or RichProgress(),
+    )
+    return Told(report, lambda: [*inspect_table(report), *report_notes(report, context)])
+
+
+def load(
+    name: PathLike,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a checkpoint, converted or not, for what it generates; any other Auto class does as well."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(os.fspath(name), dtype=dtype, device_map=device, **where)
+    return model, AutoTokenizer.from_pretrained(os.fspath(name), **where)
+
+
+def inspect(converted: PathLike, *, modules: bool = False) -> Told:
+    """What was replaced in a converted checkpoint; modules: shown with a row for each."""
+    from surgery.bench.advice import report_notes
+    from surgery.report import inspect as run
+    from surgery.tables import inspect_table, module_table
+
+    report = run(str(converted))
+    table = module_table if modules else inspect_table
+    return Told(report, lambda: [*table(report), *report_notes(report)])
+
+
+def finetune(
+    converted: PathLike,
+    recipe: str = "standard",
+    *,
+    teacher: PathLike | None = None,
+    data: PathLike | None = None,
+    out: PathLike | None = None,
+    tiny: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    skip_bad_steps: bool = False,
+    track: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Told:
+    """Heal a converted checkpoint by training; the record of the run."""
+    from surgery.training.finetune import finetune as run
+    from surgery.training.recipe import load_healing
+    from surgery.training.shown import result_table
+
+    given = {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
+    record = run(
+        str(converted),
+        load_healing(recipe, _settings(given), tiny),
+        None if out is None else Path(out),
+        teacher=None if teacher is None else str(teacher),
+        resume=resume,
+        skip_bad_steps=skip_bad_steps,
+        track=track,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress or RichProgress(),
+    )
+    return Told(record, lambda: [*result_table(record), f"healed checkpoint: {record['out']}"])
+
+
+def evaluate(
+    model: PathLike,
+    suites: Sequence[str] = ("ppl",),
+    *,
+    compare: PathLike | None = None,
+    out: PathLike | None = None,
+    fail_below: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Told:
+    """Measure a checkpoint, beside the original if `compare` names it. options: of `surgery.eval.suites.EvalOptions`
+    (text, tokens, length, limit, lengths, depths, tasks, batch_size, seed, data_root ..)."""
+    from surgery.errors import SurgeryError, nearest
+    from surgery.eval.run import evaluate as run
+    from surgery.eval.shown import eval_table
+    from surgery.eval.suites import EvalOptions
+
+    for unknown in set(options) - set(EvalOptions.model_fields):
+        raise SurgeryError(f"evaluate has no option {unknown!r}{nearest(unknown, EvalOptions.model_fields)}")
+    done = run(
+        str(model),
+        list(suites),
+        EvalOptions(**options),
+        compare=None if compare is None else str(compare),
+        out=None if out is None else Path(out),
+        fail_below=fail_below,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        progress=progress or RichProgress(),
+    )
+    return Told(done.to_dict(), lambda: eval_table(done))
+
+
+def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> Told:
+    """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
+    from surgery.densify import densify as run
+
+    told = run(str(converted), Path(out), progress=progress or RichProgress())
+    return Told(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
+
+
+def push(
+    converted: PathLike,
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    licence: str | None = None,
+    base_model: str | None = None,
+    measured: PathLike | None = None,
+    message: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Told:
+    """A converted checkpoint to the Hub; with dry_run what would go up, and under "card" its model card."""
+    from surgery.share.push import pack
+    from surgery.share.push import push as run
+    from surgery.tables import parcel_table
+
+    parcel = pack(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
+    told = {"dry_run": dry_run, **parcel.to_dict(), "card": parcel.card}
+    if not dry_run:
+        told |= run(parcel, private, revision, message, progress or RichProgress())
+    return Told(told, lambda: parcel_table(told))
+
+
+def _recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:
+    from surgery.recipe import Recipe, load_recipe, parse_recipe
+
+    settings = _settings({**keys, **(overrides or {})})
+    if isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(mode="json", exclude_unset=True)
+    if isinstance(recipe, Mapping):
+        return parse_recipe(json.dumps(recipe), "the recipe given", settings)
+    return load_recipe(os.fspath(recipe), settings)
+
+
+def _settings(given: Mapping[str, Any]) -> list[str]:
+    """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML."""
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]

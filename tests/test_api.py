@@ -1,0 +1,73 @@
+"""The commands as functions: what they return is what --json prints, and a notebook shows it as a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surgery import api
+from surgery.cli import main
+from surgery.errors import SurgeryError
+
+MIXED = {"structure": "btt", "blocks": [2, 2], "keep": 0.5}
+
+
+def printed(capsys, *words: object) -> dict:
+    """What `surgery .. --json` says."""
+    try:
+        main([*map(str, words), "--json"])
+    except SystemExit as left:
+        assert not left.code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_is_the_command(checkpoints, capsys):
+    source = checkpoints("llama")
+    told = api.plan(source, "btt-half", keep=0.75, overrides={"blocks": [2, 2]})
+    assert json.loads(json.dumps(told)) == printed(
+        capsys, "plan", source, "-r", "btt-half", "--set", "keep=0.75", "--set", "blocks=[2, 2]"
+    )
+
+
+def test_a_table_is_shown(checkpoints):
+    told = api.plan(checkpoints("llama"), MIXED)
+    assert "attention.query" in repr(told) and "kept" in repr(told)
+    html = told._repr_html_()
+    assert html.startswith("<pre") and "attention.query" in html and "<script" not in html
+
+
+def test_a_chain(checkpoints, tmp_path):
+    """Converted, opened, measured, packed for the Hub, made ordinary again: every function once."""
+    source, out = checkpoints("llama"), tmp_path / "OUT"
+    report = api.convert(source, MIXED, out, seed=3)
+    assert report["seed"] == 3 and json.loads((out / "surgery_report.json").read_text()) == json.loads(
+        json.dumps(report)
+    )
+    assert api.inspect(out)["checks"]["as_reported"]
+    parcel = api.push(out, "me/small", licence="mit", dry_run=True)
+    assert parcel["dry_run"] and "license: mit" in parcel["card"] and "model.safetensors" in repr(parcel)
+    assert "multiplied out" in repr(api.densify(out, tmp_path / "DENSE"))
+
+
+def test_load_and_evaluate():
+    tiny = Path(api.__file__).parent / "data" / "tiny"
+    model, tokenizer = api.load(tiny, dtype="float32")
+    assert type(model).__name__ == "LlamaForCausalLM" and tokenizer("Story").input_ids
+    told = api.evaluate(tiny, text=str(tiny / "heldout.txt"), tokens=512, length=256)
+    assert told["rows"] and "ppl" in repr(told)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda source: api.plan(source, "btt-hlaf"), "did you mean 'btt-half'"),
+        (lambda source: api.plan(source, "btt-half", keeep=0.5), "keeep"),
+        (lambda source: api.plan(source, {"structure": "btt", "keep": 2}), "keep"),
+        (lambda source: api.evaluate(source, tokns=5), "no option 'tokns'; did you mean 'tokens'"),
+    ],
+)
+def test_errors_are_for_people(checkpoints, call, said):
+    with pytest.raises(SurgeryError, match=said):
+        call(checkpoints("llama"))
