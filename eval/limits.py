@@ -63,9 +63,7 @@ def judge(limits: Sequence[Limit], rows: Sequence[Row], first: dict[str, str], b
     """first: suite -> its first metric. A limit of what broke is missed, not skipped."""
     found = []
     for limit in limits:
-        meant = [
-            row for row in rows if not row.group and limit.name in (row.suite, row.task, f"{row.suite}/{row.task}")
-        ]
+        meant = [r for r in rows if r.speaks and limit.name in (r.suite, r.task, f"{r.suite}/{r.task}")]
         meant = [r for r in meant if (limit.metric or first[r.suite]) in (r.metric.name, r.metric.title)]
         if not meant and limit.name not in broken:
             names = sorted({f"{row.suite}" for row in rows} | {row.task for row in rows})

@@ -50,7 +50,7 @@ class Interval:
 def estimate(units: Units, top: float | None, shape: Shape) -> tuple[float, float | None]:
     """(value, standard error). With `top`, one unit of 0 and one of `top` are added for the error: a score of 100% of n
     questions is not certain."""
-    value = _f(units.value, shape)
+    value = float(_f(units.value, shape))
     if top is not None:
         units = _with(units, [0.0, top])
     n = len(units)
@@ -58,12 +58,12 @@ def estimate(units: Units, top: float | None, shape: Shape) -> tuple[float, floa
         return value, None
     residual_U = (units.sums_U - units.value * units.weights_U) / units.weights_U.sum()
     lost = 1.0 if top is not None else n / (n - 1)
-    return value, _slope(units.value, shape) * math.sqrt(lost * float(residual_U @ residual_U))
+    return value, float(_slope(units.value, shape)) * math.sqrt(lost * float(residual_U @ residual_U))
 
 
 def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0) -> Interval:
     """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
-    change = _f(a.value, shape) - _f(b.value, shape)
+    change = float(_f(a.value, shape) - _f(b.value, shape))
     n = len(a)
     if n < 2:
         return Interval(change, None, None)
