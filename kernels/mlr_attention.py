@@ -125,7 +125,7 @@ class Attend(torch.autograd.Function):
         q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
         values, v = v.shape[-1], aligned(v)
         # delta of `out` as it is rounded puts the gradient of biases, in which it hardly cancels, off by a percent
-        rest = v.new_zeros(*q.shape[:-1], v.shape[-1]) if ctx.needs_input_grad[2] and v.dtype != torch.float32 else None
+        rest = v.new_empty(*q.shape[:-1], v.shape[-1]) if ctx.needs_input_grad[2] and v.dtype != torch.float32 else None
         out, lse = forward(q, k, v, biases, ends, plan, rest=rest)
         ctx.plan, ctx.values, ctx.slots = plan, values, [part.shape[2] for part in parts[levels:]]
         ctx.save_for_backward(q, k, v, biases, ends, out, lse, rest)

@@ -75,13 +75,13 @@ def walk_keys(
 
 @triton.jit
 def mlr_queries(
-    q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, scale, window, T, S, HEADS, SHARING,
+    q, k, v, out, rest, dout, lse, delta, dq, ends, biases, dbiases, scale, window, T, S, HEADS, SHARING,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_db, stride_dh,
     stride_d, stride_end,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
     CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """dq and delta of a tile of queries of one head. Zones up to L1 have at most A dims, the others A + B."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
@@ -110,6 +110,9 @@ def mlr_queries(
     do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
     out_MV = rows(out + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
     delta_M = tl.sum(do_MV.to(tl.float32) * out_MV.to(tl.float32), 1)
+    if REST:
+        rest_MV = rows(rest + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
+        delta_M += tl.sum(do_MV.to(tl.float32) * rest_MV.to(tl.float32), 1)
     tl.store(delta + at_M, delta_M, mask=ok_M)
     lse_M = tl.load(lse + at_M, mask=ok_M, other=1e30)
     dq_MA = tl.zeros([M, A], tl.float32)
