@@ -63,6 +63,7 @@ class Scorer:
 
     def _scores(self, model: Any, tokenizer: Any, losses_N: torch.Tensor) -> dict[str, Any]:
         found: dict[str, Any] = perplexity(losses_N, self.windows_NT.shape[1]).to_dict()
+        found["losses"] = [round(loss, 5) for loss in losses_N.tolist()]
         if self.needles:
             table = needle_accuracy(model, tokenizer, self.needles, DEPTHS, self.samples)
             found["needles"] = table.to_dict()

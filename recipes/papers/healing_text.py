@@ -81,23 +81,25 @@ def _read(file: Path) -> str:
 
 
 # -- samples ---------------------------------------------------------------------------------------
-def sampled_documents(source: str, seed: int, rows: int = 256) -> Iterator[str]:
-    """At temperature 1, so that the distribution is the model's own."""
+def sampled_documents(source: str, seed: int, rows: int, length: int) -> Iterator[str]:
+    """At temperature 1, so that the distribution is the model's own; rows at a time, of `length` tokens at most."""
     from surgery.devices import choose_device
     from surgery.training import models as opening
 
-    opened = opening.opened(source)
-    model = opening.load(opened, torch.float32).to(choose_device(None)).eval()
+    opened, device = opening.opened(source), choose_device(None)
+    model = opening.load(opened, torch.float32 if device.type == "cpu" else torch.bfloat16).to(device).eval()
     tokenizer = opening.tokenizer_of(opened)
-    torch.manual_seed(seed)
     first = next(t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None)
-    limit = int(model.config.get_text_config().max_position_embeddings)
+    torch.manual_seed(seed)
     while True:
-        yield from _sampled(model, tokenizer, torch.full((rows, 1), first, device=model.device), limit)
+        yield from _sampled(model, tokenizer, torch.full((rows, 1), first, device=device), length)
 
 
-def _sampled(model: Any, tokenizer: Any, begun_BT: torch.Tensor, limit: int) -> list[str]:
-    ids_BT = model.generate(begun_BT, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_length=limit)
+def _sampled(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: int) -> list[str]:
+    ids_BT = model.generate(
+        begun_B1, attention_mask=torch.ones_like(begun_B1), max_length=length,
+        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=int(begun_B1[0, 0]),
+    )  # fmt: skip
     return tokenizer.batch_decode(ids_BT, skip_special_tokens=True)
 
 
@@ -110,13 +112,15 @@ def main() -> None:
     parser.add_argument("--apart", action="append", default=[], help="code: texts to have nothing in common with")
     parser.add_argument("--packages", type=Path, default=Path(torch.__file__).parents[1], help="code: from where")
     parser.add_argument("--source", help="samples: the checkpoint that writes")
+    parser.add_argument("--length", type=int, default=512, help="samples: tokens of one")
+    parser.add_argument("--rows", type=int, default=256, help="samples: at a time")
     arguments = parser.parse_args()
     if arguments.kind == "stories":
         documents = story_documents(arguments.seed)
     elif arguments.kind == "code":
         documents = code_documents(arguments.packages, [_read(Path(name)) for name in arguments.apart], arguments.seed)
     else:
-        documents = sampled_documents(arguments.source, arguments.seed)
+        documents = sampled_documents(arguments.source, arguments.seed, arguments.rows, arguments.length)
     print(f"{arguments.out}: {write(arguments.out, documents, arguments.characters):,} characters")
 
 
