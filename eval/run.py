@@ -12,7 +12,7 @@ from typing import Any
 from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.eval.compare import Row, rows_of
-from surgery.eval.limits import Verdict, judge, parse_limits
+from surgery.eval.limits import Limit, Verdict, judge, parse_limits
 from surgery.eval.ranks import Ranks, device_of, start_ranks
 from surgery.eval.results import Store, key_of
 from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
@@ -35,6 +35,7 @@ class Evaluation:
     broken: dict[str, str] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
+    exit_code: int = 0  # of every process: 1 a limit was missed, 2 something could not be measured
 
     def row(self, task: str, metric: str | None = None) -> Row:
         """That of a whole task, for its first metric or the one named."""
@@ -43,11 +44,6 @@ class Evaluation:
     def first(self, suite: str) -> Metric:
         """The metric that speaks for a suite."""
         return next(iter(next(iter(self.results[suite].values())).metrics.values()))
-
-    @property
-    def exit_code(self) -> int:
-        """0: all measured and within the limits; 1: measured, and a limit missed; 2: something could not be measured."""
-        return 2 if self.broken else int(not all(v.held for v in self.verdicts))
 
     def to_dict(self) -> dict[str, Any]:
         suites = {
@@ -168,13 +164,19 @@ class _Run:
             self.progress.say(f"{suite.name} broke, on with the rest: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
-    def compared(self, opened: list[Opened], limits: Any) -> Evaluation:
-        done = Evaluation(self.models, self.options, {})
+    def compared(self, opened: list[Opened], limits: list[Limit]) -> Evaluation:
+        """By the first process; the others know how it ended."""
+        done = Evaluation(self.models, self.options, {}, broken=self.broken)
+        self.ranks.all_or_none(lambda: self._compare(done, opened, limits) if self.ranks.main else None)
+        done.exit_code = self.ranks.agreed(done.exit_code)
+        return done
+
+    def _compare(self, done: Evaluation, opened: list[Opened], limits: list[Limit]) -> None:
         same = len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
         for suite in self.suites:
-            by_role = self.results[suite.name]
-            if suite.name in self.broken or not self.ranks.main:
+            if suite.name in self.broken:
                 continue
+            by_role = self.results[suite.name]
             try:
                 shown = {"converted": suite.joint(by_role["base"], by_role["converted"])} if suite.joint else by_role
                 done.rows += rows_of(suite.name, shown, same, self.options.seed)
@@ -182,14 +184,12 @@ class _Run:
                 done.plots += self._plotted(suite, by_role)
             except SurgeryError as error:
                 self._break(suite, opened[-1], error)
-        done.broken = self.broken
-        if self.ranks.main:
+        try:
             first = {suite: done.first(suite).name for suite in done.results}
-            try:
-                done.verdicts = judge(limits, done.rows, first, list(done.broken))
-            finally:  # a limit of a misspelt name does not cost the results
-                self._write(done)
-        return done
+            done.verdicts = judge(limits, done.rows, first, list(done.broken))
+            done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
+        finally:  # a limit of a misspelt name does not cost the results
+            self._write(done)
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """No picture is worth the numbers."""
