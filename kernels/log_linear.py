@@ -23,6 +23,7 @@ from surgery.kernels.ssd_launch import (
     accepted,
     chunk_of,
     gate_sums,
+    in_parts,
     of_shared,
     reads,
     reads_grad,
@@ -95,8 +96,12 @@ def log_linear_chunks(
 def _applied(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, lay: Lay, closing_S: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
-    gates = gates.float().expand(v.shape[:3])
-    return LogLinear.apply(ready(q), ready(k), ready(v), gates, level.float(), lay, closing_S, levels)
+    gates, level = gates.float().expand(v.shape[:3]), level.float()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
+        return LogLinear.apply(ready(q), ready(k), ready(v), gates, level, lay, closing_S, levels)
+
+    return in_parts(run, q, k, v)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:

@@ -18,6 +18,7 @@ from surgery.kernels.ssd_launch import (
     accepted,
     chunk_of,
     gate_sums,
+    in_parts,
     of_shared,
     reads,
     reads_grad,
@@ -78,8 +79,12 @@ def ssd(
         lay = Lay.rows(start_B, length, chunk_of(chunk), aligned=True)
     else:
         lay = Lay.packed(cu_seqlens, length, chunk_of(chunk))
-    first = None if first_SGFV is None else first_SGFV.float().contiguous()
-    return SSD.apply(ready(q_BGJTF), ready(k_BGTF), ready(v_BGTV), gates_BGT, first, lay)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
+        first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
+        return SSD.apply(ready(q), ready(k), ready(v), gates_BGT, first, lay)
+
+    return in_parts(run, q_BGJTF, k_BGTF, v_BGTV)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: Any, first: Any, chunk: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,17 +217,38 @@ def ready(x: Tensor) -> Tensor:
 
 
 def accepted(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
-    """Sizes and types that the kernels are right for; larger tiles of float32 do not fit into shared memory."""
-    tile = power_of_two(k.shape[-1]) * power_of_two(v.shape[-1])
+    """Sizes and types that the kernels are right for."""
     return (
         q.dtype == k.dtype == v.dtype
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and 16 <= k.shape[-1] <= MOST_FEATURES
-        and v.shape[-1] <= MOST_VALUES
-        and (v.dtype != torch.float32 or (tile <= 128 * 64 and k.shape[-1] <= 128))
-        and v.shape[2] > 0
+        and k.shape[-1] >= 16
+        and (v.dtype == torch.float32 or k.shape[-1] <= MOST_FEATURES)
+        and v.numel() > 0
         and chunk >= 16
     )
+
+
+def in_parts(
+    run: Callable[[Tensor, Tensor, Tensor, slice, slice], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, states_xFV) of `run` over slices of features and values whose tiles fit into shared memory: values know
+    nothing of each other, and scores are sums over features, which float32 adds up to rounding."""
+    features, values = k.shape[-1], v.shape[-1]
+    step_F, step_V = MOST_FEATURES, MOST_VALUES
+    if v.dtype == torch.float32:
+        step_F = min(features, MOST_FEATURES // 2)
+        step_V = min(MOST_VALUES, MOST_FEATURES * MOST_VALUES // 4 // power_of_two(step_F))
+    outs, states = [], []
+    for at_V in (slice(i, i + step_V) for i in range(0, values, step_V)):
+        at_F = [slice(i, i + step_F) for i in range(0, features, step_F)]
+        made = [run(q[..., f], k[..., f], v[..., at_V], f, at_V) for f in at_F]
+        outs.append(sum((out for out, _ in made[1:]), made[0][0]))
+        states.append(_joined([state for _, state in made], -2))
+    return _joined(outs, -1), _joined(states, -1)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def chunk_of(chunk: int) -> int:

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from kernel_rows import DEVICE, TOLERANCE, gpu, loops_with_tensors, misses, tokens
 
+from surgery.kernels import ssd_launch
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.op import choose
 
@@ -30,6 +31,7 @@ LARGE = [
     ((2, 8, 1, 1000, 128, 64, True), [0, 37], [1000, 900]),
     ((1, 2, 3, 517, 64, 65, False), [1000], [517]),
     ((1, 1, 2, 300, 256, 128, False), [0], [300]),
+    ((1, 1, 1, 200, 256, 256, False), [77], [200]),
     ((1, 2, 1, 4160, 128, 64, True), [64], [4160]),
 ]
 HALF = [torch.bfloat16, torch.float16]
@@ -76,6 +78,13 @@ def test_gates_of_any_size(gates):
     assert worst(((1, 2, 1, 70, 16, 16, True), [3], [70]), gates=gates) < 2e-5
 
 
+def test_in_parts(monkeypatch):
+    """Of features and values, where all do not fit."""
+    monkeypatch.setattr(ssd_launch, "MOST_FEATURES", 32)
+    monkeypatch.setattr(ssd_launch, "MOST_VALUES", 16)
+    assert worst(((1, 2, 1, 37, 24, 17, True), [5], [37])) < TOLERANCE[torch.float32]
+
+
 def test_levels_beyond_the_last_share_its_lambda():
     assert worst(((1, 1, 1, 70, 16, 16, False), [0], [70]), state=False, levels=3) < TOLERANCE[torch.float32]
 
@@ -113,7 +122,7 @@ def test_half_precision(case, dtype, gates):
 
 
 @gpu
-@pytest.mark.parametrize("case", [case for case in LARGE if case[0][4] < 256])
+@pytest.mark.parametrize("case", LARGE)
 def test_float32(case):
     assert worst(case, chunk=64) < TOLERANCE[torch.float32]
 

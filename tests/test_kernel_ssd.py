@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from kernel_rows import DEVICE, TOLERANCE, gpu, log_gates, loops_with_tensors, misses, tokens
 
+from surgery.kernels import ssd_launch
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import choose
 
@@ -25,6 +26,7 @@ LARGE = [
     (2, 8, 1, 1000, 128, 64, True),
     (1, 2, 3, 517, 64, 65, False),
     (1, 1, 2, 300, 256, 128, False),
+    (1, 1, 1, 200, 256, 256, False),
     (1, 2, 1, 4160, 128, 64, True),
 ]
 HALF = [torch.bfloat16, torch.float16]
@@ -65,6 +67,13 @@ def test_gates_of_any_size(gates):
     assert worst((1, 2, 1, 40, 16, 16, True), gates=gates) < 2e-5
 
 
+def test_in_parts(monkeypatch):
+    """Of features and values, where all do not fit."""
+    monkeypatch.setattr(ssd_launch, "MOST_FEATURES", 32)
+    monkeypatch.setattr(ssd_launch, "MOST_VALUES", 16)
+    assert worst((1, 2, 1, 37, 24, 17, True)) < TOLERANCE[torch.float32]
+
+
 def test_without_a_state_and_with_a_weight():
     assert worst((1, 2, 2, 20, 16, 16, False), first=False, weight=True) < TOLERANCE[torch.float32]
 
@@ -102,7 +111,7 @@ def test_half_precision(sizes, dtype, gates):
 
 
 @gpu
-@pytest.mark.parametrize("sizes", [sizes for sizes in LARGE if sizes[4] < 256])
+@pytest.mark.parametrize("sizes", LARGE)
 def test_float32(sizes):
     assert worst(sizes, chunk=64) < TOLERANCE[torch.float32]
 
