@@ -26,10 +26,11 @@ from torch import Tensor
 
 TABLE = Path(__file__).with_name("measured.json")
 Way = Literal["kernel", "reference", "dense"]
-Pass = Literal["forward", "backward", "step", "captured"]
+Pass = Literal["forward", "backward", "step", "captured", "captured step"]
 WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
 FAR = math.log(8.0)
 MANY = 4096  # calls remembered
+EAGER: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
 Sizes = tuple[tuple[str, int], ...]
 
 
@@ -52,8 +53,9 @@ class Asked(NamedTuple):
 @cache
 def tables() -> list[dict[str, Any]]:
     """[{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes":
-    {name: number}, "kernel": ms, "reference": ms, "dense": ms, "original": ms}]}]. Passes: forward, backward (with its
-    forward), step (of decoding, launches counted), captured (a step in a CUDA graph)."""
+    {name: number}, "kernel": ms, "reference": ms, "dense": ms, "original": ms}]}]. ms: the GPU's or, where that is more, what
+    the CPU takes to launch. Passes: forward, backward (with its forward), step (of decoding); captured, captured step: in a
+    CUDA graph, where launches cost nothing."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
 
 
@@ -133,7 +135,11 @@ def chosen(op: str, asked: Asked) -> Way | None:
     device, dtype = asked.x.device, asked.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return choice(op, asked.pass_, asked.sizes, place(device, dtype), asked.ways)
+    where = place(device, dtype)
+    found = choice(op, asked.pass_, asked.sizes, where, asked.ways)
+    if found is None and asked.pass_ in EAGER:
+        return choice(op, EAGER[asked.pass_], asked.sizes, where, asked.ways)
+    return found
 
 
 def sizes(**named: int) -> Sizes:
@@ -146,20 +152,26 @@ def place(device: torch.device, dtype: torch.dtype) -> Place:
     return Place(capability, str(dtype).removeprefix("torch."))
 
 
-def learning(*tensors: Tensor | None) -> Pass:
-    """forward or backward: whether gradients are asked for."""
-    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return "backward" if asked else "forward"
+def learning(*tensors: Tensor) -> Pass:
+    """backward where gradients are asked for."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "backward"
+    return "captured" if capturing(tensors[0]) else "forward"
 
 
 def stepping(x: Tensor) -> Pass:
-    return "captured" if x.is_cuda and torch.cuda.is_current_stream_capturing() else "step"
+    return "captured step" if capturing(x) else "step"
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def three(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
     """The key of calls whose first three arguments are tensors that say all."""
     grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or z.requires_grad)
-    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, torch.is_autocast_enabled()
+    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, capturing(x), torch.is_autocast_enabled()
 
 
 def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
@@ -173,7 +185,7 @@ def _step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> A
 
 
 of_tokens = Reading(_tokens, three)  # masks over T tokens; lanes: heads of all rows
-of_step = Reading(_step, lambda q, k, v, *rest, **more: (three(q, k, v), stepping(v)))  # masks, one token more
+of_step = Reading(_step, three)  # masks, one token more
 
 
 def of_mask_step(mask: str) -> Callable[..., bool]:

@@ -129,7 +129,7 @@ def test_crossovers():
         for name, all_ms in times.items()
         for x, ms in zip((1024, 2048, 4096), all_ms)
     ]
-    assert crossovers(rows) == ["t, ahead of the fastest that torch has: from 4,096: a; nowhere: b"]
+    assert crossovers(rows) == ["t, ahead of the fastest that torch has: from 4,096 a; nowhere b"]
 
 
 def test_plot(tmp_path):
@@ -298,12 +298,32 @@ def test_results_become_the_table_and_the_page(tmp_path):
     results = [bench(kind, sizes="small", device="cpu", only="btt,mlr") for kind in ("linear", "attention")]
     (table,) = publish.measured(results)
     rows = table["rows"]
-    assert {row["op"] for row in rows} == {"btt", "mlr"} and {row["pass"] for row in rows} == {"forward", "backward"}
+    assert {row["op"] for row in rows} == {"btt", "mlr"}
+    assert {row["pass"] for row in rows} == {"forward", "backward", "captured"}
     assert all({"reference", "original"} <= row.keys() for row in rows)
     text = f"before\n{publish.BEGIN}old\n{publish.END}after\n"
     page = publish.page(publish.page(text, results), results)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert page.count("### attention, forward + backward") == 1
+
+
+def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():
+    row = {
+        "x": 1,
+        "sizes": {"tokens": 1},
+        "options": {},
+        "op": "btt",
+        "way": "kernel",
+        "rival": "b",
+        "ms": 0.01,
+        "launch": 0.05,
+    }
+    first = {**row, "op": "original", "rival": "a", "ms": 0.03, "launch": 0.02}
+    results = [{"device": "d", "capability": [9, 0], "dtype": "f", "date": "", "versions": {}}]
+    for table, kernel in (("linear, forward", 0.05), ("linear, forward, CUDA graph", 0.01)):
+        results[0]["rows"] = [{**r, "table": table} for r in (first, row)]
+        (made,) = publish.measured(results)[0]["rows"]
+        assert made["kernel"] == kernel and made["original"] == 0.03
 
 
 def test_runs_of_one_kind_are_one():

@@ -38,7 +38,6 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
                 yield _graph_heat(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
-                continue
             for back in (False, True) if tokens >= 512 or sizes == "small" else (False,):
                 name = f"linear {title}, forward{' + backward' if back else ''}"
                 yield _heat(name, where, entries, back, device, dtype)

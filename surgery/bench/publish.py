@@ -60,22 +60,26 @@ def written(tables: list[dict[str, Any]]) -> str:
 
 
 def kind_of(table: str) -> str:
-    """forward, backward (with forward), step (of decoding, its launches counted), captured (a step in a graph)."""
+    """forward, backward (with forward), step (of decoding); captured, captured step: those in a CUDA graph."""
     if table.startswith("decode"):
-        return "captured" if table.endswith("graph") else "step"
+        return "captured step" if table.endswith("graph") else "step"
+    if table.endswith("graph"):
+        return "captured"
     return "backward" if table.endswith("backward") else "forward"
 
 
 def _of_one(heat: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has."""
-    original = min((row["ms"] for row in heat if row.get("op") == "original"), default=None)
+    """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
+    a call takes what the CPU takes to launch it, where that is more."""
+    took = {row["rival"]: row["ms"] if "captured" in kind else max(row["ms"], row.get("launch", 0.0)) for row in heat}
+    original = min((took[row["rival"]] for row in heat if row.get("op") == "original"), default=None)
     found: dict[str, dict[str, Any]] = {}
     for row in heat:
         if row.get("op") in (None, "original"):
             continue
         sizes = {**{k: v for k, v in row["sizes"].items() if k in NAMED}, **row["options"]}
         entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": rounded(original)} if original else {})}
-        found.setdefault(json.dumps(entry), entry)[row["way"]] = rounded(row["ms"])
+        found.setdefault(json.dumps(entry), entry)[row["way"]] = rounded(took[row["rival"]])
     return list(found.values())
 
 

@@ -67,6 +67,16 @@ class Heat:
     launches: bool = False
 
 
+class Mark(NamedTuple):
+    """A run: ms until the CPU was done with it, and the events around it on a GPU, to be read once it is over."""
+
+    launch: float
+    events: tuple[Any, Any] | None
+
+    def ms(self) -> float:
+        return self.launch if self.events is None else self.events[0].elapsed_time(self.events[1])
+
+
 class Race:
     """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer (a
     reference's is a third of that). spend: ms
@@ -93,7 +103,9 @@ class Race:
         self._turns([entry for entry in calls if entry[2]["ms"] < self.patience])
         for rival, _, row in calls:
             self.last[heat.table, rival.name] = heat.x, row["ms"]
-            row["ms"] /= rival.times
+            for part in ("ms", "launch"):
+                if part in row:
+                    row[part] /= rival.times
         return rows
 
     def _left_out(self, heat: Heat, rival: Rival) -> str | None:
@@ -120,9 +132,9 @@ class Race:
                 return None
             row["kernels"] = sorted(used)
             with choose(rival.choice):
-                row["ms"], row["launch"], row["peak"] = self._second(call)
-                if launches:
-                    del row["launch"]
+                row["ms"], launch, row["peak"] = self._second(call)
+                if not launches and self.flush is not None:
+                    row["launch"] = launch
                 if row["ms"] > self.patience and self.least > 1:  # was that compiling too, for another kind of size?
                     row["ms"] = min(row["ms"], self._ms(call))
             return call
@@ -152,16 +164,14 @@ class Race:
             return self._ms(call), 0.0, None
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        start = time.perf_counter()
-        marks = self._marked(call)
-        launched = (time.perf_counter() - start) * 1e3
+        mark = self._marked(call)
         torch.cuda.synchronize(self.device)
-        return marks[0].elapsed_time(marks[1]), launched, torch.cuda.max_memory_allocated(self.device) - before
+        return mark.ms(), mark.launch, torch.cuda.max_memory_allocated(self.device) - before
 
     def _turns(self, entries: list[tuple[Rival, Call, Row]]) -> None:
         """The medians of as many runs as `spend` pays for, at most 50."""
         wanted = [max(self._least(row), min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
-        taken: list[list[Any]] = [[] for _ in entries]
+        taken: list[list[Mark]] = [[] for _ in entries]
         for turn in range(max(wanted, default=0)):
             for (rival, call, row), runs, into in zip(entries, wanted, taken):
                 if turn < runs and (turn < 1 or time.monotonic() < self.ends + 2):
@@ -170,33 +180,34 @@ class Race:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for (_, _, row), marks in zip(entries, taken):
-            row["ms"] = median(m if isinstance(m, float) else m[0].elapsed_time(m[1]) for m in marks)
-            row["runs"] = len(marks)
+            row["ms"], row["runs"] = median(mark.ms() for mark in marks), len(marks)
+            if "launch" in row:
+                row["launch"] = median(mark.launch for mark in marks)
 
     def _least(self, row: Row) -> int:
         return self.least if row["ms"] < LONG / 10 else 1
 
     def _ms(self, call: Call) -> float:
-        marked = self._marked(call)
-        if isinstance(marked, float):
-            return marked
-        torch.cuda.synchronize(self.device)
-        return marked[0].elapsed_time(marked[1])
+        mark = self._marked(call)
+        if self.flush is not None:
+            torch.cuda.synchronize(self.device)
+        return mark.ms()
 
-    def _marked(self, call: Call, pause: float = 0.0) -> Any:
-        """A time, or the events around the run, to be read later. pause: ms in which the CPU launches ahead."""
-        if self.flush is None:
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e3
-        self.flush.zero_()
-        if pause:
-            torch.cuda._sleep(int(min(1.2 * pause, PAUSE) * CYCLES))
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
+    def _marked(self, call: Call, pause: float = 0.0) -> Mark:
+        """A run. pause: ms in which the CPU launches ahead."""
+        events = None
+        if self.flush is not None:
+            self.flush.zero_()
+            if pause:
+                torch.cuda._sleep(int(min(1.2 * pause, PAUSE) * CYCLES))
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+        start = time.perf_counter()
         call()
-        events[1].record()
-        return events
+        launch = (time.perf_counter() - start) * 1e3
+        if events is not None:
+            events[1].record()
+        return Mark(launch, events)
 
 
 # -- runs ----------------------------------------------------------------------------------------------

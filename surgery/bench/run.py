@@ -52,7 +52,7 @@ def bench(
     sizes = sizes or ("full" if gpu else "small")
     _check(kind, sizes, dtype)
     numbers = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
-    spend, patience = (40.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
+    spend, patience = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
     race = Race(place, spend, patience, ends, least=3 if kind != "model" else 1)
     limits = ceilings(race, numbers)
     result: dict[str, Any] = {

@@ -116,8 +116,8 @@ def crossovers(rows: list[Row]) -> list[str]:
             at = sorted((r["x"], r["ms"] < best[r["x"]]) for r in here if r["rival"] == name and r["x"] in best)
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
-            ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name)
-        said = "; ".join(f"{where}: {', '.join(names)}" for where, names in ahead.items())
+            ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name.removesuffix(", kernel"))
+        said = "; ".join(f"{where} {' · '.join(names)}" for where, names in ahead.items())
         lines.append(f"{title}, ahead of the fastest that torch has: {said}")
     return lines
 
