@@ -184,11 +184,12 @@ def _samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dic
             how = getattr(aggregation.get(metric), "__name__", "")
             label = metric if each["filter"] == "none" else f"{metric},{each['filter']}"
             value = each[metric]
-            if how == "weighted_perplexity":
+            if how in ("weighted_perplexity", "bits_per_byte"):
+                if metric != "word_perplexity":
+                    continue  # the same likelihoods by bytes: in lm-eval's own results
                 nats, weight = -value[0] / value[1], float(value[1])
                 metrics[label] = Metric(label, "ppl", False)
-                kept = Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown)
-                weighted += [kept] if metric == "word_perplexity" else []
+                weighted.append(Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown))
             elif how == "perplexity":
                 metrics[label] = Metric(label, "ppl", False)
                 sample.metrics[label] = -float(value)  # type: ignore[index]

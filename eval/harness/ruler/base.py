@@ -18,7 +18,7 @@ from surgery.eval.harness.ruler.fill import Build, Count, Filled, fill
 @dataclass(frozen=True)
 class Question:
     """prompt and prefix, one after the other, are what the model reads; tokens: of both and of the room for the answer.
-    rule all: scored by the share of `answers` that are said; any: by whether one of them is."""
+    rule all: scored by the share of `answers` that are said; any: by whether one of them is. note: what is not as in RULER."""
 
     id: str
     prompt: str
@@ -28,6 +28,7 @@ class Question:
     tokens: int
     rule: str = "all"
     depth: float | None = None
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "answers": list(self.answers)}

@@ -81,7 +81,15 @@ class CommonWords:
             answers=tuple(words[:TOP]),
             length=room.length,
             tokens=found.tokens + self.answer_tokens,
+            note=_shortened(shape, room.length),
         )
+
+
+def _shortened(shape: Shape, length: int) -> str:
+    if shape == (LONG if length >= 4096 else SHORT):
+        return ""
+    left = "the one-shot example of short lengths" if shape.example else "no room for the one-shot example"
+    return f"{left}, common words {shape.common} times"
 
 
 def _numbered(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:

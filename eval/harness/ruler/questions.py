@@ -101,8 +101,8 @@ class Documents:
         def build(n: int, rest: str) -> str:
             chosen = [library.documents[i] for i in asked.gold] + [others[i % len(others)] for i in range(n)]
             Random(seed).shuffle(chosen)
-            shown = [f"Document {i}:\n{text}" for i, text in enumerate([*chosen, *([rest] if rest else [])], 1)]
-            return TEMPLATE.format(context="\n\n".join(shown), question=asked.question) + PREFIX
+            shown = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
+            return TEMPLATE.format(context=f"{shown} {rest}".rstrip(" "), question=asked.question) + PREFIX
 
         most = 4 * room.length if others else 0
         found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4)

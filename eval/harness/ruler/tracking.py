@@ -63,6 +63,7 @@ class Tracking:
             answers=tuple(names),
             length=room.length,
             tokens=found.tokens + self.answer_tokens,
+            note="" if example else "no room for the one-shot example",
         )
 
     def _example(self, room: Room, rng: Random) -> str:
