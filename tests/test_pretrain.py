@@ -106,6 +106,23 @@ def test_mixers_and_other_families(text, tmp_path):
     assert len(config["quantization_config"]["mixers"]) == 2 and config["vocab_size"] <= 300
 
 
+def test_the_command_takes_a_shape_and_a_tokenizer(text, tmp_path, capsys):
+    """Of the embedded checkpoint; what the command line says wins over the recipe's tiny block."""
+    from surgery.cli import main
+
+    given = [option for key in (*FEW, "data.validation_examples=2") for option in ("--set", key)]
+    shape = ["--model", str(EMBEDDED), "--tokenizer", str(EMBEDDED), "--set", "model.num_hidden_layers=1"]
+    place = ["--data", str(text), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(SystemExit) as left:
+        main(["pretrain", "--recipe", "gpt2-btt", "--tiny", *shape, *given, *place])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "untrained" in said and "trained checkpoint" in said
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", EMBEDDED))
+    assert ours["hidden_size"] == theirs["hidden_size"] and ours["num_hidden_layers"] == 1
+    assert not ours["tie_word_embeddings"] and ours["vocab_size"] == theirs["vocab_size"]
+
+
 # -- refusals --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "keys, said",

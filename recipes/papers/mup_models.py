@@ -56,7 +56,7 @@ def structure_of(name: str, width: int) -> dict[str, Any] | None:
 NAMES = ("dense", "btt", "monarch", "low_rank", "mlr")
 
 
-def config_of(width: int, vocabulary: int, sizes: Sizes, attention: str) -> Any:
+def config_of(width: int, vocabulary: int, sizes: Sizes) -> Any:
     from transformers import GPT2Config
 
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -65,12 +65,12 @@ def config_of(width: int, vocabulary: int, sizes: Sizes, attention: str) -> Any:
     config = GPT2Config(
         vocab_size=vocabulary, tie_word_embeddings=False, architectures=["GPT2LMHeadModel"], **shape, **still, **ids
     )
-    config._attn_implementation = attention
+    config._attn_implementation = "eager"  # see stacked.py
     return config
 
 
-def model_of(name: str, width: int, vocabulary: int, sizes: Sizes, seed: int, attention: str = "eager") -> Any:
-    config, keys = config_of(width, vocabulary, sizes, attention), structure_of(name, width)
+def model_of(name: str, width: int, vocabulary: int, sizes: Sizes, seed: int) -> Any:
+    config, keys = config_of(width, vocabulary, sizes), structure_of(name, width)
     plan = None
     if keys is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -35,12 +35,17 @@ def read(path: Path) -> dict[tuple[str, str, int], Losses]:
 
 def best(losses: Losses) -> Best:
     """Of the mean over seeds; its error from the seeds one by one."""
-    rates = sorted(losses)
-    means = [sum(losses[r].values()) / len(losses[r]) for r in rates]
-    seeds = set.intersection(*(set(losses[r]) for r in rates))
+    rates, means, seeds = mean_losses(losses)
     each = [vertex(rates, [losses[r][seed] for r in rates]) for seed in seeds]
     where, lowest = vertex(rates, means), min(means)
     return Best(where, standard_error(each), lowest, means.index(lowest) in (0, len(rates) - 1))
+
+
+def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
+    """(rates, means over the seeds that were run at all of them, those seeds)"""
+    rates = sorted(losses)
+    seeds = set.intersection(*(set(losses[r]) for r in rates))
+    return rates, [sum(losses[r][s] for s in seeds) / max(1, len(seeds)) for r in rates], seeds
 
 
 def vertex(rates: list[float], losses: list[float]) -> float:
@@ -77,8 +82,8 @@ def rows(found: dict[tuple[str, str, int], Losses]) -> list[dict[str, Any]]:
 
 def carried(losses: Losses, log2_rate: float) -> float:
     """The mean loss at a rate, between those tried in a straight line."""
-    rates = sorted(losses)
-    at = {r: sum(losses[r].values()) / len(losses[r]) for r in rates}
+    rates, means, _ = mean_losses(losses)
+    at = dict(zip(rates, means))
     below = max((r for r in rates if r <= log2_rate), default=rates[0])
     above = min((r for r in rates if r >= log2_rate), default=rates[-1])
     share = 0.0 if above == below else (log2_rate - below) / (above - below)
@@ -146,8 +151,7 @@ def _panel(axis: Any, widths: dict[int, Losses]) -> None:
         return
     lowest, shades = math.inf, {w: i / max(1, len(widths) - 1) for i, w in enumerate(sorted(widths))}
     for width, losses in sorted(widths.items()):
-        rates = sorted(losses)
-        means = [sum(losses[r].values()) / len(losses[r]) for r in rates]
+        rates, means, _ = mean_losses(losses)
         colour = (0.1 + 0.8 * shades[width], 0.25, 0.85 - 0.7 * shades[width])
         axis.plot(rates, means, color=colour, label=str(width), linewidth=1.2)
         there = best(losses)

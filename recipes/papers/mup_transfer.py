@@ -30,6 +30,8 @@ from surgery.recipes.papers.mup_models import NAMES, Sizes, model_of, rate_facto
 from surgery.recipes.papers.mup_shown import show
 from surgery.recipes.papers.stacked import Stack
 from surgery.training.data import Data, DataConfig, make_data
+from surgery.training.documents import Document
+from surgery.training.encode import Encoder, Piece
 from surgery.training.vocabulary import TokenizerConfig, make_tokenizer
 
 RULES = ("mup", "dense")
@@ -38,6 +40,20 @@ RULES = ("mup", "dense")
 # -- data -------------------------------------------------------------------------------------------------
 def data_of(text: str) -> DataConfig:
     return DataConfig.model_validate({"sources": text, "packing": "stream", "validation": 0.05})
+
+
+class Remembered(Encoder):
+    """Every seed reads the same text in another order; its tokens are made once."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer)
+        self.known: dict[tuple[Any, ...], list[Piece]] = {}
+
+    def texts(self, documents: list[Document]) -> list[Piece]:
+        key = tuple((document.content, document.begins, document.ends) for document in documents)
+        if key not in self.known:
+            self.known[key] = super().texts(documents)
+        return self.known[key]
 
 
 def gathered(data: Data, steps: int, rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -66,11 +82,14 @@ def runs_of(name: str, width: int, sizes: Sizes) -> list[Run]:
 
 
 class Sweep:
-    def __init__(self, text: str, sizes: Sizes, device: torch.device):
-        self.sizes, self.device = sizes, device
+    def __init__(self, text: str, sizes: Sizes, device: torch.device, graph: bool = True):
+        self.sizes, self.device, self.graph = sizes, device, graph
         config = data_of(text)
         self.tokenizer = make_tokenizer(TokenizerConfig(kind="characters"), config)
         data = [make_data(config, self.tokenizer, sizes.length, seed) for seed in range(sizes.seeds)]
+        encoder = Remembered(self.tokenizer)
+        for d in data:
+            d.encoder = encoder
         self.training = [gathered(d, sizes.steps, sizes.rows, device) for d in data]
         held = data[0].validation()
         self.held = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
@@ -78,16 +97,13 @@ class Sweep:
     def train(self, runs: list[Run]) -> list[dict[str, Any]]:
         """All at once: of one structure and width."""
         began, sizes = time.perf_counter(), self.sizes
-        attention = "sdpa" if self.device.type == "cuda" else "eager"
         name, width, vocabulary = runs[0].structure, runs[0].width, len(self.tokenizer)
-        models = {
-            seed: model_of(name, width, vocabulary, sizes, seed, attention) for seed in {run.seed for run in runs}
-        }
+        models = {seed: model_of(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
         stages = {rule: stage_of(sizes, rule) for rule in RULES}
         factors = {rule: rate_factors(models[runs[0].seed], stage) for rule, stage in stages.items()}
         rates = [{n: f * 2.0**run.log2_rate for n, f in factors[run.rule].items()} for run in runs]
         stage = stages[runs[0].rule]
-        stack = Stack([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device)
+        stack = Stack([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph)
         which = torch.tensor([run.seed for run in runs])
         tail = torch.zeros(len(runs), device=self.device)
         for step in range(sizes.steps):
@@ -120,17 +136,19 @@ def memory_of(width: int, sizes: Sizes) -> float:
 
 
 def stacks(runs: list[Run], memory: float, sizes: Sizes) -> Iterator[list[Run]]:
-    size = max(1, int(memory / memory_of(runs[0].width, sizes))) if runs else 1
-    count = -(-len(runs) // size)
-    for i in range(count):  # every n-th, so that each stack has runs of all rates
-        yield runs[i::count]
+    """Of about one size, one seed after the other, so that an interruption leaves whole seeds."""
+    if runs:
+        runs = sorted(runs, key=lambda r: r.seed)
+        count = -(-len(runs) // max(1, int(memory / memory_of(runs[0].width, sizes))))
+        size = -(-len(runs) // count)
+        yield from (runs[at : at + size] for at in range(0, len(runs), size))
 
 
 def run(arguments: argparse.Namespace) -> None:
     sizes = Sizes(**{k: v for k, v in vars(arguments).items() if k in Sizes.__dataclass_fields__ and v is not None})
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    sweep, out = Sweep(arguments.text, sizes, device), Path(arguments.out)
+    sweep, out = Sweep(arguments.text, sizes, device, not arguments.plain), Path(arguments.out)
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
     done = {Run(*(json.loads(line)[f] for f in Run.__dataclass_fields__)) for line in lines}
     for width in arguments.width or [64, 128, 256, 512]:
@@ -154,6 +172,7 @@ def main() -> None:
     running.add_argument("--width", action="append", type=int)
     running.add_argument("--memory", type=float, default=8.0, help="GB for a stack of runs")
     running.add_argument("--device")
+    running.add_argument("--plain", action="store_true", help="no CUDA graphs")
     for name in ("layers", "head", "length", "rows", "steps", "seeds"):
         running.add_argument(f"--{name}", type=int)
     running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")

@@ -5,7 +5,7 @@
 
 A run of a small model keeps a GPU waiting for launches; M of them cost little more than one. Each has its own numbers,
 rates and clipping, so each is the run it would be alone; one that diverges leaves the others. On a GPU the step is a CUDA
-graph. M runs, N numbers of one, B rows, T tokens.
+graph, which wants eager attention (models made with attn_implementation="eager"). M runs, N numbers of one, B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Stack:
         optimiser: Optimiser,
         clip: float | None,
         device: torch.device,
+        graph: bool = True,
     ):
         assert optimiser.name == "adamw" and not optimiser.weight_decay, "AdamW without decay is what is written here"
         self.optimiser, self.clip, self.device = optimiser, clip, device
@@ -48,6 +49,7 @@ class Stack:
         self.leaves = [p.unflatten(1, s).requires_grad_() for p, s in zip(parts, shapes)]
         self.mean_MN, self.square_MN = torch.zeros_like(self.flat_MN), torch.zeros_like(self.flat_MN)
         self.steps, self.factor = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.recorded = graph and device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.given: dict[str, Tensor] = {}
 
@@ -55,9 +57,15 @@ class Stack:
     def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean nats per token that counts, of one run."""
         _, next_BT = targets_of({"labels": labels_BT})
-        parameters = dict(zip(self.names, numbers))
-        answer = functional_call(self.model, (parameters, self.buffers), (ids_BT,), {"use_cache": False})
+        parameters, length = dict(zip(self.names, numbers)), ids_BT.shape[1]
+        given = {"attention_mask": self._mask(length), "use_cache": False}
+        answer = functional_call(self.model, (parameters, self.buffers), (ids_BT,), given)
         return cross_entropy(answer.logits, next_BT) / (next_BT >= 0).sum()
+
+    def _mask(self, length: int) -> Tensor:
+        """(1, 1, T, T), made here: what transformers makes of none takes numbers from the CPU, which no graph can."""
+        lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=self.device)
+        return lowest.triu(1)
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """(M,); Triton knows nothing of vmap, so the references compute."""
@@ -76,7 +84,7 @@ class Stack:
     def step(self, batch: dict[str, Tensor], factor: float) -> Tensor:
         """(M,) losses before it; factor: the schedule's, on all peaks."""
         self.factor.fill_(factor)
-        if self.device.type != "cuda":
+        if not self.recorded:
             return self._step(batch).clone()
         if self.graph is None:
             self._record(batch)

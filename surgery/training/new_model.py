@@ -9,6 +9,7 @@ from typing import Any
 from surgery.errors import SurgeryError, nearest
 from surgery.source import read_config
 from surgery.training.fresh import refuse_tied
+from surgery.training.strict import number
 
 # Of a config that is taken as an example: what belongs to its weights or its tokenizer.
 NOT_TAKEN = ("architectures", "vocab_size", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
@@ -68,8 +69,8 @@ def new_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     words = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     told = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **words, **keys}
     try:
-        config = family(**{k: v for k, v in told.items() if k != "model_type"})
-    except (ValueError, TypeError) as error:
+        config = family(**{k: number(v) for k, v in told.items() if k != "model_type"})
+    except Exception as error:  # transformers' checks have exceptions of their own
         raise SurgeryError(f"model: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
     config.architectures = [AutoModelForCausalLM._model_mapping[family].__name__]
     refuse_tied(config)

@@ -44,13 +44,14 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
 
 
 def by_characters(texts: Iterable[str]) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """BPE that never merges, which reads twice as fast as words of one character each."""
+    from tokenizers import Tokenizer, decoders, models
 
     seen = sorted(set().union(*(set(text) for text in texts)))
     if not seen:
         raise SurgeryError("tokenizer: the text to train on has no characters")
-    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate([END, UNKNOWN, *seen])}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    words = {token: i for i, token in enumerate([END, UNKNOWN, *seen])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
