@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     BN: int
     near: tuple[int, int]
     far: tuple[int, int]
-    count: int  # token tiles of a program
+    count: int  # type: ignore[assignment]  # token tiles of a program
     lag: int
     ring: int
     warps: int

@@ -65,7 +65,7 @@ def choice(op: str, pass_: Pass, at: Sizes, place: Place, ways: tuple[Way, ...] 
     near = weighed(op, pass_, at, place)
     scores = {way: beside_kernel(near, way) for way in ways}
     known = {way: score for way, score in scores.items() if score is not None}
-    return min(known, key=known.__getitem__) if len(known) > 1 else None
+    return min(known, key=lambda way: known[way]) if len(known) > 1 else None
 
 
 def weighed(op: str, pass_: str, at: Sizes, place: Place) -> list[tuple[float, dict[str, Any]]]:
@@ -148,7 +148,7 @@ def sizes(**named: int) -> Sizes:
 
 @cache
 def place(device: torch.device, dtype: torch.dtype) -> Place:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    capability: tuple[int, ...] = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     return Place(capability, str(dtype).removeprefix("torch."))
 
 

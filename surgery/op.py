@@ -127,5 +127,7 @@ def found() -> None:
 
 def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """By the first tensor."""
-    tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-    return tensor is not None and tensor.is_cuda and torch.version.hip is None
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            return arg.is_cuda and torch.version.hip is None
+    return False
