@@ -64,8 +64,8 @@ def choice(op: str, pass_: Pass, at: Sizes, place: Place, ways: tuple[Way, ...] 
     """None: nothing near was measured."""
     near = weighed(op, pass_, at, place)
     scores = {way: beside_kernel(near, way) for way in ways}
-    known = {way: score for way, score in scores.items() if score is not None}
-    return min(known, key=lambda way: known[way]) if len(known) > 1 else None
+    known = [(score, way) for way, score in scores.items() if score is not None]
+    return min(known)[1] if len(known) > 1 else None
 
 
 def weighed(op: str, pass_: str, at: Sizes, place: Place) -> list[tuple[float, dict[str, Any]]]:
@@ -175,7 +175,7 @@ def three(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
 
 
 def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
-    batch, groups, tokens, _ = v_BGTV.shape
+    batch, groups, tokens = v_BGTV.shape[:3]
     at = sizes(lanes=batch * groups * q_BGJTF.shape[2], tokens=tokens)
     return Asked(learning(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
 
