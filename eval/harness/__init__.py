@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from surgery.eval.harness.long import run_niah, run_ruler
 from surgery.eval.harness.longbench import run_longbench
-from surgery.eval.harness.names import by_name, run_zeroshot
+from surgery.eval.harness.names import by_name, run_named, run_zeroshot
 from surgery.eval.harness.retrieval import run_retrieval
 from surgery.eval.suites import FALLBACKS, Suite, register
 
@@ -18,4 +18,5 @@ register(
 )
 register(Suite("retrieval", "SWDE, SQuAD, FDA, TriviaQA, DROP, NQ in the context, cut to lengths", run_retrieval))
 register(Suite("zeroshot", "wikitext, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, as lm-eval has them", run_zeroshot))
+register(Suite("lm-eval", "any tasks, groups or tags of lm-eval: --tasks boolq,mmlu", run_named))
 FALLBACKS.append(by_name)

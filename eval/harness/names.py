@@ -27,6 +27,13 @@ def run_zeroshot(subject: Subject, options: EvalOptions) -> SuiteResult:
     return run_tasks(subject, options.tasks or ZEROSHOT, options, load)
 
 
+def run_named(subject: Subject, options: EvalOptions) -> SuiteResult:
+    """Also those of --include-path."""
+    if not options.tasks:
+        raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
+    return run_tasks(subject, options.tasks, options, load)
+
+
 def by_name(name: str) -> Suite | None:
     """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
     if any(name.startswith(start) for start in OURS):
@@ -52,7 +59,7 @@ def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
         wrong = next(name for name in names if name not in known)
         raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{nearest(wrong, known)}")
     paths = sorted({path for path, _ in datasets_of(manager, names)})
-    mirror.check(options.data_root, names[0] if len(names) == 1 else "zeroshot", paths)
+    mirror.check(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
     with mirror.inside(options.data_root):
         loaded = manager.load(list(names))
