@@ -31,7 +31,7 @@ class MLRLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for level, rank in enumerate(config.ranks):
             k, tail = 2**level, str(level or "")
             found |= {f"weight{tail}": (k, rank, out // k), f"right{tail}": (k, in_ // k, rank)}

@@ -61,10 +61,9 @@ def config_of(width: int, vocabulary: int, sizes: Sizes) -> Any:
 
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     shape = {"n_embd": width, "n_layer": sizes.layers, "n_head": width // sizes.head, "n_positions": sizes.length}
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
-    config = GPT2Config(
-        vocab_size=vocabulary, tie_word_embeddings=False, architectures=["GPT2LMHeadModel"], **shape, **still, **ids
-    )
+    words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    told: dict[str, Any] = {**still, **shape, **words}
+    config = GPT2Config(architectures=["GPT2LMHeadModel"], **told)
     config._attn_implementation = "eager"  # see stacked.py
     return config
 

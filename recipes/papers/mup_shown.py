@@ -129,7 +129,7 @@ def draw(found: dict[tuple[str, str, int], Losses], path: Path) -> None:
 
     structures = list(dict.fromkeys(s for s, _, _ in found))
     rules = list(dict.fromkeys(r for _, r, _ in found))
-    shape = {"figsize": (3.0 * len(structures), 2.8 * len(rules)), "sharex": True, "squeeze": False}
+    shape: dict[str, Any] = {"figsize": (3.0 * len(structures), 2.8 * len(rules)), "sharex": True, "squeeze": False}
     figure, axes = pyplot.subplots(len(rules), len(structures), **shape)
     titles = {"mup": "structure-aware", "dense": "the dense layer's"}
     for i, rule in enumerate(rules):

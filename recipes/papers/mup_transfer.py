@@ -175,6 +175,7 @@ def main() -> None:
     running.add_argument("--plain", action="store_true", help="no CUDA graphs")
     for name in ("layers", "head", "length", "rows", "steps", "seeds"):
         running.add_argument(f"--{name}", type=int)
+    running.add_argument("--embedding-std", type=float, dest="embedding_std")
     running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")
     running.set_defaults(do=run)
     showing = commands.add_parser("show")

@@ -131,7 +131,7 @@ def silence(module: Any) -> None:
         return
     nn.init.zeros_(module.weight)
     if isinstance(module, StructuredLinear) and bool(module.dense().any()):
-        nn.init.zeros_(module.right)
+        nn.init.zeros_(module.get_parameter("right"))
 
 
 def _shape(module: Any) -> tuple[int, int]:

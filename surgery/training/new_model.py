@@ -12,8 +12,10 @@ from surgery.training.fresh import refuse_tied
 from surgery.training.strict import number
 
 # Of a config that is taken as an example: what belongs to its weights or its tokenizer.
-NOT_TAKEN = ("architectures", "vocab_size", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
-NOT_TAKEN += ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "use_cache", "_name_or_path")
+NOT_TAKEN = (
+    *("architectures", "vocab_size", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "use_cache", "_name_or_path"),
+)
 
 
 def keys_of_config(name: str) -> dict[str, Any]:
@@ -59,8 +61,9 @@ def new_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     kind = keys["model_type"]
     if kind not in CONFIG_MAPPING:
         raise SurgeryError(f"model.model_type {kind!r} is none that transformers knows{nearest(kind, CONFIG_MAPPING)}")
-    family = CONFIG_MAPPING[kind]
-    if family not in AutoModelForCausalLM._model_mapping or family in AutoModelForMaskedLM._model_mapping:
+    family: Any = CONFIG_MAPPING[kind]
+    causal: Any = AutoModelForCausalLM._model_mapping
+    if family not in causal or family in AutoModelForMaskedLM._model_mapping:
         raise SurgeryError(f"model.model_type {kind!r} predicts no next token; for example gpt2, llama or qwen3")
     known = {*family().to_dict(), *(getattr(family, "attribute_map", None) or {})}
     for key in keys:
@@ -72,7 +75,7 @@ def new_config(keys: dict[str, Any], tokenizer: Any) -> Any:
         config = family(**{k: number(v) for k, v in told.items() if k != "model_type"})
     except Exception as error:  # transformers' checks have exceptions of their own
         raise SurgeryError(f"model: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
-    config.architectures = [AutoModelForCausalLM._model_mapping[family].__name__]
+    config.architectures = [causal[family].__name__]
     refuse_tied(config)
     if config.get_text_config().vocab_size < len(tokenizer):
         raise SurgeryError(

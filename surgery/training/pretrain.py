@@ -125,6 +125,7 @@ def report_of(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any
     records = [_record(cut) for cut in plan.replaced()]
     counted = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})
     saved = counted["replaced_params_before"] - counted["replaced_params_after"]
+    counted |= {"params_before": counted["params_after"] + saved, "bytes_before": counted["bytes_after"] + 4 * saved}
     return {
         "surgery": __version__,
         "source": {"name": plan.source, "revision": None, "fingerprint": None},
@@ -135,7 +136,7 @@ def report_of(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any
         "calibration": None,
         "allocation": {"kept": "as in the recipe"},
         "held_out": None,
-        "totals": {**counted, "params_before": counted["params_after"] + saved},
+        "totals": counted,
         "modules": records,
         "mixers": [{"name": seat.path, "errors": {}} for seat in plan.seats.values()],
         "hybrid": None,
