@@ -256,7 +256,7 @@ def _recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str,
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(mode="json", exclude_unset=True)
     if isinstance(recipe, Mapping):
-        return parse_recipe(json.dumps(recipe), "the recipe given", settings)
+        return parse_recipe(json.dumps(recipe), "(given as a dict)", settings)
     return load_recipe(os.fspath(recipe), settings)
 
 

@@ -4,13 +4,30 @@ new structure or family is one new file."""
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from surgery.errors import SurgeryError, nearest
 
 T = TypeVar("T")
+PLUGINS = "surgery.plugins"
+
+
+@cache
+def load_plugins() -> None:
+    """Imports what installed packages bring: each entry point of the group `surgery.plugins` is a module that
+    registers structures, mixers, masks, feature maps or families as it is imported."""
+    for point in importlib.metadata.entry_points(group=PLUGINS):
+        try:
+            point.load()
+        except Exception as error:
+            raise SurgeryError(
+                f"plugin {point.name} ({point.value}) fails as it is imported, {type(error).__name__}: {error}; mend it or "
+                "uninstall the package that brings it"
+            ) from error
 
 
 class Registry(Generic[T]):
@@ -37,6 +54,7 @@ class Registry(Generic[T]):
             folder = importlib.import_module(self.package)
             for info in pkgutil.iter_modules(folder.__path__):
                 importlib.import_module(f"{self.package}.{info.name}")
+            load_plugins()
 
     def names(self) -> list[str]:
         self._scan()

@@ -37,7 +37,7 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names.s
 TIGHTER = {  # rooms that may use less than their floor allows
     "structures": {"structures", "registry", "op", "errors"},
     "mixers": {"mixers", "structures", "registry", "op", "errors"},
-    "anatomy": {"anatomy", "errors"},
+    "anatomy": {"anatomy", "registry", "errors"},
     "kernels": {"kernels", "structures", "mixers", "registry", "op", "errors"},
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them

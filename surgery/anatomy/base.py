@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from surgery.registry import load_plugins
+
 ROLES = (
     "attention.query",
     "attention.key",
@@ -94,8 +96,16 @@ def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+_added: dict[str, Anatomy] = {}
+
+
+def add_family(anatomy: Anatomy) -> None:
+    """For a family that is not in this folder: a plugin calls it as it is imported. It goes before ours."""
+    _added.update(dict.fromkeys(anatomy.model_types, anatomy))
+
+
 @cache
-def _families() -> dict[str, Anatomy]:
+def _shipped() -> dict[str, Anatomy]:
     package = importlib.import_module("surgery.anatomy")
     families: dict[str, Anatomy] = {}
     for info in pkgutil.iter_modules(package.__path__):
@@ -103,6 +113,11 @@ def _families() -> dict[str, Anatomy]:
         if anatomy is not None:
             families.update(dict.fromkeys(anatomy.model_types, anatomy))
     return families
+
+
+def _families() -> dict[str, Anatomy]:
+    load_plugins()
+    return {**_shipped(), **_added}
 
 
 def anatomy_of(model_type: str) -> Anatomy | None:
