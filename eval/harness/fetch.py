@@ -24,7 +24,7 @@ from surgery.eval.harness.names import ZEROSHOT, data_of
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.progress import Progress
 
-NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,13 @@ def _config(folder: Path, source: Source, commit: str | None) -> dict[str, Any]:
 
     splits = source.splits or tuple(get_dataset_split_names(source.path, source.config, revision=commit))
     name, files = source.config or "default", []
-    (folder / name).mkdir(exist_ok=True)
+    inner = re.sub(r"[^\w-]+", "-", name)
+    (folder / inner).mkdir(exist_ok=True)
     for split in splits:
         with mirror.without_bars():
             data = load_dataset(source.path, source.config, split=split, revision=commit)
-            data.to_json(folder / name / f"{split}.jsonl", lines=True, force_ascii=False)
-        files.append({"split": split, "path": f"{name}/{split}.jsonl"})
+            data.to_json(folder / inner / f"{split}.jsonl", lines=True, force_ascii=False)
+        files.append({"split": split, "path": f"{inner}/{split}.jsonl"})
     return {"config_name": name, "data_files": files}
 
 
