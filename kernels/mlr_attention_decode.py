@@ -56,11 +56,10 @@ def add_level(
 
 @triton.jit
 def walk(
-    acc_RV, top_R, sum_R, start, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-    biases_R, lead, first, window, S, scale, SEEN: tl.constexpr,
-    EXTENTS: tl.constexpr, CUTS: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr,
-    CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P0: tl.constexpr,
-    P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
+    acc_RV, top_R, sum_R, start, stop, q, ok_R, t_R, keys, missing, v, mv, biases_R, lead, first, window, S, scale,
+    SEEN: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr,
+    BIASED: tl.constexpr, CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles whose slots hold the first SEEN levels."""
     q0 = query_rows(q, ok_R, R, DIMS, CUTS, 0, P0)
@@ -71,42 +70,19 @@ def walk(
     q5 = query_rows(q, ok_R, R, DIMS, CUTS, 5, P) if SEEN > 5 else q0
     q6 = query_rows(q, ok_R, R, DIMS, CUTS, 6, P) if SEEN > 6 else q0
     q7 = query_rows(q, ok_R, R, DIMS, CUTS, 7, P) if SEEN > 7 else q0
+    queries = (q0, q1, q2, q3, q4, q5, q6, q7)
     dim_V = tl.arange(0, DV)
     unit: tl.constexpr = 1.4426950408889634
     for tile in tl.range(start, stop, num_stages=STAGES if SEEN < 3 else NEAR):
         s_N = tile * N + tl.arange(0, N)
-        k_NP = key_rows(k0, s_N, m0, S, CUTS, 0, P0)
+        k_NP = key_rows(keys[0], s_N, missing[0], S, CUTS, 0, P0)
         value = v + (s_N - mv).to(tl.int64)[:, None] * V + dim_V[None, :]
         v_NV = tl.load(value, mask=(s_N < S)[:, None] & (dim_V < V)[None, :], other=0.0)
         score = tl.dot(q0, tl.trans(k_NP), input_precision=PRECISION)
-        if SEEN > 1:
+        for level in tl.static_range(1, SEEN):
             score = add_level(
-                score, q1, k1, biases_R, s_N, t_R, lead, S, m1, 1, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 2:
-            score = add_level(
-                score, q2, k2, biases_R, s_N, t_R, lead, S, m2, 2, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 3:
-            score = add_level(
-                score, q3, k3, biases_R, s_N, t_R, lead, S, m3, 3, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 4:
-            score = add_level(
-                score, q4, k4, biases_R, s_N, t_R, lead, S, m4, 4, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 5:
-            score = add_level(
-                score, q5, k5, biases_R, s_N, t_R, lead, S, m5, 5, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 6:
-            score = add_level(
-                score, q6, k6, biases_R, s_N, t_R, lead, S, m6, 6, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
-        if SEEN > 7:
-            score = add_level(
-                score, q7, k7, biases_R, s_N, t_R, lead, S, m7, 7, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION
-            )
+                score, queries[level], keys[level], biases_R, s_N, t_R, lead, S, missing[level],
+                level, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION)  # fmt: skip
         if CAP > 0:
             score = capped(score * (scale / CAP), CAP) * unit
         else:
@@ -147,58 +123,30 @@ def mlr_decode(
     q += at * J * T * DIMS
     v += at * gv
     k0 += at * g0
-    if L > 1:
-        k1 += at * g1
-    if L > 2:
-        k2 += at * g2
-    if L > 3:
-        k3 += at * g3
-    if L > 4:
-        k4 += at * g4
-    if L > 5:
-        k5 += at * g5
-    if L > 6:
-        k6 += at * g6
-    if L > 7:
-        k7 += at * g7
+    k1 = k1 + at * g1 if L > 1 else k0
+    k2 = k2 + at * g2 if L > 2 else k0
+    k3 = k3 + at * g3 if L > 3 else k0
+    k4 = k4 + at * g4 if L > 4 else k0
+    k5 = k5 + at * g5 if L > 5 else k0
+    k6 = k6 + at * g6 if L > 6 else k0
+    k7 = k7 + at * g7 if L > 7 else k0
+    keys, missing = (k0, k1, k2, k3, k4, k5, k6, k7), (m0, m1, m2, m3, m4, m5, m6, m7)
     biases_R = biases + (at % G * J + tl.minimum(row_R // T, J - 1)) * (L + 1) if BIASED else row_R
     acc_RV = tl.zeros([R, DV], tl.float32)
     top_R = tl.full([R], LEAST, tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     tile = place * span
     last = tl.minimum(tile + span, (S + N - 1) // N)
-    if L > 1:
-        stop = tl.maximum(tl.minimum(m1 // N, last), tile)
-        acc_RV, top_R, sum_R = walk(
-            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-            biases_R, lead, first, window, S, scale, 1, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, NEAR, PRECISION)  # fmt: skip
-        tile = stop
-    if L > 2:
-        stop = tl.maximum(tl.minimum(m2 // N, last), tile)
-        acc_RV, top_R, sum_R = walk(
-            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-            biases_R, lead, first, window, S, scale, 2, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, NEAR, PRECISION)  # fmt: skip
-        tile = stop
-    if L > 3:
-        stop = tl.maximum(tl.minimum(m3 // N, last), tile)
-        acc_RV, top_R, sum_R = walk(
-            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-            biases_R, lead, first, window, S, scale, 3, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, NEAR, PRECISION)  # fmt: skip
-        tile = stop
-    if L > 4:
-        stop = tl.maximum(tl.minimum(m4 // N, last), tile)
-        acc_RV, top_R, sum_R = walk(
-            acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-            biases_R, lead, first, window, S, scale, 4, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-            DV, STAGES, NEAR, PRECISION)  # fmt: skip
-        tile = stop
-    acc_RV, top_R, sum_R = walk(
-        acc_RV, top_R, sum_R, tile, last, q, ok_R, t_R, k0, k1, k2, k3, k4, k5, k6, k7, mv, m0, m1, m2, m3, m4, m5, m6, m7, v,
-        biases_R, lead, first, window, S, scale, L, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P,
-        DV, STAGES, NEAR, PRECISION)  # fmt: skip
+    for seen in tl.static_range(1, L + 1):  # beyond the fourth level tiles are few: one walk has them
+        if seen < 5 or seen == L:
+            stop = last
+            if seen < L:
+                stop = tl.maximum(tl.minimum(missing[seen] // N, last), tile)
+            acc_RV, top_R, sum_R = walk(
+                acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, keys, missing, v, mv, biases_R, lead, first, window, S,
+                scale, seen, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P, DV, STAGES, NEAR,
+                PRECISION)  # fmt: skip
+            tile = stop
     part += ((at * tl.num_programs(1) + place) * J * T + row_R) * (V + 2)
     dim_V = tl.arange(0, DV)
     tl.store(part[:, None] + dim_V[None, :], acc_RV, mask=ok_R[:, None] & (dim_V < V)[None, :])
