@@ -1,9 +1,10 @@
 """What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
 
-python -m surgery.recipes.papers.eval_speed --length 32768 --samples 8 --suite needle --suite niah
+python -m surgery.recipes.papers.eval_speed --length 32768 --samples 8 --suite needle:needle --suite niah --new 0 --new 128
 
-The bare loop reads as many random prompts of that length and takes the last logits, batch by batch. A suite that is bound by
-prefill takes little longer, at every length alike.
+The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
+generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
+length alike.
 """
 
 from __future__ import annotations
@@ -55,16 +56,23 @@ def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
 
 
 @torch.inference_mode()
-def bare(subject: Subject, length: int, samples: int, rows: int) -> float:
-    """Seconds of the forwards alone."""
-    size = subject.model.config.vocab_size
-    ids_BT = torch.randint(size, (rows, length), device=subject.device)
-    _ = subject.model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
+def bare(subject: Subject, length: int, samples: int, rows: int, new: int) -> float:
+    """Seconds of the model alone, after a warm-up."""
+    ids_BT = torch.randint(5, 1000, (rows, length), device=subject.device)
+    _read(subject.model, ids_BT, min(new, 2))
     began = time.perf_counter()
     for first in range(0, samples, rows):
-        ids = ids_BT[: min(rows, samples - first)]
-        _ = subject.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().item()
+        _read(subject.model, ids_BT[: min(rows, samples - first)], new)
     return time.perf_counter() - began
+
+
+def _read(model: Any, ids_BT: torch.Tensor, new: int) -> None:
+    """The sum waits for the device."""
+    if new:
+        told = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **told).sum().item()
+    else:
+        model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
 
 
 def measured(
@@ -91,23 +99,27 @@ def main() -> None:
     parser.add_argument("--length", type=int, action="append")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--suite", action="append", help="suite, or suite:task")
+    parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     lengths = arguments.length or [32768]
-    subject = subject_of(arguments.shape, device, max(lengths))
+    subject = subject_of(arguments.shape, device, max(lengths) + 1024)
     print(
         f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True
     )
     for length in lengths:
         rows = max(1, TOKENS.get(device.type, 2**17) // length)
-        alone = bare(subject, length, arguments.samples, rows) / arguments.samples
-        print(f"{length:,} tokens, {rows} rows: bare {1 / alone:.3f} samples/s", flush=True)
-        for name in arguments.suite or ["needle:needle", "needle:needle-rank"]:
+        names = arguments.suite or ["needle:needle", "needle:needle-rank"]
+        alone: dict[int, float] = {}
+        for name, new in zip(names, (arguments.new or []) + [0] * len(names)):
+            if new not in alone:
+                alone[new] = bare(subject, length, arguments.samples, rows, new) / arguments.samples
             found = measured(subject, name, length, arguments.samples, rows, arguments.data_root)
             each = found["seconds"] / found["samples"]
-            found |= {"length": length, "samples_per_second": 1 / each, "bare": 1 / alone, "share": alone / each}
+            found |= {"length": length, "rows": rows, "samples_per_second": 1 / each}
+            found |= {"bare_samples_per_second": 1 / alone[new], "new": new, "share": alone[new] / each}
             print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
 
 
