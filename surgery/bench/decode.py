@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.bench.attention import split
 from surgery.bench.race import Call, Heat, Rival, Work, forward, graphed
 from surgery.mixers import MIXERS, Inputs, State
 from surgery.mixers.base import AttentionShape
@@ -26,15 +27,13 @@ from surgery.op import Choice, choose, watched
 CONTEXTS = {"full": (1024, 4096, 16384, 65536), "main": (16384, 65536), "small": (64, 128)}
 BATCHES = {"full": (1, 16), "main": (16,), "small": (1, 2)}
 SHAPES = {"full": (2048, 32, 8, 64), "main": (2048, 32, 8, 64), "small": (32, 4, 2, 16)}  # D, H, G, K = V
-RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 STEPS = 8
 PIECE = 4096  # tokens at once while a cache is filled
 
 
 def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str, dict[str, int]]]:
     """MLR attention's extents are those of the longest context."""
-    ranks = RANKS if key == sum(RANKS) else (key // 2, key // 4, key // 4)
-    extents = tuple(longest >> level for level in range(1, len(ranks)))
+    ranks, extents = split(key, longest)
     whole = MLR(ranks=(key // 2, key // 2), extents=(4 * longest,))
     tbm = {"name": "toeplitz_blocks", "components": 8}
     every: list[tuple[str, str, Any]] = [

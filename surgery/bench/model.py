@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from surgery.attention import install
+from surgery.bench.attention import split
 from surgery.bench.race import Call, Heat, Rival, forward
 from surgery.heads import attention_paths
 from surgery.mixers.linear_config import LinearAttention
@@ -44,7 +45,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SHAPES["main"] = SHAPES["full"]
 CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
-RANKS = {64: (32, 8, 6, 4, 4, 4, 4, 2), 16: (8, 4, 4)}
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
 ORIGINAL, WITHOUT = "original, SDPA", " without cuDNN"
 STEPS = {"full": 6, "main": 6, "small": 2}
@@ -74,9 +74,8 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
 
 def changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
     """(name, choice, what is done to the original)."""
-    key = SHAPES[sizes]["head_dim"]
-    extents = tuple(EXTENT[sizes] >> level for level in range(1, len(RANKS[key])))
-    mlr = MLR(ranks=RANKS[key], extents=extents)
+    ranks, extents = split(SHAPES[sizes]["head_dim"], EXTENT[sizes])
+    mlr = MLR(ranks=ranks, extents=extents)
     log_linear = LinearAttention(mask="hierarchical")
     return [
         (ORIGINAL, "measured", lambda model: None),
