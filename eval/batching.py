@@ -15,7 +15,8 @@ import torch
 from surgery.errors import SurgeryError
 from surgery.eval.suites import EvalOptions, Subject
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 TOKENS = {"cpu": 2**13, "cuda": 2**17}  # of a batch that "auto" begins with
 

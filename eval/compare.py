@@ -176,13 +176,13 @@ def _compare(
 
 
 def _scaled(found: Interval, scale: float) -> Interval:
-    return Interval(*(None if x is None else scale * x for x in (found.change, found.low, found.high)))  # type: ignore[arg-type]
+    return Interval(*(None if x is None else scale * x for x in (found.change, found.low, found.high)))
 
 
 def _ratio(row: Row, ours: Units, base: Units, seed: int) -> Interval | None:
     """Of perplexities with its interval; of other metrics the plain ratio, for --fail-below."""
     if row.metric.kind == "ppl":
         nats = interval(ours, base, None, "mean", seed)
-        return Interval(*(None if x is None else math.exp(min(x, 700.0)) for x in (nats.change, nats.low, nats.high)))  # type: ignore[arg-type]
+        return Interval(*(None if x is None else math.exp(min(x, 700.0)) for x in (nats.change, nats.low, nats.high)))
     value = row.values["base"]
     return Interval(row.values["converted"] / value, None, None) if value else None
