@@ -1,6 +1,6 @@
 """The pages are true: their ```bash and ```python blocks run, one after the other, in a folder of their own.
 
-There `SRC` is the embedded checkpoint, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
+There `SRC` is the embedded checkpoint, `DATA` the small mirror of data sets, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
 converted checkpoint, `OUT` is one. Blocks marked ```console are shown only.
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MEASURED: set[str] = set()  # pages whose commands take hours
 TAUGHT = [page for page in PAGES if page.name not in MEASURED]
-NEED_OUT = {"checkpoint.md", "evaluate.md", "finetune.md", "push.md"}
+NEED_OUT = {"benchmarks.md", "checkpoint.md", "evaluate.md", "finetune.md", "push.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 CHARACTERS = 10_000  # of each text, over two windows of tokens: enough to run every command, in little time
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -62,6 +62,7 @@ def desk(tmp_path, source, quick):
     """Where a page's commands run, and their environment; `surgery` and `python` are this checkout's."""
     (tmp_path / "desk").mkdir()
     (tmp_path / "desk" / "SRC").symlink_to(source)
+    (tmp_path / "desk" / "DATA").symlink_to(ROOT / "eval" / "mirror")
     for text in TEXTS:
         (tmp_path / "desk" / text).write_text((EMBEDDED / text).read_text(encoding="utf-8")[:CHARACTERS])
     commands = tmp_path / "bin"
