@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         _fail(str(error), 2)
     except SystemExit as left:
         if left.code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
-            _fail("interrupted; a conversion continues with --resume", INTERRUPTED)
+            _fail("interrupted; what is done is kept, the same command with --resume goes on", INTERRUPTED)
         raise
     except BrokenPipeError:
         sys.exit(1)

@@ -11,8 +11,9 @@ from small_training import btt, losses, recipe, texts  # noqa: F401
 from surgery.errors import SurgeryError
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
+from surgery.training.ahead import Ahead, Beside
 from surgery.training.ema import RunningMean
-from surgery.training.feed import Ahead, Shares
+from surgery.training.feed import Shares
 from surgery.training.log import Log, draw, tracker
 from surgery.training.weight_norm import fold, normalise, rms
 
@@ -82,17 +83,52 @@ def test_shares_of_a_batch():
             Shares.of(batch, rows, 0, world)
 
 
-def test_reading_ahead_tells_of_errors_and_ends():
+@pytest.mark.parametrize("way", [lambda items: Ahead(items(), 1), lambda items: Beside(items, 1)])
+def test_reading_ahead_tells_of_errors_and_ends(way):
     def items():
         yield from (1, 2)
         raise SurgeryError("the shard is damaged")
 
-    with Ahead(items(), 1) as ready:
+    with way(items) as ready:
         assert next(ready) == 1 and next(ready) == 2
         with pytest.raises(SurgeryError, match="damaged"):
             next(ready)
-    with Ahead(iter(range(10**9)), 2) as ready:
-        next(ready)
+    with way(lambda: iter(range(10**9))) as ready:
+        assert [next(ready) for _ in range(9)] == list(range(9))
+    with way(lambda: iter(range(3))) as ready:
+        assert list(ready) == [0, 1, 2]
+
+
+def test_a_reading_process_that_is_killed_is_named():
+    import os
+    import signal
+
+    def dying():
+        yield 1
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield 2
+
+    with Beside(dying, 1) as ready, pytest.raises(SurgeryError, match="reads the data ended"):
+        list(ready)
+
+
+def test_a_process_reads_what_a_thread_reads(texts):  # noqa: F811
+    """Steps with tensors, states and all."""
+    from small_training import EMBEDDED
+
+    from surgery.calibrate import load_tokenizer
+    from surgery.training.data import DataConfig, make_data
+    from surgery.training.feed import steps_of
+
+    def steps():
+        data = make_data(DataConfig(sources=[{"path": str(texts)}]), load_tokenizer(EMBEDDED), 32, 0)
+        return steps_of(data, 0, Shares(4, 2), lambda told: int(told["valid"].sum()))
+
+    with Ahead(steps(), 2) as one, Beside(steps, 2) as other:
+        for _, a, b in zip(range(40), one, other):
+            assert (a.counted, a.tokens, a.after) == (b.counted, b.tokens, b.after)
+            same = [torch.equal(x[n], y[n]) for x, y in zip(a.batches, b.batches) for n in x]
+            assert len(same) == 10 and all(same)
 
 
 def test_the_log_forgets_what_will_be_done_again(tmp_path):

@@ -56,8 +56,8 @@ class Case:
     memory: str = "keep"
     packing: str = "stream"
     look: int = 10
-    looks: int = 5
-    rounds: int = 3
+    looks: int = 4
+    rounds: int = 2
 
     @property
     def positions(self) -> int:
@@ -103,8 +103,8 @@ def train(
         accelerator = make_accelerator(device, "auto", "none", Path(folder))
         result |= {**about(accelerator.device), "precision": accelerator.mixed_precision}
         result["processes"] = accelerator.num_processes
-        for case in CASES[sizes]:
-            for change in CHANGES:
+        for change in CHANGES:
+            for case in CASES[sizes]:
                 if not any(word in f"{case.name}, {change}".lower() for word in words) or time.monotonic() > ends:
                     continue
                 row = _Duel(case, change, accelerator, Path(folder)).row()

@@ -28,10 +28,12 @@ def finetune(
 
     surgery finetune OUT --teacher SRC --recipe quick --data corpus.jsonl --out HEALED
     """
+    from surgery.training.ahead import one_thread
     from surgery.training.finetune import finetune as run
     from surgery.training.recipe import load_healing
     from surgery.training.shown import result_table
 
+    one_thread()
     given = [*(overrides or []), *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else [])]
     record = run(
         converted,

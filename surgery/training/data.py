@@ -31,7 +31,7 @@ from surgery.training.sources import open_source
 
 __all__ = ["Data", "DataConfig", "Example", "SourceConfig", "make_data"]
 
-BLOCK = 2**23  # characters of a block, about
+FIRST, BLOCK = 2**17, 2**23  # characters of the first block, so that training begins soon, and of the largest, about
 DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
@@ -89,8 +89,8 @@ class Data:
             state = {"round": state["round"], "first": first, "taken": taken, "number": state["number"] + 1}
 
     def state(self) -> dict[str, Any]:
-        """Where the next example is to be found; plain JSON."""
-        return json.loads(json.dumps(self._state))
+        """Where the next example is to be found; plain JSON, which nobody changes."""
+        return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
         if len(state.get("readers", ())) != len(self.readers):
@@ -98,11 +98,11 @@ class Data:
                 f"data: the state to go on from is of {len(state.get('readers', ()))} sources, the recipe has "
                 f"{len(self.readers)}; resume with the recipe that was begun with"
             )
-        self._state = json.loads(json.dumps(state))
+        self._state = state
 
-    def tokens_of(self, example: Example) -> int:
-        """Tokens it trains on."""
-        return int((example["labels"] != IGNORED).sum())
+    def tokens_of(self, examples: Example) -> int:
+        """Tokens it trains on, or many of them stacked."""
+        return int((examples["labels"] != IGNORED).sum())
 
     def drawn(self) -> list[dict[str, int]]:
         """Of each source the documents, characters and tokens read by the blocks so far."""
@@ -129,7 +129,7 @@ class Data:
     def _block(self, number: int) -> list[list[Piece]] | None:
         """The rows of the next block that has any; None where the data ends."""
         before, had = [reader.epoch for reader in self.readers], self._waiting()
-        while (read := self._read()) is not None:
+        while (read := self._read(min(BLOCK, FIRST << min(number, 20)))) is not None:
             rows = self._packed(self._encoded(read), mixed(self.seed, "block", number))
             if rows:
                 return rows
@@ -146,14 +146,15 @@ class Data:
     def _waiting(self) -> int:
         return 0 if self._tail is None else len(self._tail)
 
-    def _read(self) -> list[list[Document]] | None:
-        """Documents of each source, always from the one that is farthest behind its share of the tokens."""
+    def _read(self, wanted: int) -> list[list[Document]] | None:
+        """Documents of each source, so many characters, always from the one that is farthest behind its share of the
+        tokens."""
         read: list[list[Document]] = [[] for _ in self.readers]
         ahead = [float(drawn["tokens"]) for drawn in self._drawn]
         rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._drawn]
         limit, characters = self.config.shuffle or DOCUMENTS, 0
         round_about: set[int] = set()
-        while sum(map(len, read)) < limit and characters < BLOCK and len(round_about) < len(self.readers):
+        while sum(map(len, read)) < limit and characters < wanted and len(round_about) < len(self.readers):
             who = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
             if self.config.epochs is not None and self.readers[who].epoch >= self.config.epochs:
                 return read if any(read) else None

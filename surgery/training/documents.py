@@ -8,6 +8,7 @@ import mmap
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -82,7 +83,13 @@ class TextFiles:
 
 def _mapped(path: Path) -> Any:
     """Its bytes, fetched from disk as they are looked at."""
-    if path.stat().st_size == 0:
+    stat = path.stat()
+    return _bytes(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(64)
+def _bytes(path: Path, size: int, changed: int) -> Any:
+    if size == 0:
         return b""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,13 +1,11 @@
-"""Examples to steps: each device's rows of every global batch, read ahead of the loop in a thread.
+"""Examples to steps: each device's rows of every global batch.
 
-Every process reads all examples of a batch and runs its own, so that all know how many positions count in the whole
-batch without asking each other: two processes weigh a step as one does.
+Every process goes over all examples of a batch and runs its own, so that all know how many positions count in the
+whole batch without asking each other: two processes weigh a step as one does.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,6 @@ import torch
 
 from surgery.errors import SurgeryError
 from surgery.training.stages import Batch
-
-AHEAD = 2**21  # tokens: reading comes in bursts of a million
 
 
 @dataclass
@@ -29,6 +25,11 @@ class Step:
     counted: int
     tokens: int
     after: dict[str, Any]
+
+    def pin_memory(self) -> Step:
+        """In memory that a GPU copies from by itself; torch's DataLoader calls this."""
+        self.batches = [{name: t.pin_memory() for name, t in batch.items()} for batch in self.batches]
+        return self
 
 
 @dataclass(frozen=True)
@@ -66,83 +67,29 @@ def stacked(examples: list[Batch], indices: list[int]) -> Batch:
 
 
 def steps_of(
-    data: Any,
-    start: int,
-    shares: Shares,
-    counted: Callable[[Batch], int],
-    state: dict[str, Any] | None = None,
-    ready: Callable[[Batch], Batch] = lambda batch: batch,
+    data: Any, start: int, shares: Shares, counted: Callable[[Batch], int], state: dict[str, Any] | None = None
 ) -> Iterator[Step]:
     """Steps from example `start` on, as long as whole batches last; state: where that is, so that nothing before it is
-    read again. ready: what is done to a batch here, so that the loop need not."""
+    read again. counted: of many examples, stacked."""
     if state is not None:
         data.restore(state)
     examples = iter(data.examples(start))
+    own = list(range(shares.rank, shares.batch, shares.world))
+    parts = [own[i : i + shares.rows] for i in range(0, len(own), shares.rows)]
     while True:
         batch = [example for _, example in zip(range(shares.batch), examples)]
         if len(batch) < shares.batch:
             return
-        own = list(range(shares.rank, shares.batch, shares.world))
-        parts = [own[i : i + shares.rows] for i in range(0, len(own), shares.rows)]
+        told = {name: torch.stack([example[name] for example in batch]) for name in ("labels", "valid")}
         yield Step(
-            [ready(stacked([batch[i] for i in part], [start + i for i in part])) for part in parts],
-            max(1, sum(counted(example) for example in batch)),
-            sum(data.tokens_of(example) for example in batch),
+            [stacked([batch[i] for i in part], [start + i for i in part]) for part in parts],
+            max(1, counted(told)),
+            data.tokens_of(told),
             data.state(),
         )
         start += shares.batch
 
 
-class Ahead:
-    """An iterator run in a thread, some items ahead; used as a context so that the thread ends with the loop."""
-
-    def __init__(self, items: Iterator[Any], ahead: int):
-        self.items, self.queue, self.over = items, queue.Queue[Any](ahead), threading.Event()
-        self.thread = threading.Thread(target=self._read, daemon=True)
-
-    def __enter__(self) -> Iterator[Any]:
-        self.thread.start()
-        return self._taken()
-
-    def __exit__(self, *_: Any) -> None:
-        self.over.set()
-        self.thread.join()
-
-    def _read(self) -> None:
-        try:
-            for item in self.items:
-                if not self._put((item, None)):
-                    return
-            self._put((None, StopIteration()))
-        except BaseException as error:
-            self._put((None, error))
-
-    def _put(self, entry: Any) -> bool:
-        while not self.over.is_set():
-            try:
-                self.queue.put(entry, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def _taken(self) -> Iterator[Any]:
-        while True:
-            item, error = self.queue.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item
-
-
-def pinned_for(device: torch.device) -> Callable[[Batch], Batch]:
-    """Into memory that a GPU copies from by itself; the same batch elsewhere."""
-    if device.type != "cuda":
-        return lambda batch: batch
-    return lambda batch: {name: t.pin_memory() for name, t in batch.items()}
-
-
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Without waiting for the copy, where memory is pinned."""
-    return {name: t.to(device, non_blocking=t.is_pinned()) for name, t in batch.items()}
+    return {name: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()) for name, t in batch.items()}

@@ -18,6 +18,7 @@ from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.progress import Progress
 from surgery.training import models as opening
+from surgery.training.checkpoints import Checkpoints
 from surgery.training.healing import Healing
 from surgery.training.log import LOG
 from surgery.training.recipe import HealingRecipe, data_of
@@ -55,6 +56,12 @@ def finetune(
                 run.journal = stack.enter_context(_journal(source, recipe, work, resume))
             run.accelerator.wait_for_everyone()
             return run.everything()
+    except KeyboardInterrupt:
+        if run.main:
+            latest = Checkpoints(work / "checkpoints", 1).latest()
+            kept = f"the last checkpoint is {latest}" if latest else "there is no checkpoint yet"
+            run.progress.say(f"interrupted; {kept}, and the same command with --resume goes on")
+        raise
     except SurgeryError:
         if run.main and fresh and not any((work / name).exists() for name in ("checkpoints", LOG)):
             shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.training.ahead import TOKENS, reading
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.ema import RunningMean
-from surgery.training.feed import AHEAD, Ahead, Shares, Step, on_device, pinned_for, steps_of
+from surgery.training.feed import Shares, Step, on_device, steps_of
 from surgery.training.guard import SKIPS_IN_A_ROW, BadSteps, Divergence, blamed, stop
+from surgery.training.interrupt import first_one_waits
 from surgery.training.log import Log
 from surgery.training.optim import Group
 from surgery.training.recipe import HealingRecipe
@@ -69,12 +71,14 @@ class Loop:
         """To the stage's end."""
         self.accelerator.gradient_accumulation_steps = self.shares.forwards
         self._resume()
-        notes, ready = self.at.notes, pinned_for(self.accelerator.device)
-        steps = steps_of(self.setting.data, self.at.examples, self.shares, self.stage.counted, notes.get("data"), ready)
+        state = self.at.notes.get("data")
+        steps = lambda: steps_of(self.setting.data, self.at.examples, self.shares, self.stage.counted, state)  # noqa: E731
+        ahead = max(4, TOKENS // (self.config.batch * self.config.length))
         self.models.run.train()
+        alone = self.accelerator.num_processes == 1
         with ExitStack() as stack:
-            ahead = max(4, AHEAD // (self.config.batch * self.config.length))
-            ready = stack.enter_context(Ahead(steps, min(ahead, self.config.steps)))
+            ready = stack.enter_context(reading(steps, min(ahead, self.config.steps), self.accelerator.device))
+            interrupted = stack.enter_context(first_one_waits(alone))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 step = next(ready, None)
@@ -85,6 +89,8 @@ class Loop:
                     self._look(began)
                     began = time.perf_counter()
                 began = self._pause(began)
+                if interrupted:
+                    self._interrupted(began)
         self._end()
         return self.at
 
@@ -232,6 +238,12 @@ class Loop:
         if saved:
             self._save()
         return time.perf_counter()
+
+    def _interrupted(self, began: float) -> None:
+        if self.losses:
+            self._look(began)
+        self._save()
+        raise KeyboardInterrupt
 
     def _validated(self) -> None:
         loss = self.setting.validate(self.models)

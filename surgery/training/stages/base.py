@@ -3,7 +3,7 @@
     stage = STAGES[config](config)
     stage.prepare(models, roles)           once, before the optimiser is made: new parameters
     stage.losses(models, batch)            {part: sum over what counts}, and `total`, the weighted sum to descend
-    stage.counted(example)                 how many positions of an example count, known before it is run
+    stage.counted(examples)                how many positions of some examples count, known before they are run
     stage.finish(models, roles, folder)    what must not outlive the stage
 
 B batch, T tokens, D model width, V vocabulary.
@@ -102,8 +102,8 @@ class Stage:
     def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def counted(self, example: Batch) -> int:
-        return int((example["labels"][1:] != IGNORED).sum())
+    def counted(self, examples: Batch) -> int:
+        return int((examples["labels"][..., 1:] != IGNORED).sum())
 
     def finish(self, models: Models, roles: Roles, folder: Path | None) -> None:
         """folder: where what is kept beside the checkpoint goes, of the one process that writes."""

@@ -19,8 +19,8 @@ class Towards(Stage):
     def needs_teacher(self) -> Literal["model"]:
         return "model"
 
-    def counted(self, example: Batch) -> int:
-        return int(example["valid"].sum())
+    def counted(self, examples: Batch) -> int:
+        return int(examples["valid"].sum())
 
 
 def valid_BT1(batch: Batch) -> Tensor:

@@ -1,0 +1,116 @@
+"""Runs that stop and go on: Ctrl-C, and another number of processes than before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from small_training import EMBEDDED, btt, losses, recipe, texts  # noqa: F401
+
+from surgery.training.checkpoints import Checkpoints
+from surgery.training.finetune import finetune
+from surgery.training.loop import Loop
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = [
+    {"kind": "distill", "trains": ["structured"], "ema": 0.9, "batch": 6, "rows": 1, "tokens": 6 * 64 * 4},
+    {"kind": "lm", "trains": ["new"], "batch": 6, "rows": 1, "tokens": 6 * 64 * 2},
+]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):  # noqa: F811
+    """The command itself: 130, a sentence, and --resume goes on from the step that was being taken."""
+    out = tmp_path / "out"
+    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
+    told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
+    command = [sys.executable, "-m", "surgery", "finetune", str(btt), "--teacher", str(EMBEDDED), "--out", str(out)]
+    command += ["--recipe", "weights-only", "--tiny", *told, "--device", "cpu", "--track", "none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = out.with_name("out.partial") / "log.jsonl"
+    deadline = time.monotonic() + 240
+    while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    latest = Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest()
+    assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
+    step = Checkpoints(latest.parent, 1).position(latest).step
+    assert step >= 2 and log.read_text().count('"loss"') == step
+
+
+# -- another number of processes -------------------------------------------------------------------------------
+def processes(count, run):
+    """`run` in so many processes of one group over gloo; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                _grouped(rank, count, port)
+                run(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+def _grouped(rank, count, port):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    if count > 1:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        os.environ.update({name: str(value) for name, value in told.items()})
+
+
+@pytest.fixture(scope="module")
+def whole(btt, texts, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("whole") / "out"
+    told = recipe(texts, *STAGES, checkpoint=1)
+    assert processes(1, lambda _: finetune(str(btt), told, out, teacher=str(EMBEDDED), device="cpu", track="none")) == [
+        0
+    ]
+    return out
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 3), (2, 3)])
+def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_path, before, after):  # noqa: F811
+    """Begun by some, gone on with by others: the losses of one that was never interrupted."""
+    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+
+    def begun(rank):
+        step = Loop._step
+
+        def dying(self, taken):
+            if self.at.step == 2:
+                os._exit(9)
+            step(self, taken)
+
+        Loop._step = dying
+        finetune(str(btt), told, out, teacher=str(EMBEDDED), device="cpu", track="none")
+
+    assert set(processes(before, begun)) <= {9, 1, -6}  # the others lose their peer
+    assert Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest().name == "stage-00-step-0000002"
+    options = {"teacher": str(EMBEDDED), "device": "cpu", "track": "none"}
+    assert processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
+    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
