@@ -57,6 +57,14 @@ IncludePath = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--include-path", metavar="DIR", help="A folder of lm-eval tasks of one's own."),
 ]
+SomeSamples = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--samples", help='Of lm-eval\'s tasks these documents, as JSON: {"piqa": [0, 5]}.'),
+]
+UseCache = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--use-cache", metavar="DIR", help="Keep every answer there; an interrupted suite goes on within."),
+]
 Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Ask as the model's chat template says.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
 ListSuites = Annotated[bool, typer.Option("--list-suites", help="Print the suites, a line each.")]
@@ -83,6 +91,8 @@ def evaluate(
     metadata: Metadata = None,
     include_path: IncludePath = None,
     apply_chat_template: Chat = False,
+    samples: SomeSamples = None,
+    use_cache: UseCache = None,
     device: options.Device = None,
     dtype: Dtype = "float32",
     trust_remote_code: options.Trust = False,
@@ -107,7 +117,7 @@ def evaluate(
         text=text, limit=limit, tokens=tokens, length=length, lengths=_words(lengths), depths=_words(depths),
         tasks=_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
         gen_kwargs=_pairs(gen_kwargs), metadata=_json("--metadata", metadata), include_path=include_path,
-        apply_chat_template=apply_chat_template,
+        apply_chat_template=apply_chat_template, samples=_json("--samples", samples), use_cache=use_cache,
     )  # fmt: skip
     done = run(
         converted, chosen, told, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,

@@ -2,6 +2,7 @@
 
 DIR/<model>-<fingerprint>/<suite>/result.json    what was measured, with which options; arrays.safetensors beside it
                                   samples.jsonl  a line for each sample
+                                  lm_eval.json   lm-eval's own results, of suites that run through it
 DIR/results.json, table.md, *.png                the comparison
 
 A suite whose result.json was written by the same version, model, options, precision and kind of device is not run again.
@@ -22,6 +23,7 @@ from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
 from surgery.version import __version__
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
+LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
 
 
 class Store:
@@ -77,6 +79,10 @@ class Store:
         said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
         said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds")}
         (new / RESULT).write_text(json.dumps(said, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
+        if "results" in result.info:
+            (new / LM_EVAL).write_text(
+                json.dumps(result.info, indent=1, ensure_ascii=False, default=str), encoding="utf-8"
+            )
         if place.exists():
             shutil.rmtree(place)
         new.rename(place)

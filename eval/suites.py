@@ -73,9 +73,14 @@ class EvalOptions(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict, description="passed to lm-eval's tasks")
     include_path: Path | None = Field(None, description="a folder of lm-eval tasks of one's own")
 
+    samples: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict, description="of tasks of lm-eval, these documents"
+    )
+    use_cache: Path | None = Field(None, description="a folder for answers, kept as they come")
+
     def digest(self) -> str:
         """Of everything that results depend on; a text by its bytes."""
-        said = self.model_dump(mode="json", exclude={"batch_size"})
+        said = self.model_dump(mode="json", exclude={"batch_size", "use_cache"})
         if self.text is not None and Path(self.text).is_file():
             said["text"] = hashlib.sha256(Path(self.text).read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -113,6 +113,37 @@ def test_out_of_memory_goes_on_with_less(subject, monkeypatch):
     assert [s.metrics for s in halved.samples] == [s.metrics for s in whole.samples]
 
 
+def test_answers_are_kept(subject, tmp_path, monkeypatch):
+    """Asked again with the same folder nothing is computed, and a line that was being written does not matter; another
+    number of examples is another question. The suite's results do not depend on it."""
+    calls = []
+    real = subject.model.forward
+    monkeypatch.setattr(subject.model, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    asked = options(tasks=("piqa", "lambada_openai"), use_cache=tmp_path / "kept")
+    first = find_suite("zeroshot").run(subject, asked)
+    story = options(tasks=("niah_story",), lengths=(128,), limit=1, depths=(0.0, 1.0), use_cache=tmp_path / "kept")
+    needles = find_suite("niah").run(subject, story)
+    (path,) = (tmp_path / "kept").iterdir()
+    path.write_text(path.read_text() + '{"key": "half a l')
+    calls.clear()
+    assert find_suite("zeroshot").run(subject, asked).samples == first.samples
+    assert find_suite("niah").run(subject, story).samples == needles.samples
+    assert not calls
+    assert options(use_cache=tmp_path).digest() == options().digest()
+    find_suite("zeroshot").run(subject, asked.model_copy(update={"num_fewshot": 1}))
+    assert calls
+    with pytest.raises(SurgeryError, match=r"--use-cache .* is a file"):
+        find_suite("zeroshot").run(subject, asked.model_copy(update={"use_cache": path}))
+
+
+def test_documents_by_number(subject):
+    asked = options(tasks=("piqa", "arc_easy"), samples={"piqa": (3, 1)}, limit=2)
+    found = find_suite("zeroshot").run(subject, asked)
+    assert [s.shown["doc_id"] for s in found.samples] == [1, 3, 0, 1]
+    with pytest.raises(SurgeryError, match="piqa has documents 0 to 3, not 9"):
+        find_suite("zeroshot").run(subject, options(tasks=("piqa",), samples={"piqa": (9,)}))
+
+
 # -- every suite, offline ----------------------------------------------------------------------------
 def test_zeroshot(subject):
     """The log-linear paper's seven; wikitext's perplexity by words, chance where there are choices."""

@@ -99,10 +99,12 @@ def _evaluate(lm: Any, tasks: list[Any], options: EvalOptions, chat: bool) -> di
     torch.manual_seed(FEWSHOT_SEED + options.seed)
     for task in tasks:
         _configure(task, options)
+    wanted = _wanted(tasks, options)
     found = evaluate(
         lm,
         {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}},
-        limit=options.limit,
+        limit=None if wanted else options.limit,
+        samples=wanted or None,
         bootstrap_iters=0,  # intervals are ours
         log_samples=True,
         apply_chat_template=chat,
@@ -124,6 +126,20 @@ def _evaluate(lm: Any, tasks: list[Any], options: EvalOptions, chat: bool) -> di
         "model_dtype": str(lm.subject.dtype),
     }
     return _plain(found)
+
+
+def _wanted(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
+    """The documents of --samples; of tasks that it does not name, the first ones, as without it."""
+    wanted: dict[str, list[int]] = {}
+    for task in tasks if options.samples else ():
+        name, there = task.config.task, len(task.eval_docs)
+        asked = sorted(set(options.samples.get(name, ()))) or list(range(min(there, options.limit or there)))
+        if asked[0] < 0 or asked[-1] >= there:
+            raise SurgeryError(
+                f"--samples: {name} has documents 0 to {there - 1}, not {asked[0] if asked[0] < 0 else asked[-1]}"
+            )
+        wanted[name] = asked
+    return wanted
 
 
 def _stderrs(found: dict[str, Any], tasks: list[Any]) -> None:

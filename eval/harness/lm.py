@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surgery.eval.batching import in_batches
+from surgery.eval.harness.kept import Kept
 from surgery.eval.suites import EvalOptions, Subject
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def harness_model(subject: Subject, options: EvalOptions, longest: int | None = 
         max_length=longest or subject.longest or UNBOUNDED,
         batch_size=1,
     )
-    lm.subject, lm.options = subject, options
+    lm.subject, lm.options, lm.kept = subject, options, Kept(subject, options.use_cache)
     return lm
 
 
@@ -46,7 +46,7 @@ def _classes() -> type:
 
 
 class InBatches:
-    """Stands before HFLM: what it does in batches goes through `in_batches`."""
+    """Stands before HFLM: what it does in batches goes through `in_batches`, by way of what is kept."""
 
     subject: Subject
     options: EvalOptions
@@ -54,7 +54,7 @@ class InBatches:
     tokenizer: Any
     max_length: int
     backend: str
-    cache_hook: Any
+    kept: Kept
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """In groups of equal generation settings, as batches need."""
@@ -63,17 +63,16 @@ class InBatches:
             alike.setdefault(repr(request.args[1]), []).append(i)
         answers: list[str] = [""] * len(requests)
         for group in alike.values():
-            found = in_batches(
-                self.subject,
+            found = self.kept.ask(
                 self.options,
                 [requests[i] for i in group],
+                lambda request: ["answer", self.max_length, *request.args],
                 self._generate,
                 lambda request: self._tokens(request.args[0]),
                 f"{requests[group[0]].task_name}: answers",
             )
             for i, answer in zip(group, found):
                 answers[i] = answer
-                self.cache_hook.add_partial("generate_until", requests[i].args, answer)
         return answers
 
     def _generate(self, batch: list[Instance]) -> list[str]:
@@ -97,8 +96,6 @@ class InBatches:
         sums = [0.0] * len(requests)
         for i, (likelihood, _) in zip(owner, self._loglikelihood_tokens(windows)):
             sums[i] += likelihood
-        for request, likelihood in zip(requests, sums):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, likelihood)
         return sums
 
     def _loglikelihood_tokens(
@@ -110,20 +107,18 @@ class InBatches:
         for i, (_, context, continuation) in enumerate(requests):
             rows.setdefault((*context, *continuation[:-1]), []).append(i)
         items = [[requests[i] for i in row] for row in rows.values()]
-        scored = in_batches(
-            self.subject,
+        scored = self.kept.ask(
             self.options,
             items,
+            lambda row: ["likelihoods", self.max_length, [pair[1:] for pair in row]],
             self._score if self.backend == "causal" else self._score_by_library,
             lambda row: len(row[0][1]) + len(row[0][2]),
             "likelihoods",
         )
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for row, found in zip(rows.values(), scored):
-            for i, answer in zip(row, found):
-                answers[i] = answer
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+            for i, (likelihood, greedy) in zip(row, found):
+                answers[i] = likelihood, greedy
         return answers
 
     def _score_by_library(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
