@@ -43,6 +43,7 @@ def meta(plan: Plan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: Tiles) 
         "NESTED": plan.nested,
         "BIASED": biases is not None,
         "CAP": plan.softcap or 0.0,
+        "CROSSING": plan.crossing(tiles.M, tiles.N),
         "R": q.shape[-1],
         "V": v.shape[-1],
         "M": tiles.M,
@@ -79,7 +80,7 @@ def forward(
         q, k, v, out, rest, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
         A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
-        CROSSING=plan.crossing(tiles.M, tiles.N), LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
+        LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
         REST=rest is not None, **meta(plan, q, v, biases, tiles),
     )  # fmt: skip
     return out, lse
@@ -117,17 +118,17 @@ def backward(
 
 
 class Attend(torch.autograd.Function):
-    """parts: q_BHTR of every level, then k_BGSR of every level."""
+    """parts: q_BHTR of every level, then k_BGSR of every level; plan may have some of them in one."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
-        levels = len(plan.ranks)
+        levels = len(parts) // 2
         q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
         values, v = v.shape[-1], aligned(v)
         # delta of `out` as it is rounded puts the gradient of biases, in which it hardly cancels, off by a percent
         rest = v.new_empty(*q.shape[:-1], v.shape[-1]) if ctx.needs_input_grad[2] and v.dtype != torch.float32 else None
         out, lse = forward(q, k, v, biases, ends, plan, rest=rest)
-        ctx.plan, ctx.values, ctx.slots = plan, values, [part.shape[2] for part in parts[levels:]]
+        ctx.plan, ctx.values, ctx.parts = plan, values, [part.shape[2:] for part in parts[levels:]]
         ctx.save_for_backward(q, k, v, biases, ends, out, lse, rest)
         return out[..., :values]
 
@@ -135,8 +136,8 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, biases, ends, out, lse, rest = ctx.saved_tensors
         dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan, rest=rest)
-        dims, ranks = sum(ctx.plan.ranks), ctx.plan.ranks
-        dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), ctx.slots)]
+        (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
+        dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
 
 
@@ -227,8 +228,10 @@ def mlr_attend(
     if steps(terms, v_BGSV, frame):
         q_BGJTR, keys = joined(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
         return decode(q_BGJTR, keys, v_BGSV, summed(terms), frame.end_B, plan)
-    parts = [term.q_BGJTR.flatten(1, 2) for term in terms]
-    return Attend.apply(plan, frame.end_B, summed(terms), v_BGSV, *parts, *(term.k_BGSR for term in terms))
+    parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], summed(terms)
+    plan, gone = plan.merged(frame.slots)
+    biases = None if biases is None else biases[:, gone:].contiguous()
+    return Attend.apply(plan, frame.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
 
 
 def steps(terms: list[Term], v_BGSV: Tensor, frame: Frame) -> bool:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.mlr_attention_dq import slopes
-from surgery.kernels.mlr_attention_zones import between, level_of, low_of, put, rows
+from surgery.kernels.mlr_attention_tiles import tile_gradients, tile_score
+from surgery.kernels.mlr_attention_zones import between, levels_of, low_of, product, put, rows
 
 
 @triton.jit
@@ -60,10 +61,8 @@ def walk_queries(
         for tile in tl.range(start, start + count):
             row = tile * M - first_q
             q_MA = rows(q, row, stride_q, ok_N, M, A, 0, R, False)
-            score = tl.dot(k_NA, tl.trans(q_MA), input_precision=PRECISION)
-            if B > 0:
-                q_MB = rows(q, row, stride_q, ok_N, M, B, A, R, False)
-                score = tl.dot(k_NB, tl.trans(q_MB), score, input_precision=PRECISION)
+            q_MB = rows(q, row, stride_q, ok_N, M, B, A, R, False) if B > 0 else q_MA
+            score = product(tl.zeros([N, M], tl.float32), k_NA, k_NB, q_MA, q_MB, 0, R, A, B, True, PRECISION)
             do_MV = rows(dout, row, stride_d, ok_N, M, DV, 0, V, False)
             lse_M = tl.load(lse + row + tl.arange(0, M))
             delta_M = tl.load(delta + row + tl.arange(0, M))
@@ -88,6 +87,7 @@ def mlr_keys(
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
     R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+    CROSSING: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys of one query head. Zones up to L1 have at most A dims, the others A + B."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
@@ -145,46 +145,19 @@ def mlr_keys(
         do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
         lse_M = tl.load(lse + row + tl.arange(0, M), mask=ok_M, other=1e30)
         delta_M = tl.load(delta + row + tl.arange(0, M), mask=ok_M, other=0.0)
-        full, reached, dims = 1, 1, CUTS[1]
-        for z in tl.static_range(1, L):
-            has = high_of(s_first, end, window, z, EXTENTS, NESTED, WINDOWED) >= tl.minimum((tile + 1) * M, end)
-            full += has.to(tl.int32)
-            dims = tl.where(has, CUTS[z + 1], dims)
-            some = high_of(s_last, end, window, z, EXTENTS, NESTED, WINDOWED) > tile * M
-            reached += some.to(tl.int32)
-        score = tl.zeros([N, M], tl.float32)
-        for back in tl.range(full, reached, num_stages=1):
-            level = reached - 1 - back + full
-            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-            score = tl.dot(between(k_NA, low_dim, high_dim, 0, A), tl.trans(q_MA), score, input_precision=PRECISION)
-            if B > 0:
-                k_B = between(k_NB, low_dim, high_dim, A, B)
-                score = tl.dot(k_B, tl.trans(q_MB), score, input_precision=PRECISION)
-            if BIASED:
-                score += tl.load(biases + level + 1) - tl.load(biases + level)
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            score = tl.where(s_N[:, None] >= low_M[None, :], score, 0.0)
-        bias = tl.load(biases + full) if BIASED else 0.0
-        score = tl.dot(between(k_NA, 0, dims, 0, A), tl.trans(q_MA), score, input_precision=PRECISION)
-        if B > 0:
-            score = tl.dot(between(k_NB, 0, dims, A, B), tl.trans(q_MB), score, input_precision=PRECISION)
+        t_last = tl.minimum((tile + 1) * M, end) - 1
+        full, reached, dims = levels_of(s_first, tile * M, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+        score, bias = tile_score(
+            k_NA, k_NB, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims, biases,
+            CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
         pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
         low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[:, None] <= t_M[None, :]) & (s_N[:, None] >= low_M[None, :])
         weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
         dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
-        whole = slope.to(q_MA.dtype)
-        dk_NA += between(tl.dot(whole, q_MA, input_precision=PRECISION), 0, dims, 0, A)
-        if B > 0:
-            dk_NB += between(tl.dot(whole, q_MB, input_precision=PRECISION), 0, dims, A, B)
-        for level in tl.range(full, reached, num_stages=1):
-            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            slope = tl.where(s_N[:, None] >= low_M[None, :], slope, 0.0)
-            part = slope.to(q_MA.dtype)
-            dk_NA += between(tl.dot(part, q_MA, input_precision=PRECISION), low_dim, high_dim, 0, A)
-            if B > 0:
-                dk_NB += between(tl.dot(part, q_MB, input_precision=PRECISION), low_dim, high_dim, A, B)
+        dk_NA, dk_NB = tile_gradients(
+            dk_NA, dk_NB, slope, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims, None,
+            EXTENTS, CUTS, L, NESTED, False, A, B, PRECISION)  # fmt: skip
     at_N = heads * S + s_N + lead
     put(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
     if B > 0:

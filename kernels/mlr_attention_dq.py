@@ -10,7 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_zones import between, capped, level_of, low_of, put, rows, zone_of
+from surgery.kernels.mlr_attention_tiles import tile_gradients, tile_score
+from surgery.kernels.mlr_attention_zones import (
+    between,
+    capped,
+    levels_of,
+    low_of,
+    product,
+    put,
+    rows,
+    tile_left,
+    tiles_left,
+    zone_picked,
+)
 
 
 @triton.jit
@@ -40,12 +52,9 @@ def walk_keys(
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, dims = 0, 0, 0
-        for z in tl.static_range(Z0 + 1, Z1 + 1):
-            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
-            start = tl.where(zone == z, z_start, start)
-            count = tl.where(zone == z, z_count, count)
-            dims = tl.where(zone == z, CUTS[z], dims)
+        start, count, dims = zone_picked(
+            zone, t_first, t_last, first, window, Z0, Z1, EXTENTS, CUTS, L, NESTED, WINDOWED, N, 1
+        )
         bias = tl.load(biases + zone) if BIASED else 0.0
         q_MA = between(rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True), 0, dims, 0, A)
         q_MB = between(rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True), 0, dims, A, B) if B > 0 else q_MA
@@ -53,10 +62,8 @@ def walk_keys(
         for tile in tl.range(start, start + count):
             k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
             v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
-            score = tl.dot(q_MA, tl.trans(k_NA), input_precision=PRECISION)
-            if B > 0:
-                k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
-                score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+            k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
+            score = product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
             pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
             _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
             if DBIAS:
@@ -81,7 +88,7 @@ def mlr_queries(
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
     CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr, REST: tl.constexpr,
+    PRECISION: tl.constexpr, CROSSING: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """dq and delta of a tile of queries of one head. Zones up to L1 have at most A dims, the others A + B."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
@@ -129,65 +136,25 @@ def mlr_queries(
     q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
     q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
-    left = t_last // N + 1 - tile_first
-    for z in tl.static_range(1, L + 1):
-        z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
-        left -= z_count
+    left = tiles_left(t_last // N + 1 - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
     for at in tl.range(0, left):
-        tile = tile_first + at
-        for z in tl.static_range(1, L + 1):
-            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
-            tile += tl.where(tile >= z_start, z_count, 0)
+        tile = tile_left(tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
         s_N = tile * N + tl.arange(0, N)
         ok_N = (s_N >= first) & (s_N < end)
         k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, True)
         k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
         v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
-        full, reached, dims = 1, 1, CUTS[1]
-        for z in tl.static_range(1, L):
-            has = low_of(t_last, first, window, z, EXTENTS, NESTED, WINDOWED) <= tile * N
-            full += has.to(tl.int32)
-            dims = tl.where(has, CUTS[z + 1], dims)
-            some = low_of(t_first, first, window, z, EXTENTS, NESTED, WINDOWED) < (tile + 1) * N
-            reached += some.to(tl.int32)
-        score = tl.zeros([M, N], tl.float32)
-        for back in tl.range(full, reached, num_stages=1):
-            level = reached - 1 - back + full
-            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-            score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
-            if B > 0:
-                q_B = between(q_MB, low_dim, high_dim, A, B)
-                score = tl.dot(q_B, tl.trans(k_NB), score, input_precision=PRECISION)
-            if BIASED:
-                score += tl.load(biases + level + 1) - tl.load(biases + level)
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            score = tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
-        bias = tl.load(biases + full) if BIASED else 0.0
-        score = tl.dot(between(q_MA, 0, dims, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
-        if B > 0:
-            score = tl.dot(between(q_MB, 0, dims, A, B), tl.trans(k_NB), score, input_precision=PRECISION)
+        full, reached, dims = levels_of(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+        score, bias = tile_score(
+            q_MA, q_MB, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, biases,
+            CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
         pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
         low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
         _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
-        if DBIAS:
-            tl.atomic_add(dbiases + full, tl.sum(tl.sum(slope, 1), 0))
-        whole = slope.to(k_NA.dtype)
-        dq_MA += between(tl.dot(whole, k_NA, input_precision=PRECISION), 0, dims, 0, A)
-        if B > 0:
-            dq_MB += between(tl.dot(whole, k_NB, input_precision=PRECISION), 0, dims, A, B)
-        for level in tl.range(full, reached, num_stages=1):
-            low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-            low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-            slope = tl.where(s_N[None, :] >= low_M[:, None], slope, 0.0)
-            if DBIAS:
-                near = tl.sum(tl.sum(slope, 1), 0)
-                tl.atomic_add(dbiases + level, -near)
-                tl.atomic_add(dbiases + level + 1, near)
-            part = slope.to(k_NA.dtype)
-            dq_MA += between(tl.dot(part, k_NA, input_precision=PRECISION), low_dim, high_dim, 0, A)
-            if B > 0:
-                dq_MB += between(tl.dot(part, k_NB, input_precision=PRECISION), low_dim, high_dim, A, B)
+        dq_MA, dq_MB = tile_gradients(
+            dq_MA, dq_MB, slope, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, dbiases,
+            EXTENTS, CUTS, L, NESTED, DBIAS, A, B, PRECISION)  # fmt: skip
     put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
     if B > 0:
         put(dq, at_M, dq_MB * scale, ok_M, A, B, R)

@@ -10,7 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_zones import FAR, LEAST, between, capped, level_of, low_of, put, rows, zone_of
+from surgery.kernels.mlr_attention_tiles import tile_score
+from surgery.kernels.mlr_attention_zones import (
+    LEAST,
+    between,
+    capped,
+    levels_of,
+    low_of,
+    product,
+    put,
+    rows,
+    tile_left,
+    tiles_left,
+    zone_picked,
+)
 
 
 @triton.jit
@@ -65,12 +78,9 @@ def walk(
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, dims = 0, 0, 0
-        for z in tl.static_range(Z0 + 1, Z1 + 1):
-            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-            start = tl.where(zone == z, z_start, start)
-            count = tl.where(zone == z, z_count, count)
-            dims = tl.where(zone == z, CUTS[z], dims)
+        start, count, dims = zone_picked(
+            zone, t_first, t_last, first, window, Z0, Z1, EXTENTS, CUTS, L, NESTED, WINDOWED, N, LEAST_RUN
+        )
         bias = tl.load(biases + zone) if BIASED else 0.0
         if HELD:
             q_MA = between(held_MA, 0, dims, 0, A)
@@ -84,28 +94,10 @@ def walk(
         for tile in tl.range(start, start + count):
             k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
             v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
-            score = tl.dot(q_MA, tl.trans(k_NA), input_precision=PRECISION)
-            if B > 0:
-                k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False)
-                score = tl.dot(q_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+            k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
+            score = product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
             acc_MV, top_M, sum_M = weighed(score, bias, None, acc_MV, top_M, sum_M, v_NV, scale, False, CAP, PRECISION)
     return acc_MV, top_M, sum_M
-
-
-@triton.jit
-def with_level(
-    score, level, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases, EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr,
-    NESTED: tl.constexpr, BIASED: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """score and a level, where that is near; zero elsewhere."""
-    low_dim, high_dim, extent = level_of(level, EXTENTS, CUTS, L)
-    score = tl.dot(between(q_MA, low_dim, high_dim, 0, A), tl.trans(k_NA), score, input_precision=PRECISION)
-    if B > 0:
-        score = tl.dot(between(q_MB, low_dim, high_dim, A, B), tl.trans(k_NB), score, input_precision=PRECISION)
-    if BIASED:
-        score += tl.load(biases + level + 1) - tl.load(biases + level)
-    low_M = t_M // extent * extent if NESTED else t_M - extent + 1
-    return tl.where(s_N[None, :] >= low_M[:, None], score, 0.0)
 
 
 @triton.jit
@@ -122,30 +114,10 @@ def odd(
     k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, MASKED)
     k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, MASKED) if B > 0 else k_NA
     v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, MASKED)
-    full, reached, dims = 1, 1, CUTS[1]
-    for z in tl.static_range(1, L):
-        has = low_of(t_last, FAR, window, z, EXTENTS, NESTED, False) <= tile * N
-        full += has.to(tl.int32)
-        dims = tl.where(has, CUTS[z + 1], dims)
-        some = low_of(t_first, FAR, window, z, EXTENTS, NESTED, False) < (tile + 1) * N
-        reached += some.to(tl.int32)
-    score = tl.zeros([M, N], tl.float32)
-    if CROSSING == 1:  # noqa: SIM102  the one is known as it is compiled
-        if full < reached:
-            score = with_level(
-                score, full, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION
-            )
-    if CROSSING > 1:  # as many branches are compiled wrongly by triton 3.6
-        for back in tl.range(full, reached, num_stages=1):
-            score = with_level(
-                score, reached - 1 - back + full, s_N, t_M, q_MA, q_MB, k_NA, k_NB, biases,
-                EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
-    bias = tl.load(biases + full) if BIASED else 0.0
-    part_MA = between(q_MA, 0, dims, 0, A) if L > 1 else q_MA
-    score = tl.dot(part_MA, tl.trans(k_NA), score, input_precision=PRECISION)
-    if B > 0:
-        part_MB = between(q_MB, 0, dims, A, B) if L > 1 else q_MB
-        score = tl.dot(part_MB, tl.trans(k_NB), score, input_precision=PRECISION)
+    full, reached, dims = levels_of(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+    score, bias = tile_score(
+        q_MA, q_MB, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, biases,
+        CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
     seen = None
     if MASKED:
         low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
@@ -204,17 +176,13 @@ def mlr_forward(
     tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
     whole = tl.maximum((t_first + 1) // N, tile_first)
     if L > 1 or HOLES or WINDOWED:
-        left = whole - tile_first
-        for z in tl.static_range(1, L + 1):
-            z_start, z_count = zone_of(z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN)
-            left -= z_count
+        left = tiles_left(
+            whole - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
+        )
         for at in tl.range(0, left):
-            tile = tile_first + at
-            for z in tl.static_range(1, L + 1):
-                z_start, z_count = zone_of(
-                    z, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
-                )
-                tile += tl.where(tile >= z_start, z_count, 0)
+            tile = tile_left(
+                tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
+            )
             acc_MV, top_M, sum_M = odd(
                 acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
                 first, window, end, HOLES or WINDOWED, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A2, B2, CAP, R, V, M, N, DV,

@@ -35,6 +35,15 @@ class Plan(NamedTuple):
     def cuts(self) -> tuple[int, ...]:
         return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
 
+    def merged(self, slots: int) -> tuple[Plan, int]:
+        """With levels that every pair has as one, as in prompts up to their extents; and how many are gone."""
+        reach = min(slots, self.window or slots)
+        if self.nested:  # blocks begin at position 0, which slots need not where some hold nothing
+            reach = slots if not self.holes else 1 << 62
+        gone = sum(extent >= reach for extent in self.extents)
+        ranks = (sum(self.ranks[: gone + 1]), *self.ranks[gone + 1 :])
+        return self._replace(ranks=ranks, extents=self.extents[gone:]), gone
+
     def walks(self) -> list[tuple[int, int, int]]:
         """(A, B, last zone) of both walks of the forward: far zones with the width of the first level, and the others
         with that of all dims. A third width between them was measured to cost more than it saves."""

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import itertools
 
+from surgery.kernels.mlr_attention_plan import Plan
 from surgery.mixers import MIXERS, AttentionShape, Inputs
 from surgery.mixers.mlr import MLR
 from surgery.mixers.slots import Frame, Room, appended, kept
@@ -131,12 +132,23 @@ def check(case, dtype=torch.float32):
             "ends": [60, 33],
             "window": 25,
         },
+        {"B": 1, "G": 1, "J": 2, "T": 30, "ranks": (16, 8, 6, 4), "extents": (64, 30, 12), "V": 16},
+        {"B": 1, "G": 1, "J": 1, "T": 20, "ranks": (16, 16), "extents": (32,), "V": 16, "form": "nested", "cap": 3.0},
     ],
     ids=str,
 )
 def test_attend(case):
-    """Levels, groups, windows, caps, odd sizes, padding, pieces behind a cache."""
+    """Levels, groups, windows, caps, odd sizes, padding, pieces behind a cache, levels that all pairs have."""
     check(Case(**case))
+
+
+def test_levels_that_all_pairs_have_are_one():
+    plan = Plan((32, 8, 6, 2), (64, 30, 12), False, None, None, 1.0, False)
+    assert plan.merged(30)[0][:2] == ((46, 2), (12,)) and plan.merged(65) == (plan, 0)
+    windowed = plan._replace(window=12)
+    assert windowed.merged(1000) == (windowed._replace(ranks=(48,), extents=()), 3)
+    nested = plan._replace(nested=True)
+    assert nested.merged(64)[1] == 1 and nested._replace(holes=True).merged(64)[1] == 0
 
 
 @GPU
@@ -179,6 +191,7 @@ def test_attend(case):
             "ends": [1000, 650],
         },
         {"B": 1, "G": 2, "J": 1, "T": 600, "ranks": (64, 32, 32), "extents": (200, 100), "V": 128},
+        {"B": 1, "G": 2, "J": 2, "T": 600, "ranks": PAPER, "extents": (1000, 800, 600, 400, 100, 64, 7), "V": 64},
         {"B": 1, "G": 2, "J": 1, "T": 512, "ranks": (128, 64, 64), "extents": (200, 100), "V": 256},
         {"B": 1, "G": 2, "J": 1, "T": 500, "ranks": (48, 32, 16), "extents": (256, 99), "V": 80, "cap": 20.0},
     ],
