@@ -240,6 +240,8 @@ def bench_speed(
     from surgery.bench.shown import plotted, tables
 
     result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
+    if os.environ.get("RANK", "0") != "0":  # training by several processes
+        return
     print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
     if plot is not None:
         plotted(result, plot)

@@ -126,7 +126,7 @@ class _Duel:
 
     def __init__(self, case: Case, change: str, accelerator: Any, folder: Path):
         self.case, self.change, self.accelerator, self.folder = case, change, accelerator, folder
-        self.device, self.alone = accelerator.device, accelerator.num_processes == 1
+        self.device, self.alone = accelerator.device, accelerator.distributed_type.value == "NO"
 
     def row(self) -> dict[str, Any]:
         case, ours, bare = self.case, Timed(), Timed()
