@@ -124,7 +124,7 @@ def test_answers_are_kept(subject, tmp_path, monkeypatch):
     story = options(tasks=("niah_story",), lengths=(128,), limit=1, depths=(0.0, 1.0), use_cache=tmp_path / "kept")
     needles = find_suite("niah").run(subject, story)
     (path,) = (tmp_path / "kept").iterdir()
-    path.write_text(path.read_text() + '{"key": "half a l')
+    path.write_text(path.read_text() + '\n{"key": "half a l')
     calls.clear()
     assert find_suite("zeroshot").run(subject, asked).samples == first.samples
     assert find_suite("niah").run(subject, story).samples == needles.samples

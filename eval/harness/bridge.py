@@ -208,10 +208,10 @@ def _samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dic
                 weighted.append(Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown))
             elif how == "perplexity":
                 metrics[label] = Metric(label, "ppl", False)
-                sample.metrics[label] = -float(value)  # type: ignore[index]
+                sample.metrics[label] = -float(value)
             elif _is_mean(aggregation.get(metric)) and isinstance(value, (int, float)):
                 metrics.setdefault(label, Metric(label, "mean", better.get(metric, True)))
-                sample.metrics[label] = float(value)  # type: ignore[index]
+                sample.metrics[label] = float(value)
                 values.setdefault(label, []).append(float(value))
             else:
                 skipped.add(metric)

@@ -83,6 +83,9 @@ class Hay:
         self.essays = str(room.texts.get("essays", ""))
         self.probe = max(8, room.length // 4)  # characters
 
+    def text(self, n: int, rest: str) -> str:
+        raise NotImplementedError
+
     def places(self, units: int) -> list[int]:
         """Before which unit each needle goes, ascending."""
         rng = Random(self.seed)
