@@ -86,7 +86,12 @@ def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
     return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= LARGEST
 
 
-@kernel_for(btt_linear, accepts=accepts_dense, wins=fastest("btt", READING, "dense"), way="dense")
+@kernel_for(
+    btt_linear,
+    accepts=accepts_dense,
+    wins=fastest("btt", READING, "dense", lambda *args: not by_rule(*args)),
+    way="dense",
+)
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """The matrix multiplied out, then the library's product: for many tokens and high ranks."""
     w_OI = Dense.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])

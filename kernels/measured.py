@@ -3,8 +3,8 @@
     choice("btt", "forward", sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
 
 A row has the ms of the kernel, of the reference that it stands in for, of the matrix multiplied out (BTT: "dense"), and of
-the original that all of them replace (a dense linear, SDPA: another function, so never the choice). `surgery bench` measures
-the rows and surgery.bench.publish writes them.
+the original that all of them replace (a dense linear, SDPA: another function, the choice only where it comes to the same,
+attend_library.py). `surgery bench` measures the rows and surgery.bench.publish writes them.
 
 Between and beyond measured sizes a way's log time beside the kernel's is the rows' mean, weighted by distance^-4 in log
 sizes (Shepard 1968): a measured size speaks for itself. GPUs speak for those of their generation (compute capability),
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 TABLE = Path(__file__).with_name("measured.json")
-Way = Literal["kernel", "reference", "dense"]
+Way = Literal["kernel", "reference", "dense", "original"]
 Pass = Literal["forward", "backward", "step", "captured", "captured step"]
 WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
 FAR = math.log(8.0)

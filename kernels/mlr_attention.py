@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from surgery.kernels.measured import Asked, Reading, fastest, learning, sizes, stepping
+from surgery.kernels.measured import Asked, Reading, capturing, fastest, learning, sizes, stepping
 from surgery.kernels.mlr_attention_decode import LEVELS, decode
 from surgery.kernels.mlr_attention_dkv import mlr_keys
 from surgery.kernels.mlr_attention_dq import mlr_queries
@@ -212,7 +212,7 @@ def key(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> 
     """A context that grows asks anew at its doublings."""
     q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
     size = (q.shape, frame.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
-    return *size, grad or v_BGSV.requires_grad, stepping(v_BGSV), torch.is_autocast_enabled()
+    return *size, grad or v_BGSV.requires_grad, capturing(v_BGSV), torch.is_autocast_enabled()
 
 
 @kernel_for(attend, accepts=can, wins=fastest("mlr", Reading(asked, key)))

@@ -67,7 +67,9 @@ class Op:
             return None
         found()
         for kernel in self.kernels:
-            if kernel.accepts(*args, **kwargs) and (_choice == "kernel" or kernel.wins(*args, **kwargs)):
+            if kernel.accepts(*args, **kwargs) and (
+                kernel.way == "kernel" if _choice == "kernel" else kernel.wins(*args, **kwargs)
+            ):
                 return kernel
         return None
 
@@ -88,6 +90,7 @@ def kernel_for(
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
         replaced.kernels.append(Kernel(kernel, accepts, wins, way))
+        replaced.kernels.sort(key=lambda known: known.way == "kernel")  # what is not of ours speaks first
         return kernel
 
     return add
@@ -95,7 +98,7 @@ def kernel_for(
 
 @contextmanager
 def choose(choice: Choice) -> Iterator[None]:
-    """ "reference": no kernels; "kernel": wherever one accepts, measured to win or not, on a CPU too (Triton's
+    """ "reference": no kernels; "kernel": wherever a kernel of ours accepts, measured to win or not, on a CPU too (Triton's
     interpreter, TRITON_INTERPRET=1); "measured": how it is otherwise."""
     global _choice
     before, _choice = _choice, choice
@@ -116,13 +119,20 @@ def watched() -> Iterator[set[str]]:
         _watched = before
 
 
+@torch.compiler.assume_constant_result  # while torch compiles a model this runs once, and is no part of it
+def found() -> bool:
+    """Whether there are kernels."""
+    return _found()
+
+
 @functools.cache
-def found() -> None:
+def _found() -> bool:
     """Imports every kernel, once; none where Triton is not installed or would compile them wrongly."""
     if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.assembler").settled():
-        return
+        return False
     for info in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
         importlib.import_module(f"{PACKAGE}.{info.name}")
+    return True
 
 
 def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

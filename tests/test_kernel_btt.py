@@ -40,9 +40,9 @@ def drawn(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
     return x, right, left, b_O if bias else None, dy
 
 
-def judged(x, right, left, bias, dy, tolerance, which=0):
+def judged(x, right, left, bias, dy, tolerance, way="kernel"):
     """y and the gradients of x, the cores and the bias by a kernel, within `tolerance` of the reference in float64."""
-    out, kernel = dy.shape[-1], btt_linear.kernels[which]
+    out, kernel = dy.shape[-1], next(k for k in btt_linear.kernels if k.way == way)
     assert kernel.accepts(x, right, left, bias, out)
 
     def run(function, dtype):
@@ -87,7 +87,7 @@ def test_either_way_to_the_cores_gradients(shape, pays, monkeypatch):
 
 @pytest.mark.parametrize("shape", [SMALL[1], SMALL[2], (20, 2, 16, 2, 9, 40, 32, 17)], ids=str)
 def test_multiplied_out(shape):
-    judged(*drawn(*shape), 1e-5, which=1)
+    judged(*drawn(*shape), 1e-5, way="dense")
 
 
 LARGE = [
@@ -180,10 +180,10 @@ def test_high_ranks_are_multiplied_out():
             torch.zeros(64, d // 64, 64, s),
             torch.zeros(64, 64, s, d // 64),
         )
-        return next(i for i, k in enumerate(btt_linear.kernels) if k.wins(x, right, left, None, d))
+        return next(k.way for k in btt_linear.kernels if k.wins(x, right, left, None, d))
 
-    assert [chosen(8192, 4096, s) for s in (1, 4, 16)] == [0, 0, 1]
-    assert chosen(1, 4096, 16) == 0
+    assert [chosen(8192, 4096, s) for s in (1, 4, 16)] == ["kernel", "kernel", "dense"]
+    assert chosen(1, 4096, 16) == "kernel"
 
 
 class Compiled:
