@@ -49,7 +49,8 @@ def run(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, se
     killed, spared, out = 0, 0, folder / "out-0"
     while killed < kills and spared < 20:
         resume = out.with_name(out.name + ".partial").exists()
-        if _finished(_child(lambda out=out, resume=resume: convert(out, resume)), whole * chance.uniform(0, 0.5)):
+        done = _finished(_child(lambda out=out, resume=resume: convert(out, resume)), whole * chance.uniform(0, 0.5))
+        if done or out.exists():  # killed when all was written: it had finished
             spared += 1
             outs += [out] if resume else []
             out = folder / f"out-{spared}"
