@@ -1,9 +1,10 @@
 """Which ptxas turns kernels into machine code, so that what they compute on a Hopper GPU is right.
 
-ptxas 12.8, which Triton 3.4 to 3.7.0 ship, moves the address of a product's operand out of a loop and before the instruction
-that it starts from: a uniform register is read that nothing has written, and all but the first 16 rows of a tile come
-from elsewhere in shared memory. It happens where two products of different widths share an address, at any optimisation
-level. ptxas 12.4 and 12.9 do not do it. Triton from 3.5 on brings 12.9 along, for Blackwell: here it is used for Hopper too.
+ptxas 12.8, which Triton 3.4, 3.5 and 3.6 bring for Hopper, moves the address of a product's operand out of a loop and before
+the instruction that it starts from: a uniform register is read that nothing has written, and all but the first 16 rows of
+a tile come from elsewhere in shared memory. It happens where two products of different widths share an address, at any
+optimisation level; not with ptxas 12.4, 12.9 and 13.0. Triton 3.6 has 12.9 as well, for Blackwell: here it makes Hopper's
+code too. With 3.4 and 3.5 the machine's own CUDA is asked.
 tests/test_kernel_machine_code.py looks for such reads in what kernels become.
 """
 
@@ -34,7 +35,7 @@ def settled() -> bool:
     if found is None:
         warnings.warn(
             f"surgery's kernels are off: {nvidia.ptxas.path} is ptxas {WRONG}, which compiles them wrongly for Hopper; the plain "
-            "torch reference runs instead. Upgrade Triton (pip install 'triton>=3.5'), or name another ptxas: "
+            "torch reference runs instead. Upgrade Triton (pip install 'triton>=3.6'), or name another ptxas: "
             "TRITON_PTXAS_PATH=/usr/local/cuda-12.9/bin/ptxas",
             stacklevel=2,
         )
