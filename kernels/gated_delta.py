@@ -23,6 +23,7 @@ from surgery.kernels import gated_delta_states as states
 from surgery.kernels import gated_delta_wy as wy
 from surgery.kernels.gated_delta_rows import Sizes, sizes
 from surgery.kernels.measured import fastest, of_tokens
+from surgery.kernels.opaque import Opaque
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import kernel_for
 
@@ -35,27 +36,64 @@ def packed(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, first: Tensor | None, s: Sizes
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, last_RGKV) of q_BGJTK, k_BGTK, v_BGTV, beta_BGT, gates_BGT, first_RGKV or None."""
+    c, _, w, u = wy.forward(k, v, beta, gates, s)
+    before, x, last = states.forward(k, c, w, u, first, s)
+    return chunks.forward(q, k, c, before, x, s), last
+
+
+def backward(
+    do: Tensor,
+    dlast: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    first: Tensor | None,
+    s: Sizes,
+) -> tuple[Tensor | None, ...]:
+    do, dlast = packed(do), dlast.contiguous()
+    c, y, w, u = wy.forward(k, v, beta, gates, s)
+    before, x, _ = states.forward(k, c, w, u, first, s)
+    dstates, dx, dfirst = states.backward(q, k, do, c, w, dlast, s)
+    dq, dk, dw, dc = chunks.backward(q, k, do, c, before, x, dstates, dx, s)
+    dk, dv, dbeta, dgates = wy.backward(k, v, beta, c, y, dw, dx, None, dk, dc, None, s)
+    return dq, dk, dv, dbeta.to(beta.dtype), dgates.to(gates.dtype), None if first is None else dfirst
+
+
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, first: Tensor | None, s: Sizes
-    ) -> Any:
-        c, _, w, u = wy.forward(k, v, beta, gates, s)
-        before, x, last = states.forward(k, c, w, u, first, s)
-        ctx.save_for_backward(q, k, v, beta, gates, first)
-        ctx.sizes = s
-        return chunks.forward(q, k, c, before, x, s), last
+    def forward(ctx: Any, *args: Any) -> Any:
+        *tensors, ctx.sizes = args
+        ctx.save_for_backward(*tensors)
+        return forward(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, beta, gates, first = ctx.saved_tensors
-        s, do, dlast = ctx.sizes, packed(grads[0]), grads[1].contiguous()
-        c, y, w, u = wy.forward(k, v, beta, gates, s)
-        before, x, _ = states.forward(k, c, w, u, first, s)
-        dstates, dx, dfirst = states.backward(q, k, do, c, w, dlast, s)
-        dq, dk, dw, dc = chunks.backward(q, k, do, c, before, x, dstates, dx, s)
-        dk, dv, dbeta, dgates = wy.backward(k, v, beta, c, y, dw, dx, None, dk, dc, None, s)
-        return dq, dk, dv, dbeta.to(beta.dtype), dgates.to(gates.dtype), None if first is None else dfirst, None
+        return *backward(*grads, *ctx.saved_tensors, ctx.sizes), None
+
+
+def _made(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows = len(q) if rest[3] is None else len(rest[3]) - 1
+    last = v.new_empty(rows, v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.float32)
+    return v.new_empty(*q.shape[:4], v.shape[-1]), last
+
+
+COMPILED = Opaque(
+    "gated_delta",
+    "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor gates, Tensor? first, Tensor? ends, int chunk",
+    lambda *given: forward(*given[:6], sizes(given[0], given[2], given[7], None, given[6])),
+    lambda do, dlast, *given: (
+        *backward(do, dlast, *given[:6], sizes(given[0], given[2], given[7], None, given[6])),
+        None,
+        None,
+    ),
+    _made,
+)
 
 
 def gated_delta(
@@ -70,10 +108,12 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV in v's dtype, last_RGKV in float32). With cu_seqlens (R + 1 borders, B = 1) each of the R packed
     sequences has its own state; else R = B."""
-    s = sizes(q_BGJTK, v_BGTV, chunk, None, cu_seqlens)
     first = None if first_RGKV is None else first_RGKV.float().contiguous()
     gates = gates_BGT.expand(v_BGTV.shape[:3])
-    return _GatedDelta.apply(packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, first, s)
+    given = packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, first
+    if torch.compiler.is_compiling():
+        return COMPILED(*given, cu_seqlens, chunk)
+    return _GatedDelta.apply(*given, sizes(q_BGJTK, v_BGTV, chunk, None, cu_seqlens))
 
 
 def accepts(

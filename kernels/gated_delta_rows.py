@@ -152,6 +152,19 @@ class Sizes:
         return torch.empty(self.most[0], self.G, *shape, dtype=dtype or self.dtype, device=self.table.device)
 
 
+def chunk_of(v_BGTV: Tensor, chunk: int) -> int:
+    """C; of float32 no more than 32 fits a program."""
+    longest = 32 if v_BGTV.dtype == torch.float32 else 64
+    return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
+
+
+def chunks_at_most(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
+    """N of a row: where it starts is the device's, so one may begin before it."""
+    C = chunk_of(v_BGTV, chunk)
+    spare = 0 if start_B is None else C - 1
+    return max(1, -(-(v_BGTV.shape[2] + spare) // C))
+
+
 def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None) -> Sizes:
     """start None: rows begin at position 0. No word of what is on the device is waited for."""
     batch, G, J, T, K = q_BGJTF.shape
@@ -164,10 +177,7 @@ def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, c
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    longest = 32 if v_BGTV.dtype == torch.float32 else 64  # of float32 no more fits a program
-    C = 64 if min(longest, T, chunk) > 32 else 32
-    spare = 0 if start_B is None else C - 1  # slots before the first token
-    N = max(1, -(-(T + spare) // C))
+    C, N = chunk_of(v_BGTV, chunk), chunks_at_most(v_BGTV, chunk, start_B)
     chunks_R = (start_R % C + count_R + C - 1) // C
     level_L = torch.arange(LEVELS, device=device)
     every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)

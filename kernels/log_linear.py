@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surgery.kernels.log_linear_tree import grown, grown_grad
 from surgery.kernels.measured import fastest, of_tokens
+from surgery.kernels.opaque import Opaque
 from surgery.kernels.ssd_grad import spans
 from surgery.kernels.ssd_launch import (
     Lay,
@@ -24,6 +25,8 @@ from surgery.kernels.ssd_launch import (
     chunk_of,
     gate_sums,
     in_parts,
+    made_out,
+    made_states,
     of_shared,
     reads,
     reads_grad,
@@ -35,40 +38,61 @@ from surgery.mixers.masks.hierarchical import levels_after, log_linear
 from surgery.op import kernel_for
 
 
-class LogLinear(torch.autograd.Function):
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, lay: Lay
+) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, final_SLGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL."""
+    of = Tokens.of(q, k, v, gate_sums(lay, gates), level)
+    slots, totals, _, final = grown(lay, of, closing_S, levels)
+    return reads(lay, of, slots, totals), final
 
+
+def backward(
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor,
+    levels: int, lay: Lay,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates), level), ready(d_out)
+    slots, totals, rights, _ = grown(lay, of, closing_S, 0)
+    d_q, d_level, pull, shares = reads_grad(lay, of, slots, totals, d_out)
+    d_q = of_shared(d_q, q)
+    d_slots = grown_grad(lay, of, d_out, d_final.contiguous(), closing_S)
+    d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, levels > 0)
+    groups, per_group, of_tree, _ = shares.shape
+    spans[(lay.places, groups)](
+        shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, of_tree, per_group,
+        *d_gates.stride(), C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None
+
+
+class LogLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, gates, level, lay, closing_S, levels = args
-        sums = gate_sums(lay, gates)
-        of = _expanded(q, k, v, sums, level)
-        slots, totals, _, final = grown(lay, of, closing_S, levels)
-        ctx.save_for_backward(q, k, v, sums, level, closing_S)
-        ctx.lay, ctx.levels = lay, levels
-        return reads(lay, of, slots, totals), final
+        *tensors, ctx.levels, ctx.lay = args
+        ctx.save_for_backward(*tensors)
+        return forward(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_out, d_final = ready(grads[0]), grads[1].contiguous()
-        q, k, v, sums, level, closing_S = ctx.saved_tensors
-        lay, of = ctx.lay, _expanded(q, k, v, sums, level)
-        slots, totals, rights, _ = grown(lay, of, closing_S, 0)
-        d_q, d_level, pull, shares = reads_grad(lay, of, slots, totals, d_out)
-        d_q = of_shared(d_q, q)
-        d_slots = grown_grad(lay, of, d_out, d_final, closing_S)
-        d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, ctx.levels > 0)
-        groups, per_group, levels, _ = shares.shape
-        spans[(lay.places, groups)](
-            shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, levels, per_group,
-            *d_gates.stride(),            C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
-        )  # fmt: skip
-        return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None, None
+        return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.lay), None
 
 
-def _expanded(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor) -> Tokens:
-    groups = v.shape[1]
-    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
+def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any) -> Any:
+    return made_out(q, v), made_states(k, v, len(closing), levels)
+
+
+COMPILED = Opaque(
+    "log_linear",
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {Lay.SCHEMA}",
+    lambda q, k, v, gates, level, closing, levels, *lay: forward(
+        q, k, v, gates, level, closing, levels, Lay.again(v, *lay)
+    ),
+    lambda d_out, d_final, q, k, v, gates, level, closing, levels, *lay: (
+        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, Lay.again(v, *lay)),
+        *[None] * len(lay),
+    ),
+    _made,
+)
 
 
 def log_linear_chunks(
@@ -99,7 +123,8 @@ def _applied(
     gates, level = gates.float().expand(v.shape[:3]), level.float()
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
-        return LogLinear.apply(ready(q), ready(k), ready(v), gates, level, lay, closing_S, levels)
+        given = ready(q), ready(k), ready(v), gates, level, closing_S, levels
+        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else LogLinear.apply(*given, lay)
 
     return in_parts(run, q, k, v)
 

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.gated_delta import CHUNK, DTYPES, packed
-from surgery.kernels.gated_delta_rows import LEVELS, Sizes, sizes
+from surgery.kernels.gated_delta_rows import LEVELS, Sizes, chunk_of, chunks_at_most, sizes
 from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
 from surgery.kernels.measured import fastest, of_tokens
+from surgery.kernels.opaque import Opaque
 from surgery.mixers.masks.hierarchical import levels_after, log_linear
 from surgery.op import kernel_for
 
@@ -43,12 +44,58 @@ class _LogLinearDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        tensors = ctx.saved_tensors
-        bucket = tensors[6]
-        dafter = None if bucket is None else grads[1].contiguous()
-        made = Call(*tensors, *ctx.sizes).backward(packed(grads[0]), dafter)
-        made = (None if made_one is None else made_one.to(t.dtype) for made_one, t in zip(made, tensors))
-        return *made, None, None, None, None
+        return *backward(*grads, Call(*ctx.saved_tensors, *ctx.sizes)), *[None] * 4
+
+
+def backward(dout: Tensor, dafter: Tensor | None, call: Call) -> tuple[Tensor | None, ...]:
+    """Of the call's first eight tensors, each in its dtype."""
+    tensors = call.q, call.k, call.v, call.beta, call.gates, call.level, call.bucket_lRGKV, call.extra_RGKV
+    dafter = None if call.bucket_lRGKV is None or dafter is None else dafter.contiguous()
+    made = call.backward(packed(dout), dafter)
+    return tuple(None if d is None or t is None else d.to(t.dtype) for d, t in zip(made, tensors))
+
+
+def _call(*given: Any) -> Call:
+    """Of what the node is given."""
+    *tensors, start, ends, chunk, levels, top = given
+    return Call(*tensors, sizes(tensors[0], tensors[2], chunk, start, ends), levels, top)
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    out, after = _call(*given).forward()
+    return out, out.new_empty(0, dtype=torch.float32) if after is None else after
+
+
+def _made(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    after = v.new_empty(0, dtype=torch.float32) if rest[3] is None else torch.empty_like(rest[3])
+    return v.new_empty(*q.shape[:4], v.shape[-1]), after
+
+
+COMPILED = Opaque(
+    "log_linear_delta",
+    "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor gates, Tensor level, Tensor? bucket, Tensor? extra, Tensor? end, "
+    "Tensor? start, Tensor? ends, int chunk, int levels, int top",
+    _forward,
+    lambda dout, dafter, *given: (*backward(dout, dafter, _call(*given)), *[None] * 6),
+    _made,
+)
+
+
+def _applied(
+    inputs: tuple[Tensor, ...], beside: tuple[Tensor | None, ...], chunk: int, start: Tensor | None,
+    ends: Tensor | None, levels: int | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out_BGJTV, the buckets behind). beside: bucket, extra, end, see `Call`. levels None: those the chunks need."""
+    q, _, v = inputs[:3]
+    if levels is None:
+        N = chunks_at_most(v, chunk, start)
+        levels = top = (N - 1).bit_length()
+        levels += start is not None
+    else:
+        top = ALL
+    if torch.compiler.is_compiling():
+        return COMPILED(*inputs, *beside, start, ends, chunk, levels, top)
+    return _LogLinearDelta.apply(*inputs, *beside, sizes(q, v, chunk, start, ends), levels, top)
 
 
 def log_linear_delta(
@@ -65,12 +112,9 @@ def log_linear_delta(
     """out_BGJTV in v's dtype, nothing before the tokens. start: positions of the rows' first tokens, None: 0.
     cu_seqlens: borders of sequences packed in one row (B = 1), each with a past of its own."""
     assert q_BGJTK.shape[-1] <= FEATURES, f"log_linear_delta takes up to {FEATURES} features, not {q_BGJTK.shape[-1]}"
-    s = sizes(q_BGJTK, v_BGTV, chunk, start_B, cu_seqlens)
-    top = (s.N - 1).bit_length()
     gates = gates_BGT.expand(v_BGTV.shape[:3])
     inputs = packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, level_BTGJL
-    levels = top if start_B is None else top + 1
-    return _LogLinearDelta.apply(*inputs, None, None, None, s, levels, top)[0]
+    return _applied(inputs, (None, None, None), chunk, start_B, cu_seqlens, None)[0]
 
 
 def with_buckets(
@@ -81,15 +125,16 @@ def with_buckets(
     beside them."""
     q, k, v, beta, gates = tokens
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
-    s = sizes(q, v, chunk, start_B, None)
-    bits, high = s.C.bit_length() - 1, max(0, levels - s.C.bit_length() + 1)
-    at_B, slot_B, low = start_B >> bits, start_B % s.C, buckets[:, :bits]
+    C = chunk_of(v, chunk)
+    bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
+    at_B, slot_B, low = start_B >> bits, start_B % C, buckets[:, :bits]
     first = Edge.of(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)
     low_BlGKV = first.through(low)
     brought = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
-    inputs = packed(q), packed(k), packed(v), beta, gates, level_BTGJL, brought.transpose(0, 1).contiguous()
-    out, after = _LogLinearDelta.apply(*inputs, low_BlGKV.sum(1), end_B, s, high, ALL)
-    last = Edge.of(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % s.C, bits)
+    inputs = packed(q), packed(k), packed(v), beta, gates, level_BTGJL
+    beside = brought.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
+    out, after = _applied(inputs, beside, chunk, start_B, None, high)
+    last = Edge.of(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % C, bits)
     own = last.low() + falls(first, low_BlGKV, end_B, at_B)
     out = out + first.reads(low, T).to(out.dtype) if low.shape[1] else out
     return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]

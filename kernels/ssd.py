@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.measured import fastest, of_tokens
+from surgery.kernels.opaque import Opaque
 from surgery.kernels.ssd_launch import (
     Lay,
     Tokens,
@@ -19,6 +20,8 @@ from surgery.kernels.ssd_launch import (
     chunk_of,
     gate_sums,
     in_parts,
+    made_out,
+    made_states,
     of_shared,
     reads,
     reads_grad,
@@ -30,35 +33,51 @@ from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import kernel_for
 
 
-class SSD(torch.autograd.Function):
+def forward(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
+    of = Tokens.of(q, k, v, gate_sums(lay, gates))
+    slots, last = passed_on(lay, of, first)
+    return reads(lay, of, slots, slots), last
 
+
+def backward(
+    d_out: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay
+) -> tuple[Tensor | None, ...]:
+    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates)), ready(d_out)
+    slots, _ = passed_on(lay, of, first)
+    d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
+    d_q = of_shared(d_q, q)
+    d_slots, d_first = passed_back(lay, of, d_out, d_last.contiguous())
+    d_k, d_v, d_gates, _ = writes_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
+    return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first
+
+
+class SSD(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, gates, first, lay = args
-        sums = gate_sums(lay, gates)
-        of = _expanded(q, k, v, sums)
-        slots, last = passed_on(lay, of, first)
-        ctx.save_for_backward(q, k, v, sums, first)
-        ctx.lay = lay
-        return reads(lay, of, slots, slots), last
+        *tensors, ctx.lay = args
+        ctx.save_for_backward(*tensors)
+        return forward(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_out, d_last = ready(grads[0]), grads[1].contiguous()
-        q, k, v, sums, first = ctx.saved_tensors
-        lay, of = ctx.lay, _expanded(q, k, v, sums)
-        slots, _ = passed_on(lay, of, first)
-        d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
-        d_q = of_shared(d_q, q)
-        d_slots, d_first = passed_back(lay, of, d_out, d_last)
-        d_k, d_v, d_gates, _ = writes_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
-        return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first, None
+        return *backward(*grads, *ctx.saved_tensors, ctx.lay), None
 
 
-def _expanded(q: Tensor, k: Tensor, v: Tensor, sums: Tensor) -> Tokens:
-    groups = v.shape[1]
-    return Tokens(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, None)
+def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
+    return made_out(q, v), made_states(k, v, len(start))
+
+
+COMPILED = Opaque(
+    "ssd",
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {Lay.SCHEMA}",
+    lambda q, k, v, gates, first, *lay: forward(q, k, v, gates, first, Lay.again(v, *lay)),
+    lambda d_out, d_last, q, k, v, gates, first, *lay: (
+        *backward(d_out, d_last, q, k, v, gates, first, Lay.again(v, *lay)),
+        *[None] * len(lay),
+    ),
+    _made,
+)
 
 
 def ssd(
@@ -82,7 +101,8 @@ def ssd(
 
     def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
         first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
-        return SSD.apply(ready(q), ready(k), ready(v), gates_BGT, first, lay)
+        given = ready(q), ready(k), ready(v), gates_BGT, first
+        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else SSD.apply(*given, lay)
 
     return in_parts(run, q_BGJTF, k_BGTF, v_BGTV)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -35,12 +35,24 @@ class Lay:
     start_B: Tensor
     ends: Tensor | None = None
     first_of: Tensor | None = None
+    aligned: bool = False
+
+    SCHEMA: ClassVar[str] = "Tensor start, Tensor? ends, int chunk, bool aligned"  # of `plainly`, see opaque.py
 
     @classmethod
     def rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> Lay:
         """aligned: starts are known to be multiples of the chunk."""
         count = -(-(length + (0 if aligned else chunk - 1)) // chunk)
-        return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B)
+        return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B, aligned=aligned)
+
+    @classmethod
+    def again(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> Lay:
+        """From what `plainly` gave."""
+        length = v_BGTV.shape[2]
+        return cls.rows(start_B, length, chunk, aligned) if ends is None else cls.packed(ends, length, chunk)
+
+    def plainly(self) -> tuple[Any, ...]:
+        return self.start_B, self.ends, self.chunk, self.aligned
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, length: int, chunk: int) -> Lay:
@@ -89,6 +101,11 @@ class Tokens:
     sums: Tensor
     level: Tensor | None
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> Tokens:
+        groups = v.shape[1]
+        return cls(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """G, J, F, V"""
@@ -131,6 +148,17 @@ def stored(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
+def made_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
+    """out_BGJTV, not filled, laid out as (B, T, G, J, V)."""
+    batch, groups, length, values = v_BGTV.shape
+    return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)
+
+
+def made_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
+    """float32, not filled: (.., G, F, V)."""
+    return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)
+
+
 def gate_sums(lay: Lay, gates_BGT: Tensor) -> Tensor:
     """sums_GM2C, see `sum_gates`."""
     groups = gates_BGT.shape[1]
@@ -145,7 +173,7 @@ def gate_sums(lay: Lay, gates_BGT: Tensor) -> Tensor:
 def reads(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor) -> Tensor:
     """out_BGJTV, laid out as (B, T, G, J, V)."""
     groups, per_group, features, values = of.sizes
-    out = of.v.new_empty(len(of.v), lay.length, groups, per_group, values).permute(0, 2, 3, 1, 4)
+    out = made_out(of.q, of.v)
     level, strides = of.levels()
     block = min(power_of_two(values), 64)
     read[(lay.places, groups * triton.cdiv(values, block), per_group)](

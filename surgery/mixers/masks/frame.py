@@ -111,7 +111,10 @@ class Frame:
         that the place of the next token is there too."""
         stride = -(-block // chunk) * chunk
         first_B, base_B = start_B % block, start_B // block
-        furthest = int(first_B.max()) if first_B.numel() else 0
+        if torch.compiler.is_compiling():  # asks the device nothing
+            furthest = block - 1
+        else:
+            furthest = int(first_B.max()) if first_B.numel() else 0
         blocks = (furthest + length) // block + 1
         frame = cls(length, blocks * stride // chunk, chunk, base_B)
         if furthest == 0 and stride == block:
