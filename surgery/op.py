@@ -133,7 +133,6 @@ def _found() -> bool:
     for info in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
         importlib.import_module(f"{PACKAGE}.{info.name}")
     return True
-    return True
 
 
 def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
