@@ -115,7 +115,7 @@ def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: to
     # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
     positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        logits_BNv = model(input_ids=ids_BT, logits_to_keep=positions_N).logits
+        logits_BNv = model(input_ids=ids_BT, use_cache=False, logits_to_keep=positions_N).logits
     else:
         logits_BNv = model(input_ids=ids_BT).logits[:, positions_N]
     guess_BN = logits_BNv.argmax(-1).tolist()

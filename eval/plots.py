@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from surgery.eval.suites import Metric, SuiteResult
+
+TASKS = 4  # a suite of more is drawn as one
 
 COLOURS = {"base": "#0072b2", "converted": "#d55e00"}
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -66,3 +71,37 @@ def heat_maps(
     figure.colorbar(image, ax=list(every))
     figure.suptitle(title + (f" (*: beyond the {longest:,} tokens it was made for)" if longest else ""))
     return _saved(figure, path)
+
+
+def by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
+    """What any suite with lengths or depths shows: a pair of heat maps, length x depth, of each task, and curves by length."""
+    first = next(iter(results.values()))
+    longest = first.info.get("longest")
+    tasks: list[str | None] = list(dict.fromkeys(s.task for s in first.samples))
+    metrics = [m for i, m in enumerate(first.metrics.values()) if i == 0 or not m.pooled]
+    written = []
+    for task in tasks if len(tasks) <= TASKS else [None]:
+        for metric in metrics:
+            name = (task or suite) + (f"-{metric.name}" if len(metrics) > 1 else "")
+            cells = {role: _means(r, task, metric, ("length", "depth")) for role, r in results.items()}
+            if all(cells.values()) and (metric.kind == "accuracy" or metric.top == 1):
+                beyond = longest if any(x > (longest or x) for table in cells.values() for x, _ in table) else None
+                title = f"{name}, {metric.called}, percent"
+                written.append(heat_maps(folder / f"{name}.png", cells, "length, tokens", "depth", title, beyond))
+            curves = {role: _means(r, task, metric, ("length",)) for role, r in results.items()}
+            if all(len(curve) > 1 for curve in curves.values()):
+                series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
+                said = metric.called + (f", {metric.unit}" if metric.unit else "")
+                written.append(lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True))
+    return written
+
+
+def _means(result: SuiteResult, task: str | None, metric: Metric, names: tuple[str, ...]) -> dict[Any, float]:
+    """Weighted means of the cells; as shown where they are no shares."""
+    cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for sample in result.samples:
+        if task in (None, sample.task) and all(n in sample.group for n in names) and metric.name in sample.metrics:
+            key = tuple(sample.group[name] for name in names)
+            cells[key].append((sample.weight, sample.metrics[metric.name]))
+    scale = 1.0 if len(names) > 1 else metric.scale
+    return {k: scale * sum(w * v for w, v in each) / sum(w for w, _ in each) for k, each in cells.items()}

@@ -132,6 +132,7 @@ class _Run:
                     self._break(suite, one, error)
                     continue
                 result.seconds = time.perf_counter() - began
+                result.info.setdefault("longest", subject.longest)
                 self._keep(one, suite, result)
 
     def _key(self, one: Opened, suite: Suite) -> dict[str, Any]:
@@ -193,10 +194,14 @@ class _Run:
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """No picture is worth the numbers."""
-        if suite.plot is None or self.store.folder is None:
+        if self.store.folder is None:
             return []
         try:
-            return suite.plot(by_role, self.store.folder)
+            from surgery.eval.plots import by_group
+
+            if suite.plot is not None:
+                return suite.plot(by_role, self.store.folder)
+            return by_group(suite.name, by_role, self.store.folder)
         except Exception as error:
             self.progress.say(f"{suite.name} was not drawn: {type(error).__name__}: {error}")
             return []

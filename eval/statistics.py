@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 DRAWS, CHUNK = 2000, 2**22
+LEAST = 5  # units, for an interval of losses: of fewer, draws say little about their own errors
 Shape = Literal["mean", "exp"]
 
 
@@ -65,7 +66,7 @@ def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0)
     """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
     change = float(_f(a.value, shape) - _f(b.value, shape))
     n = len(a)
-    if n < 2:
+    if n < (2 if top is not None else LEAST):
         return Interval(change, None, None)
     rng = np.random.default_rng(seed)
     if top is not None:

@@ -145,7 +145,7 @@ class SuiteResult:
 @dataclass(frozen=True)
 class Suite:
     """joint: samples that only both results together give (an encoder's cosine); plot: writes pictures into a folder, of
-    {role: result}, and returns their paths."""
+    {role: result}, and returns their paths; None: curves by length, heat maps by length and depth, where samples have those."""
 
     name: str
     description: str

@@ -67,7 +67,7 @@ def test_of_shares_the_interval_holds_the_change(pairs):
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(2, 30), st.integers(0, 1000))
+@given(st.integers(5, 30), st.integers(0, 1000))
 def test_equal_scores_change_by_nothing(n, seed):
     rng = np.random.default_rng(seed)
     same = units(rng.normal(size=n), rng.integers(1, 50, n))
@@ -75,6 +75,11 @@ def test_equal_scores_change_by_nothing(n, seed):
         found = interval(same, same, None, shape)
         assert (found.change, found.low, found.high) == (0, 0, 0)
     assert interval(units(np.ones(n)), units(np.ones(n)), 1.0, "mean").change == 0
+
+
+def test_few_units_have_no_interval():
+    few, base = units([1.0, 1.1, 1.3, 1.2]), units([1.0, 1.0, 1.0, 1.1])
+    assert interval(few, base, None, "mean").low is None and interval(few, base, None, "mean").change > 0
 
 
 # -- simulation ------------------------------------------------------------------------------------

@@ -6,11 +6,8 @@ needle-rank    any tokenizer, no training: sixteen candidates ranked, see needle
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -68,7 +65,6 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
         else:
             samples += _rankings(subject, options, [cell for cell in cells if cell.length >= SHORTEST])
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
-    result.info = {"longest": subject.longest}
     if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
         said = ", ".join(f"{n:,}" for n in beyond)
         result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
@@ -122,30 +118,4 @@ def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list
     return ids[:wanted]
 
 
-def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
-    """A pair of heat maps for each task, and its accuracy by length."""
-    from surgery.eval.plots import heat_maps, lines
-
-    written = []
-    longest = next(iter(results.values())).info.get("longest")
-    for task in dict.fromkeys(s.task for s in next(iter(results.values())).samples):
-        cells = {role: _shares(result, task, ("length", "depth")) for role, result in results.items()}
-        beyond = longest if any(x > (longest or x) for table in cells.values() for x, _ in table) else None
-        written.append(
-            heat_maps(folder / f"{task}.png", cells, "length, tokens", "depth", f"{task}, percent found", beyond)
-        )
-        curves = {role: _shares(result, task, ("length",)) for role, result in results.items()}
-        series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
-        written.append(lines(folder / f"{task}-length.png", series, "length, tokens", "share found", task, log=True))
-    return written
-
-
-def _shares(result: SuiteResult, task: str, names: tuple[str, ...]) -> dict[Any, float]:
-    cells: dict[Any, list[float]] = defaultdict(list)
-    for sample in result.samples:
-        if sample.task == task:
-            cells[tuple(sample.group[name] for name in names)].append(sample.metrics["accuracy"])
-    return {key: sum(values) / len(values) for key, values in cells.items()}
-
-
-register(Suite("needle", "codes hidden in small models' texts: depth x length", run, plot=plot))
+register(Suite("needle", "codes hidden in small models' texts: depth x length", run))
