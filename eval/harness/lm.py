@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surgery.errors import SurgeryError
 from surgery.eval.harness.kept import Kept
 from surgery.eval.suites import EvalOptions, Subject
 
@@ -38,6 +41,15 @@ def harness_model(subject: Subject, options: EvalOptions, longest: int | None = 
     return lm
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, how to generate, and the prompt's ids, (T,) int32."""
+
+    text: str
+    settings: dict[str, Any]
+    ids_T: torch.Tensor
+
+
 @cache
 def _classes() -> type:
     from lm_eval.models.huggingface import HFLM
@@ -57,28 +69,77 @@ class InBatches:
     kept: Kept
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """In groups of equal generation settings, as batches need."""
+        """In groups of equal generation settings, as batches need. Every prompt is tokenized once."""
+        asked = [
+            Asked(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
+        ]
         alike: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(i)
-        answers: list[str] = [""] * len(requests)
+        for i, each in enumerate(asked):
+            alike.setdefault(repr(each.settings), []).append(i)
+        answers = [""] * len(requests)
         for group in alike.values():
             found = self.kept.ask(
                 self.options,
-                [requests[i] for i in group],
-                lambda request: ["answer", self.max_length, *request.args],
-                self._generate,
-                lambda request: self._tokens(request.args[0]),
+                [asked[i] for i in group],
+                lambda each: ["answer", self.max_length, each.text, each.settings],
+                self._generate if self.backend == "causal" else self._generate_by_library,
+                lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
             )
             for i, answer in zip(group, found):
                 answers[i] = answer
         return answers
 
-    def _generate(self, batch: list[Instance]) -> list[str]:
-        self.batch_size_per_gpu = len(batch)
+    def _encoded(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
+        """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
+        from lm_eval.models.utils import has_bos_prefix
+
+        bos = getattr(self.tokenizer, "bos_token", None)
+        for start in range(0, len(requests), 32):
+            texts = [request.args[0] for request in requests[start : start + 32]]
+            begun = has_bos_prefix(texts[0], bos)  # a chat template has put it there
+            special = {} if not begun else {"add_special_tokens": False}
+            for ids in self.tokenizer(texts, truncation=False, return_attention_mask=False, **special).input_ids:
+                yield torch.tensor(ids, dtype=torch.int32)
+
+    def _generate(self, batch: list[Asked]) -> list[str]:
+        """Padded on the left, with a mask; cut at the first of the words that end an answer."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+        settings = dict(normalize_gen_kwargs(batch[0].settings, self.max_gen_toks))  # type: ignore[attr-defined]
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)  # type: ignore[attr-defined]
+        stop = handle_stop_sequences(settings.pop("until", None), eos=eos)
+        tokens = settings.pop("max_gen_toks")
+        settings.pop("max_length", None)
+        room = self.max_length - tokens
+        if room < 1:
+            raise SurgeryError(
+                f"answers of {tokens} tokens leave no room for a question in {self.max_length}; a longer --lengths"
+            )
+        longest = min(room, max(len(each.ids_T) for each in batch))
+        ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, each in enumerate(batch):
+            kept_T = each.ids_T[-longest:]
+            ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
         with torch.inference_mode():
-            return super().generate_until(batch, disable_tqdm=True)  # type: ignore[misc]
+            said_BT = self._model_generate(  # type: ignore[attr-defined]
+                context=ids_BT.to(self.subject.device),
+                attention_mask=mask_BT.to(self.subject.device),
+                stop=stop,
+                max_length=longest + tokens,
+                **settings,
+            )
+        texts = [self.tokenizer.decode(said, skip_special_tokens=True) for said in said_BT[:, longest:].tolist()]
+        return [postprocess_generated_text(text, stop, None) for text in texts]
+
+    def _generate_by_library(self, batch: list[Asked]) -> list[str]:
+        from lm_eval.api.instance import Instance
+
+        self.batch_size_per_gpu = len(batch)
+        asked = [Instance("generate_until", {}, (each.text, each.settings), i) for i, each in enumerate(batch)]
+        with torch.inference_mode():
+            return super().generate_until(asked, disable_tqdm=True)  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
@@ -149,12 +210,6 @@ class InBatches:
             keep_N = torch.arange(first, ids_BT.shape[1], device=ids_BT.device)
             return self.model(input_ids=ids_BT, use_cache=False, logits_to_keep=keep_N).logits
         return self.model(input_ids=ids_BT, use_cache=False).logits[:, first:]
-
-    def _tokens(self, text: str) -> int:
-        known = self.__dict__.setdefault("_lengths", {})
-        if text not in known:
-            known[text] = len(self.tokenizer(text).input_ids)
-        return known[text]
 
 
 def _likelihood(logits_NV: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:

@@ -7,12 +7,17 @@ they leave no room (below 4096 tokens, where RULER does not go).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from surgery.eval.harness.ruler.fill import Build, Count, Filled, fill
+
+T, R = TypeVar("T"), TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,19 @@ class Room:
             needed = self.count(build(least, "")) + answer_tokens
             raise Unfit(f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer")
         return found
+
+
+def at_once(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """make(item), in order, some ahead of what is asked for: counting tokens is most of the work and needs one core each."""
+    threads = min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(pool.submit(make, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class Task(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import pi
 from random import Random
 
-from surgery.eval.harness.ruler.base import Question, Room, Unfit
+from surgery.eval.harness.ruler.base import Question, Room, Unfit, at_once
 from surgery.eval.harness.ruler.words import compound, letters, vocabulary
 
 COMMON = (
@@ -45,8 +45,7 @@ class CommonWords:
     needs: str | None = None
 
     def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        for index in range(samples):
-            yield self._one(room, index)
+        yield from at_once(lambda index: self._one(room, index), range(samples))
 
     def _one(self, room: Room, index: int) -> Question:
         for shape in (LONG, *SMALLER) if room.length >= 4096 else SMALLER:
@@ -109,8 +108,7 @@ class FrequentWords:
     letters: int = 6
 
     def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        for index in range(samples):
-            yield self._one(room, index)
+        yield from at_once(lambda index: self._one(room, index), range(samples))
 
     def _one(self, room: Room, index: int) -> Question:
         rng = room.rng(self.name, index)

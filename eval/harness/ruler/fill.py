@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 Build = Callable[[int, str], str]
 Count = Callable[[str], int]
@@ -26,9 +27,14 @@ class Filled:
     tokens: int
 
 
-def counter(tokenizer: object) -> Count:
-    """Tokens of a prompt as a model gets it, special tokens included."""
-    return lambda text: len(tokenizer(text).input_ids)  # type: ignore[operator]
+def counter(tokenizer: Any) -> Count:
+    """Tokens of a prompt as a model gets it, special tokens included. Fast tokenizers count without offsets, and let other
+    threads run meanwhile."""
+    tokenizer("x", truncation=False, padding=False)  # settings of earlier calls stay on a fast tokenizer
+    fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
+    if fast is None:
+        return lambda text: len(tokenizer(text).input_ids)
+    return lambda text: len(fast([text])[0])
 
 
 def fill(build: Build, count: Count, goal: int, least: int, most: int, probe: int, filler: str = "") -> Filled | None:
@@ -68,7 +74,8 @@ def largest(
         else:
             above, above_size = n, found
         slope = step if above_size is None else (above_size - best_size) / (above - best)
-        n = best + int((goal - best_size) / slope) if slope > 0 else high
+        # Aimed at the middle of the slack, for an estimate just above the goal costs another turn.
+        n = best + int((goal - slack // 2 - best_size) / slope) if slope > 0 else high
         if turn % 4 == 3 and above_size is not None:  # a bracket that shrinks from one side alone
             n = (best + above) // 2
     return best, best_size

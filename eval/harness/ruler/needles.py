@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from surgery.eval.harness.ruler.base import Question, Room
+from surgery.eval.harness.ruler.base import Question, Room, at_once
 from surgery.eval.harness.ruler.words import NOISE, compound, identifier, number
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -41,9 +41,8 @@ class Needles:
         return "essays" if self.haystack == "essay" else None
 
     def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        for depth in depths or (None,):
-            for index in range(samples):
-                yield self._one(room, index, depth)
+        cells = [(index, depth) for depth in depths or (None,) for index in range(samples)]
+        yield from at_once(lambda cell: self._one(room, *cell), cells)
 
     def _one(self, room: Room, index: int, depth: float | None) -> Question:
         rng = room.rng(self.name, index, depth)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from surgery.eval.harness.ruler.base import Question, Room, Unfit
+from surgery.eval.harness.ruler.base import Question, Room, Unfit, at_once
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
@@ -79,19 +79,24 @@ class Documents:
     def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
         """In the data's order, without those whose own documents are too long."""
         library: Library = room.texts[self.needs]
-        found, reason = 0, "has no questions"
-        for index in range(len(library.asked)):
+
+        def tried(index: int) -> Question | Unfit:
+            try:
+                return self._one(room, library, index)
+            except Unfit as error:
+                return error
+
+        found, reason = 0, Unfit("has no questions")
+        for made in at_once(tried, range(len(library.asked))):
+            if isinstance(made, Unfit):
+                reason = made
+                continue
+            yield made
+            found += 1
             if found == samples:
                 return
-            try:
-                question = self._one(room, library, index)
-            except Unfit as error:
-                reason = str(error)
-                continue
-            found += 1
-            yield question
         if not found:
-            raise Unfit(reason)
+            raise reason
 
     def _one(self, room: Room, library: Library, index: int) -> Question:
         asked, rng = library.asked[index], room.rng(self.name, index)

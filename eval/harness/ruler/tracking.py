@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from surgery.eval.harness.ruler.base import Question, Room, Unfit
+from surgery.eval.harness.ruler.base import Question, Room, Unfit, at_once
 from surgery.eval.harness.ruler.fill import fill
 from surgery.eval.harness.ruler.words import NOISE, letters
 
@@ -32,8 +32,7 @@ class Tracking:
     needs: str | None = None
 
     def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        for index in range(samples):
-            yield self._one(room, index)
+        yield from at_once(lambda index: self._one(room, index), range(samples))
 
     def _one(self, room: Room, index: int) -> Question:
         """With an example of up to 500 tokens, a quarter of the length at most; without where none fits."""
