@@ -8,7 +8,7 @@ be seen in that row.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,10 +54,12 @@ def rows_of(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: i
     first = next(iter(results.values()))
     samples = {role: _keyed(result.samples) for role, result in results.items()}
     keys = _shared(suite, samples)
+    whole = Counter(task for task, _, _ in keys)
     found = []
     for task, group, chosen in _groups(keys):
         for name, metric in first.metrics.items():
-            if not group and not metric.pooled and any(k[1] for k in chosen):
+            alone = len(chosen) == whole[task]  # the only group there is
+            if (alone and group and metric.pooled) or (not group and not metric.pooled and chosen[0][1]):
                 continue
             held = [k for k in chosen if all(name in samples[role][k].metrics for role in results)]
             if held:
@@ -107,9 +109,8 @@ def _cut(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[s
     for key in keys:
         group = dict(key[1])
         cells[tuple(group.get(name) for name in names)].append(key)
-    if len(cells) > 1 or len(names) == 1:
-        for values in sorted(cells, key=lambda v: tuple((isinstance(x, str), x) for x in v)):
-            yield task, dict(zip(names, values)), cells[values]
+    for values in sorted(cells, key=lambda v: tuple((isinstance(x, str), x) for x in v)):
+        yield task, dict(zip(names, values)), cells[values]
 
 
 def units_of(samples: list[Sample], name: str) -> Units:
@@ -145,11 +146,13 @@ def _row(
     if "base" in shown and floor is not None and metric.higher_is_better:
         value, error = shown["base"]
         if value - 1.96 * (error or 0) <= floor:
-            row.flags.append(f"the base does no better than guessing ({metric.scale * floor:g}): no evidence")
+            row.flags.append("the base does no better than guessing: no evidence of what was lost")
     if len(units) == 2:
         _compare(row, units, samples, top, shape, same, seed)
+    if not all(math.isfinite(held.value) for held in units.values()):
+        row.flags.append("not a finite number")
     if len(first) < FEW:
-        row.flags.append(f"few units: {len(first)}")
+        row.flags.append(f"fewer than {FEW} units")
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from surgery.eval.compare import Row
@@ -59,10 +60,11 @@ def _interval(found: Interval | None) -> str:
 
 def remarks(done: Evaluation) -> list[str]:
     """What a reader must know beside the numbers."""
-    said = []
+    flagged: dict[str, dict[str, None]] = defaultdict(dict)
     for row in done.rows:
-        if row.speaks:
-            said += [f"{row.task}, {row.metric.called}: {flag}" for flag in row.flags]
+        for flag in row.flags if row.speaks else []:
+            flagged[flag][f"{row.task} {row.metric.called}"] = None
+    said = [f"{flag}: {', '.join(where)}" for flag, where in flagged.items()]
     for suite, by_role in done.results.items():
         said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
     said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]

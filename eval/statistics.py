@@ -66,7 +66,7 @@ def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0)
     """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
     change = float(_f(a.value, shape) - _f(b.value, shape))
     n = len(a)
-    if n < (2 if top is not None else LEAST):
+    if n < (2 if top is not None else LEAST) or not math.isfinite(change):
         return Interval(change, None, None)
     rng = np.random.default_rng(seed)
     if top is not None:
@@ -74,10 +74,10 @@ def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0)
         low, high = np.quantile(_redrawn(a, b, shape, rng)[0], (0.025, 0.975))
         return Interval(change, max(float(low), -top), min(float(high), top))
     se = float(_error(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], n, shape)[1][0])
-    if se == 0:
-        return Interval(change, change, change)
+    if se == 0 or not math.isfinite(se):
+        return Interval(change, change, change) if se == 0 else Interval(change, None, None)
     drawn_R, errors_R = _redrawn(a, b, shape, rng)
-    whole = errors_R > 1e-12 * se  # a draw of equal units says nothing
+    whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # a draw of equal units says nothing
     low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
     return Interval(change, change - float(high) * se, change - float(low) * se)
 

@@ -169,9 +169,21 @@ def test_one_model_is_itself_for_certain():
 def test_a_base_that_guesses_is_flagged():
     floors = {"a": {"accuracy": 0.25}}
     guessing = result({"a": [1, 0, 0, 0] * 10}, floors=floors)
-    assert "no better than guessing (25)" in rows_of("s", {"base": guessing}, same=False)[0].flags[0]
+    assert "no better than guessing" in rows_of("s", {"base": guessing}, same=False)[0].flags[0]
     knowing = result({"a": [1] * 40}, floors=floors)
     assert rows_of("s", {"base": knowing}, same=False)[0].flags == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e6])
+def test_a_broken_model_is_flagged_not_fatal(loss):
+    metric = Metric("nll", "ppl", higher_is_better=False)
+    base, ours = ([Sample("a", str(i), {"nll": v}) for i in range(20)] for v in (1.0, loss))
+    ours[3] = Sample("a", "3", {"nll": 2.0})
+    results = {role: SuiteResult(s, {"nll": metric}) for role, s in (("base", base), ("converted", ours))}
+    row = rows_of("s", results, same=False)[0]
+    assert row.values["base"] == pytest.approx(math.e) and ("not a finite number" in row.flags) == (loss != 1e6)
+    assert not row.ratio.change <= 2
 
 
 def test_other_samples_are_no_pairs():
