@@ -14,7 +14,8 @@ from surgery.structures.btt import BTT
 from surgery.training.ahead import Ahead, Beside
 from surgery.training.ema import RunningMean
 from surgery.training.feed import Shares
-from surgery.training.log import Log, draw, tracker
+from surgery.training.log import Log, draw
+from surgery.training.trackers import tracker
 from surgery.training.weight_norm import fold, normalise, rms
 
 

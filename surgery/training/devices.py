@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from surgery.errors import SurgeryError
-from surgery.training.log import tracker
+from surgery.training.trackers import tracker
 
 
 def make_accelerator(device: str | None, precision: str, track: str | None, folder: Path) -> Any:

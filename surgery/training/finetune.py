@@ -23,6 +23,7 @@ from surgery.training.healing import Healing
 from surgery.training.log import LOG
 from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.stages import STAGES
+from surgery.training.trackers import end_trackers
 from surgery.version import __version__
 
 
@@ -66,6 +67,8 @@ def finetune(
         if run.main and fresh and not any((work / name).exists() for name in ("checkpoints", LOG)):
             shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained
         raise
+    finally:
+        end_trackers(run.accelerator)
 
 
 def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:

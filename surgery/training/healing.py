@@ -30,6 +30,7 @@ from surgery.training.sharding import rest, whole
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
 from surgery.training.stages.lora import LoraStage
+from surgery.training.trackers import end_trackers, start_trackers
 from surgery.training.validation import Validation
 from surgery.training.weight_norm import fold, normalise
 
@@ -66,11 +67,10 @@ class Healing:
             self.accelerator.wait_for_everyone,
         )
         self.log = Log(self.work, self.accelerator)
-        if self.accelerator.log_with:
-            self.accelerator.init_trackers("surgery")
         student = opening.load_student(self.source, self.trust)
         self.roles = opening.roles_of(self.source, student)
         at = self._position()
+        start_trackers(self.accelerator, self.recipe, self.out, at)
         models = self._models(student)
         self.validation = self._validation()
         self.measured = self._measured(models)
@@ -277,12 +277,14 @@ class Healing:
         parameters = dict(models.student.named_parameters())
         if self.main:
             draw(self.log.lines(), self.work / CURVE)
+        end_trackers(self.accelerator)
         trained: dict[str, Tensor] = {name: whole(parameters[name]).cpu() for name in sorted(self.trained)}
         if self.main:
             keys = keys_of(models.student, self.source, set(trained))
             target = write_result(self.source, keys, trained, self.work, record)
-            if (self.work / "surgery").is_dir():  # what TensorBoard wrote
-                shutil.copytree(self.work / "surgery", target / "training" / "tensorboard")
+            for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
+                if (self.work / wrote).is_dir():
+                    shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)
             settle(target, self.out, self.work)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

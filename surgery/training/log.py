@@ -8,10 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
-
 LOG, CURVE = "log.jsonl", "curve.png"
-TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 class Log:
@@ -78,19 +75,3 @@ def draw(lines: list[dict[str, Any]], path: Path) -> bool:
     FigureCanvasAgg(figure).print_png(str(partial))
     os.replace(partial, path)
     return True
-
-
-def tracker(name: str | None) -> list[str]:
-    """What Accelerate is to log with. None: TensorBoard where it is installed."""
-    if name == "none":
-        return []
-    from accelerate.utils import imports
-
-    here = {n: getattr(imports, f"is_{n}_available", lambda: False)() for n in TRACKERS}
-    if name is None:
-        return ["tensorboard"] if here["tensorboard"] else []
-    if name not in TRACKERS:
-        raise SurgeryError(f"--track {name!r}: choose one of {', '.join(TRACKERS)}, none")
-    if not here[name]:
-        raise SurgeryError(f"--track {name}: the package {name} is not installed; pip install {name}, or --track none")
-    return [name]
