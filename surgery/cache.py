@@ -257,6 +257,8 @@ def record_past(cache: Cache, model: nn.Module) -> None:
 class MixerModel:
     """Mixed into the class of a model that generates."""
 
+    _captured: Any = None
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -272,6 +274,18 @@ class MixerModel:
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self)  # type: ignore[arg-type]
         return done
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Whether generate() takes its steps from `get_compiled_call`: also where ours are captured in a graph."""
+        from surgery.captured import captured
+
+        self._captured = captured(self, model_kwargs.get("past_key_values"), generation_config)
+        asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
+        return self._captured is not None or asks(model_kwargs, generation_config)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        step, self._captured = self._captured, None
+        return super().get_compiled_call(compile_config) if step is None else step  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         raise SurgeryError(

@@ -23,7 +23,7 @@ FLOORS = [
     "mixers",
     "anatomy",
     # opening checkpoints, ours and others'
-    "shards standins checkpoint quantizer heads cache cache_file attention shims lora source skeleton",
+    "shards standins checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
     "ranges attention_recipe mlr_start recipe walk seats plan",
     # conversion and back
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
