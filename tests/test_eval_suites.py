@@ -104,7 +104,7 @@ def test_stretches_and_running_means():
 # -- needles -----------------------------------------------------------------------------------------
 def test_needles_tell_what_a_window_loses(near, tmp_path):
     """A window of 64 finds only the last: its map is empty where the original's is full."""
-    options = EvalOptions(lengths=(128, 256), depths=(0, 1), limit=8, tasks=("needle",))
+    options = EvalOptions(lengths=(128, 256), depths=(0, 1), limit=6, tasks=("needle",))
     done = evaluate(near, ["needle"], options, compare=str(TINY), out=tmp_path / "out", fail_below=["needle=0.95"])
     cells = {(r.group["length"], r.group["depth"]): r for r in done.rows if len(r.group) == 2}
     assert all(row.values["base"] > 95 for row in cells.values())
@@ -115,7 +115,7 @@ def test_needles_tell_what_a_window_loses(near, tmp_path):
 
 
 def test_the_original_finds_them_at_its_training_length():
-    options = EvalOptions(lengths=(1024,), depths=(0, 0.5), limit=8, tasks=("needle",))
+    options = EvalOptions(lengths=(1024,), depths=(0, 0.5), limit=5, tasks=("needle",))
     assert evaluate(str(TINY), ["needle"], options).row("needle").values["converted"] > 95
 
 
