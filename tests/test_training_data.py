@@ -384,3 +384,30 @@ def test_every_key_is_documented():
         assert float(told[key]) == DataConfig.model_fields[key].default if told[key][0].isdigit() else (
             told[key].strip("`") == DataConfig.model_fields[key].default
         )  # fmt: skip
+
+
+def test_tokens_that_are_shared_are_the_same(tmp_path):
+    """Texts and chats, whole pieces and marked ones; old files go."""
+    from surgery.training import shared_tokens
+    from surgery.training.documents import Document
+    from surgery.training.encode import Piece
+    from surgery.training.shared_tokens import SharedTokens
+
+    marks = torch.tensor([False, True, True])
+    pieces = [[Piece(torch.arange(4)), Piece(torch.arange(3), marks, whole=True)], [], [Piece(torch.arange(2))]]
+    read = [[Document("a"), Document([{"role": "user", "content": "b"}])], [], [Document("c", ends=False)]]
+    writer, reader = (SharedTokens(tmp_path / "tokens", writes) for writes in (True, False))
+    assert writer.of(read, lambda _: pieces) is pieces
+    again = reader.of(read, lambda _: pytest.fail("was to be read"))
+    assert [len(some) for some in again] == [2, 0, 1]
+    for ours, theirs in zip((p for some in again for p in some), (p for some in pieces for p in some)):
+        assert torch.equal(ours.ids_T, theirs.ids_T) and ours.whole == theirs.whole
+        assert (ours.trained_T is None) == (theirs.trained_T is None)
+    assert torch.equal(again[0][1].trained_T, marks)
+    other = [[Document("a, but longer")], [], []]
+    kept, shared_tokens.KEPT = shared_tokens.KEPT, 1
+    try:
+        writer.of(other, lambda _: pieces)
+    finally:
+        shared_tokens.KEPT = kept
+    assert len(list((tmp_path / "tokens").iterdir())) == 1

@@ -114,3 +114,26 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_p
     assert processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
     ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):  # noqa: F811
+    """The other only reads what it wrote, and both train as one does."""
+    from surgery.training.encode import Encoder
+
+    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+
+    def run(rank):
+        if rank:
+            one, tokenise = [], Encoder.texts
+
+            def counted(self, documents):
+                one.append(len(documents))
+                return tokenise(self, documents)
+
+            Encoder.texts = counted
+        finetune(str(btt), told, out, teacher=str(EMBEDDED), device="cpu", track="none")
+        assert not rank or sum(one) < 30, "the few for validation"
+
+    assert processes(2, run) == [0, 0]
+    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

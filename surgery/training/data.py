@@ -27,6 +27,7 @@ from surgery.training.documents import Document, Side
 from surgery.training.encode import Encoder, Piece, tokenizer_fingerprint
 from surgery.training.packing import IGNORED, Example, in_order, in_rows, joined, row, windows
 from surgery.training.readers import mixed
+from surgery.training.shared_tokens import SharedTokens
 from surgery.training.sources import open_source
 
 __all__ = ["Data", "DataConfig", "Example", "SourceConfig", "make_data"]
@@ -41,7 +42,7 @@ def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Dat
 
 
 class Data:
-    """`side`: the documents to train on, or those for validation."""
+    """`side`: the documents to train on, or those for validation. tokens: where several processes share them."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, length: int, seed: int, side: Side):
         if length < 2:
@@ -54,6 +55,7 @@ class Data:
             open_source(source, mixed(seed, number), side, share, shuffled)
             for number, source in enumerate(config.sources)
         ]
+        self.tokens: SharedTokens | None = None
         self._state = self._beginning()
 
     # -- examples ------------------------------------------------------------------------------------
@@ -170,13 +172,18 @@ class Data:
         return read
 
     def _encoded(self, read: list[list[Document]]) -> list[Piece]:
-        pieces: list[Piece] = []
-        for documents, source, drawn in zip(read, self.config.sources, self._drawn):
-            text = not source.chat and all(isinstance(document.content, str) for document in documents)
-            some = self.encoder.texts(documents) if text else chats(documents, source, self.encoder)
+        pieces = self._tokenised(read) if self.tokens is None else self.tokens.of(read, self._tokenised)
+        for some, drawn in zip(pieces, self._drawn):
             drawn["tokens"] += sum(map(len, some))
-            pieces += some
-        return pieces
+        return [piece for some in pieces for piece in some]
+
+    def _tokenised(self, read: list[list[Document]]) -> list[list[Piece]]:
+        """Of each source."""
+        found = []
+        for documents, source in zip(read, self.config.sources):
+            text = not source.chat and all(isinstance(document.content, str) for document in documents)
+            found.append(self.encoder.texts(documents) if text else chats(documents, source, self.encoder))
+        return found
 
     def _packed(self, pieces: list[Piece], seed: int) -> list[list[Piece]]:
         generator, shuffled = torch.Generator().manual_seed(seed), self.config.shuffle > 0

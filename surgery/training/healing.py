@@ -27,6 +27,7 @@ from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.record import circumstances, scores, stage_record
 from surgery.training.result import keys_of, round_as_stored, settle, write_result
 from surgery.training.sharding import rest, whole
+from surgery.training.shared_tokens import SharedTokens
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
 from surgery.training.stages.lora import LoraStage
@@ -199,6 +200,10 @@ class Healing:
         models.run, optimiser = self.accelerator.prepare(models.student, optimiser)
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
+        if self.accelerator.num_processes > 1:
+            data.tokens = SharedTokens(
+                self.work / "tokens" / data.fingerprint()[:16], self.accelerator.is_local_main_process
+            )
         self._check(models, stage, data)
         self._measure(models, stage, data)
         self._measured_now(models, number, at)
