@@ -227,7 +227,7 @@ def backward(
     batch, G, T, _ = k.shape
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if dv is None else dv
-    dbeta, dgates = torch.empty(2, batch, G, T, dtype=torch.float32, device=k.device).unbind(0)
+    dbeta, dgates = (torch.empty(batch, G, T, dtype=torch.float32, device=k.device) for _ in range(2))
     strides = (*k.stride()[:3], *v.stride()[:3], *beta.stride(), T, s.N)
     _backward[(s.R * s.N, s.G)](
         k, v, beta, s.table, c, y, dw, du, y if dt is None else dt, dk_in, dc_in, dk, dv, dbeta, dgates, *strides,
