@@ -100,11 +100,14 @@ def numbered_question(tokenizer: Any, length: int, depth: float, index: int, see
 
 
 def encode(tokenizer: Any, question: Question) -> tuple[list[int], int]:
-    """The tokens of prompt and answer, and how many of them are the prompt's."""
-    whole = _ids(tokenizer, question.prompt + question.answer, True)
-    prompt = _ids(tokenizer, question.prompt, True)
-    same = next((i for i, (a, b) in enumerate(zip(whole, prompt)) if a != b), min(len(whole), len(prompt)))
-    return whole, same
+    """The tokens of prompt and answer, and how many of them are the prompt's: those that end in it."""
+    whole = question.prompt + question.answer
+    if tokenizer.is_fast:
+        found = tokenizer(whole, verbose=False, return_offsets_mapping=True)
+        ends, size = found.offset_mapping, len(question.prompt)
+        return found.input_ids, next((i for i, (_, end) in enumerate(ends) if end > size), len(ends))
+    ids, prompt = _ids(tokenizer, whole, True), _ids(tokenizer, question.prompt, True)
+    return ids, next((i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b), min(len(ids), len(prompt)))
 
 
 @torch.inference_mode()
