@@ -220,11 +220,16 @@ def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.eval.harness.names._all", lambda o: names._built([], False, o))
     from surgery.eval.harness import names
 
+    (tasks / "quizzes.yaml").write_text(
+        "group: own_quizzes\ntask: [own_quiz]\naggregate_metric_list: [{metric: exact_match, weight_by_size: true}]\n"
+    )
     found = find_suite("lm-eval").run(subject, asked)
     assert len(found.samples) == 3 and found.metrics["exact_match"].kind == "accuracy"
     assert found.samples[0].shown["arguments"][0][0].count(" are") == 3  # two examples and the question
-    with pytest.raises(SurgeryError, match="did you mean 'own_quiz'"):
-        find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quizz",)}))
+    group = find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quizzes",)}))
+    assert [s.id for s in group.samples] == [s.id for s in found.samples] and "own_quizzes" in group.info["groups"]
+    with pytest.raises(SurgeryError, match="did you mean 'own_quiz"):
+        find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quis",)}))
 
 
 def test_needles_of_the_story_are_found(subject):
@@ -355,6 +360,20 @@ def test_our_tasks_are_not_lm_eval_s():
         find_suite("niah_single_2")
     with pytest.raises(SurgeryError, match="--suite longbench --tasks qasper"):
         find_suite("longbench_qasper")
+
+    with pytest.raises(SurgeryError, match="--suite ruler --tasks qa_2"):
+        find_suite("ruler_qa_hotpot")
+    with pytest.raises(SurgeryError, match="--suite ruler --tasks vt"):
+        find_suite("lm-eval").run(None, options(tasks=("ruler_vt",)))  # type: ignore[arg-type]
+
+
+def test_metadata_reaches_the_tasks():
+    """By a field of lm-eval's factory: the manager's index is read once, and not again for every --metadata."""
+    from surgery.eval.harness.names import load
+
+    for given in ({"shade": "green"}, {"shade": "blue"}):
+        task = load(("piqa",), options(metadata=given))["tasks"]["piqa"]
+        assert task.config.metadata["shade"] == given["shade"]
 
 
 def test_the_working_directory_comes_back(tmp_path):

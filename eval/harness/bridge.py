@@ -63,12 +63,13 @@ def run_own(
 
 
 def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
-    """lm-eval's own tasks, by name. load(names, options): {task name: task}; all metrics that are means, or perplexities."""
+    """lm-eval's own tasks, by name. load(names, options): {tasks: .., groups: ..}; all metrics that are means, or perplexities."""
     require_lm_eval()
     with _quiet():
-        tasks = load(names, options)
-        built = list(tasks.values())
-        found = _evaluate(harness_model(subject, options), built, options, options.apply_chat_template)
+        loaded = load(names, options)
+        built = list(loaded["tasks"].values())
+        chat = options.apply_chat_template
+        found = _evaluate(harness_model(subject, options), built, options, chat, loaded["groups"])
     result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"})
     left_out: set[str] = set()
     for task in built:
@@ -87,7 +88,9 @@ def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load
     return result
 
 
-def _evaluate(lm: Any, tasks: list[Any], options: EvalOptions, chat: bool) -> dict[str, Any]:
+def _evaluate(
+    lm: Any, tasks: list[Any], options: EvalOptions, chat: bool, groups: dict[str, Any] | None = None
+) -> dict[str, Any]:
     import random
 
     import numpy as np
@@ -102,7 +105,7 @@ def _evaluate(lm: Any, tasks: list[Any], options: EvalOptions, chat: bool) -> di
     wanted = _wanted(tasks, options)
     found = evaluate(
         lm,
-        {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}},
+        {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
         limit=None if wanted else options.limit,
         samples=wanted or None,
         bootstrap_iters=0,  # intervals are ours

@@ -10,16 +10,14 @@ from typing import Any
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
 from surgery.eval.harness.bridge import require_lm_eval, run_tasks
+from surgery.eval.harness.longbench_prompts import TASKS as LONGBENCH
+from surgery.eval.harness.ruler import TASKS as RULER
 from surgery.eval.suites import EvalOptions, Subject, Suite, SuiteResult
 
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
 ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
 FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
-OURS = {
-    "niah_": "ruler",
-    "ruler": "ruler",
-    "longbench": "longbench",
-}  # ours instead, for the reasons in docs/benchmarks.md
+RENAMED = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
 MANAGERS: dict[tuple[str, ...], Any] = {}
 
 
@@ -36,11 +34,7 @@ def run_named(subject: Subject, options: EvalOptions) -> SuiteResult:
 
 def by_name(name: str) -> Suite | None:
     """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
-    if any(name.startswith(start) for start in OURS):
-        suite = next(suite for start, suite in OURS.items() if name.startswith(start))
-        raise SurgeryError(
-            f"{name} is a task of our suite {suite}: --suite {suite} --tasks {name.removeprefix(f'{suite}_')}"
-        )
+    _refuse_ours([name])
     require_lm_eval()
     if _manager([name], None) is None:
         return None
@@ -51,8 +45,20 @@ def by_name(name: str) -> Suite | None:
     return Suite(name, f"lm-eval's {name}", run)
 
 
+def _refuse_ours(names: Sequence[str]) -> None:
+    """lm-eval's copies of RULER and LongBench differ from the originals, as docs/benchmarks.md says; RULER's download too."""
+    for name in names:
+        task = name.removeprefix("ruler_")
+        task = RENAMED.get(task, task)
+        if task in RULER:
+            raise SurgeryError(f"{name} is a task of our suite ruler: --suite ruler --tasks {task}")
+        if name.startswith("longbench_") and (task := name.removeprefix("longbench_")) in LONGBENCH:
+            raise SurgeryError(f"{name} is a task of our suite longbench: --suite longbench --tasks {task}")
+
+
 def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
-    """{name: task}, their data read from the mirror."""
+    """{tasks: {name: task}, groups: {name: group}}, their data read from the mirror."""
+    _refuse_ours(names)
     manager = _manager(names, options)
     if manager is None:
         known = _all(options).all_tasks
@@ -62,8 +68,7 @@ def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     mirror.check(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
     with mirror.inside(options.data_root):
-        loaded = manager.load(list(names))
-    return dict(loaded["tasks"])
+        return dict(manager.load(list(names)))
 
 
 def data_of(names: Sequence[str]) -> list[tuple[str, str | None]]:
