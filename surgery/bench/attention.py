@@ -69,10 +69,10 @@ class Tokens:
 
 
 def heats(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) -> Iterator[Heat]:
-    for length in TOKENS[sizes]:
-        yield from _of_length("attention", WIDTHS[sizes], length, device, dtype, others)
     for length in FEW_TOKENS if sizes == "full" else ():
         yield from _of_length("attention, batch 1, 8 heads", FEW, length, device, dtype, False)
+    for length in TOKENS[sizes]:
+        yield from _of_length("attention", WIDTHS[sizes], length, device, dtype, others)
 
 
 def _of_length(

@@ -3,7 +3,7 @@
     rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, rivals=[Rival("SDPA flash", make), ..]))
 
 On a GPU time is taken by device events with the L2 cache flushed before each run, and, unless a heat counts the CPU's
-part, with the launches queued behind a pause as long as they take; else by the clock. Nothing that goes
+part or the host waits for the device, with the launches queued behind a pause as long as they take; else by the clock. Nothing that goes
 wrong with one rival (no memory, a refusal) stops the others: its row says so.
 """
 
@@ -133,8 +133,8 @@ class Race:
             row["kernels"] = sorted(used)
             with choose(rival.choice):
                 row["ms"], launch, row["peak"] = self._second(call)
-                if not launches and self.flush is not None:
-                    row["launch"] = launch
+                if not launches and self.flush is not None and row["ms"] < LONG / 10 and not self._waits(call):
+                    row["launch"] = min(launch, self._second(call)[1], self._second(call)[1])
                 if row["ms"] > self.patience and self.least > 1:  # was that compiling too, for another kind of size?
                     row["ms"] = min(row["ms"], self._ms(call))
             return call
@@ -168,6 +168,17 @@ class Race:
         torch.cuda.synchronize(self.device)
         return mark.ms(), mark.launch, torch.cuda.max_memory_allocated(self.device) - before
 
+    def _waits(self, call: Call) -> bool:
+        """Whether the host waits for the device: then launches cannot be queued, and the time holds them."""
+        try:
+            with asking_nothing():
+                call()
+        except RuntimeError as error:
+            if "synchronizing" in str(error):
+                return True
+            raise
+        return False
+
     def _turns(self, entries: list[tuple[Rival, Call, Row]]) -> None:
         """The medians of as many runs as `spend` pays for, at most 50."""
         wanted = [max(self._least(row), min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
@@ -181,8 +192,6 @@ class Race:
             torch.cuda.synchronize(self.device)
         for (_, _, row), marks in zip(entries, taken):
             row["ms"], row["runs"] = median(mark.ms() for mark in marks), len(marks)
-            if "launch" in row:
-                row["launch"] = median(mark.launch for mark in marks)
 
     def _least(self, row: Row) -> int:
         return self.least if row["ms"] < LONG / 10 else 1
