@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from small_training import EMBEDDED, btt, losses, mixed, recipe, texts  # noqa: F401
 
 from surgery.errors import SurgeryError
@@ -12,6 +13,7 @@ from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, Models
 from surgery.training.stages.distill import kl_of_logits, kl_of_top, top_of
 from surgery.training.stages.hidden import Hidden, HiddenStage
+from surgery.training.stages.lm import LMStage
 
 
 def opened(student):
@@ -181,3 +183,23 @@ def test_what_neither_changes_is_shared(btt):  # noqa: F811
     ours, theirs = models.student.get_input_embeddings().weight, models.teacher.get_input_embeddings().weight
     assert ours.data_ptr() == theirs.data_ptr()
     assert all(roles.values())
+
+
+def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+    seen = []
+    losses_of = LMStage.losses
+
+    def losses(self, models, batch):
+        hook = models.student.lm_head.register_forward_pre_hook(
+            lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+        )
+        found = losses_of(self, models, batch)
+        hook.remove()
+        return found
+
+    monkeypatch.setattr(LMStage, "losses", losses)
+    AcceleratorState._reset_state(True)
+    stages = [{"kind": "lm", "tokens": 256, "trains": ["structured"]}] * 2
+    finetune(str(btt), recipe(texts, *stages, precision="bf16"), tmp_path / "out")
+    AcceleratorState._reset_state(True)
+    assert seen and all(seen)

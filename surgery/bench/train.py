@@ -164,6 +164,7 @@ class _Duel:
     # -- surgery's -----------------------------------------------------------------------------------
     def _ours(self, model: Any, timed: Timed) -> None:
         from surgery.training.checkpoints import Checkpoints, Position
+        from surgery.training.devices import unwrapped
         from surgery.training.log import Log
         from surgery.training.loop import Loop, Setting
         from surgery.training.optim import make_groups, make_optimiser
@@ -186,8 +187,7 @@ class _Duel:
         Loop(setting, STAGES[config](config), Models(model, run), groups, optimiser, Position()).run()
         timed.peak = self._peak()
         timed.ms += [(b - a) / self.case.look * 1e3 for a, b in pairwise(marks)]
-        self.accelerator.unwrap_model(run, keep_fp32_wrapper=False)
-        self.accelerator.free_memory()
+        unwrapped(self.accelerator, run)
 
     def _recipe(self) -> Any:
         from surgery.training.recipe import parse_healing

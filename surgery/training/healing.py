@@ -17,7 +17,7 @@ from surgery.progress import Progress
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.data import make_data
-from surgery.training.devices import make_accelerator
+from surgery.training.devices import make_accelerator, unwrapped
 from surgery.training.feed import Shares, on_device, stacked
 from surgery.training.log import CURVE, Log, draw
 from surgery.training.loop import Loop, Setting
@@ -247,8 +247,7 @@ class Healing:
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
         rest(models.student)
-        models.student = models.run = self.accelerator.unwrap_model(models.run, keep_fp32_wrapper=False)
-        self.accelerator.free_memory()
+        models.student = models.run = unwrapped(self.accelerator, models.run)
         if stage.config.memory == "checkpoint":
             opening.recompute_nothing(models.student)
         if stage.config.weight_norm == "cores":
