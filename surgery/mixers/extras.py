@@ -14,7 +14,8 @@ from surgery.mixers.packing import Packing
 
 def as_written(device: torch.device) -> AbstractContextManager[None]:
     """No autocast: sums over thousands of tokens stay in float32 when a trainer casts every product to bfloat16."""
-    known = torch.amp.is_autocast_available(device.type)
+    usual = device.type in ("cpu", "cuda")  # of others torch is asked, which it cannot trace when it compiles
+    known = usual or torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
