@@ -160,12 +160,12 @@ def mixing() -> None:
 
 
 def mlr() -> None:
-    """Levels of the paper, with biases."""
+    """Three levels, with biases."""
     from surgery.mixers import AttentionShape
     from surgery.mixers.slots import Frame
     from surgery.mixers.softmax import Term, attend
 
-    ranks, extents, length = (32, 8, 6, 4, 4, 4, 4, 2), [1024 >> level for level in range(7)], 2048
+    ranks, extents, length = (32, 16, 16), (1024, 256), 2048
     q, k, v = (torch.randn(1, 1, 1, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     biases = torch.zeros(len(extents), 1, 1, requires_grad=True)
     parts = zip(q.split(ranks, -1), k[:, :, 0].split(ranks, -1), (None, *extents), (None, *biases))
