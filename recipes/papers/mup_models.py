@@ -3,6 +3,7 @@ and the rates that a recipe would give their parameters."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ class Sizes:
     head: int = 32
     length: int = 64
     rows: int = 16
-    steps: int = 512
-    embedding_std: float = 0.02
+    steps: int = 384
+    embedding_std: float = 0.5
     seeds: int = 3
-    rates: tuple[float, float, float] = (-12.0, -3.0, 0.5)  # log2: from, to, step
+    rates: tuple[float, float, float] = (-8.5, -2.5, 0.75)  # log2: from, to, step
 
     @property
     def log2_rates(self) -> list[float]:
@@ -46,10 +47,10 @@ def structure_of(name: str, width: int) -> dict[str, Any] | None:
     root = round(width**0.5)
     return {
         "dense": None,
-        "btt": {"structure": "btt", "blocks": "sqrt", "rank": 2, "fused": "split"},
-        "monarch": {"structure": "monarch", "blocks": "sqrt", "fused": "split"},
-        "low_rank": {"structure": "low_rank", "rank": root, "fused": "split"},
-        "mlr": {"structure": "low_rank", "rank": root, "fused": "split"},  # MLR takes its place below
+        "btt": {"structure": "btt", "blocks": "sqrt", "rank": 2},
+        "monarch": {"structure": "monarch", "blocks": "sqrt"},
+        "low_rank": {"structure": "low_rank", "rank": 2 * root},
+        "mlr": {"structure": "low_rank", "rank": 2 * root},  # four levels of half a root each take its place below
     }[name]
 
 
@@ -97,25 +98,30 @@ def put_mlr(model: Any, config: MLR, silent: set[str]) -> None:
             model.set_submodule(path, linear)
 
 
-def stage_of(sizes: Sizes, rule: str) -> Any:
-    """The stage of a recipe that is such a run."""
-    optimiser = {"base_width": BASE, "rates": rule}
-    schedule = {"name": "cosine", "warmup": 0.1, "floor": 0.0}
-    tokens = sizes.steps * sizes.rows * sizes.length
-    stage = {
-        "kind": "lm",
-        "length": sizes.length,
-        "batch": sizes.rows,
-        "rows": sizes.rows,
-        "tokens": tokens,
-        "rate": 1.0,
-    }
-    return parse_healing(
-        {"stages": [{**stage, "optimiser": optimiser, "schedule": schedule, "trains": ["all"]}]}
-    ).stages[0]
+# -- rates ------------------------------------------------------------------------------------------------
+def stage_of(sizes: Sizes, rule: str, structured: float = 1.0) -> Any:
+    """The stage of a recipe that is such a run at a base rate of one; structured: base rate of the cores."""
+    told: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
+    told |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
+    told |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
+    told |= {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.0}}
+    return parse_healing({"stages": [told]}).stages[0]
 
 
 def rate_factors(model: Any, stage: Any) -> dict[str, float]:
-    """Parameter -> its rate at a base rate of one: the groups that a recipe would make."""
+    """Parameter -> its rate: the groups that a recipe would make."""
     groups = make_groups(model, {name for name, _ in model.named_parameters()}, stage)
     return {name: group.rate for group in groups for name in group.names}
+
+
+def even(name: str, vocabulary: int, sizes: Sizes) -> float:
+    """The base rate of the cores under `mup` with which, at the base width, they have the rates of `dense` on the geometric
+    mean over their numbers. muP leaves such constants open; with this one the rules differ by how they follow the width
+    (and by how they share a rate out among cores), not by how fast cores learn compared with embeddings."""
+    if name == "dense":
+        return 1.0
+    model = model_of(name, BASE, vocabulary, sizes, seed=0)
+    aware, naive = (rate_factors(model, stage_of(sizes, rule)) for rule in ("mup", "dense"))
+    numbers = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
+    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in numbers.items())
+    return math.exp(logs / sum(numbers.values()))

@@ -4,10 +4,10 @@ own runs: GPT-2 decoders of one depth and several widths, every linear of their 
 python -m surgery.recipes.papers.mup_transfer run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
 python -m surgery.recipes.papers.mup_transfer show runs.jsonl [--plot mup.png]
 
-    mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * 64 / fan_in
+    mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
     dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
 
-Both begin with the same numbers. A stack of runs (all rates, seeds and rules of one structure and width) trains at once;
+Both begin with the same numbers, and c makes them alike at the base width, 64: see `even`. A stack of runs (all rates, seeds and rules of one structure and width) trains at once;
 what lies in the file already is not run again.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from surgery.devices import choose_device
-from surgery.recipes.papers.mup_models import NAMES, Sizes, model_of, rate_factors, stage_of
+from surgery.recipes.papers.mup_models import NAMES, Sizes, even, model_of, rate_factors, stage_of
 from surgery.recipes.papers.mup_shown import show
 from surgery.recipes.papers.stacked import Stack
 from surgery.training.data import Data, DataConfig, make_data
@@ -99,7 +99,8 @@ class Sweep:
         began, sizes = time.perf_counter(), self.sizes
         name, width, vocabulary = runs[0].structure, runs[0].width, len(self.tokenizer)
         models = {seed: model_of(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
-        stages = {rule: stage_of(sizes, rule) for rule in RULES}
+        constants = {"mup": even(name, vocabulary, sizes), "dense": 1.0}
+        stages = {rule: stage_of(sizes, rule, constant) for rule, constant in constants.items()}
         factors = {rule: rate_factors(models[runs[0].seed], stage) for rule, stage in stages.items()}
         rates = [{n: f * 2.0**run.log2_rate for n, f in factors[run.rule].items()} for run in runs]
         stage = stages[runs[0].rule]
