@@ -105,6 +105,27 @@ def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):  # noqa: 
     torch.testing.assert_close(*pair)
 
 
+def test_every_stage_is_in_the_precision_asked_for(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+    """Accelerate takes a model that it has met for prepared, and leaves its precision out."""
+    from surgery.training.stages.lm import LMStage
+
+    seen, plain = [], LMStage.losses
+
+    def losses(self, models, batch):
+        linear = models.student.get_submodule("model.layers.0.self_attn.q_proj")
+        hook = linear.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+        parts = plain(self, models, batch)
+        hook.remove()
+        return parts
+
+    monkeypatch.setattr(LMStage, "losses", losses)
+    stage = {"kind": "lm", "trains": ["new"], "tokens": 256, "rows": 4}
+    for name in ("one", "two"):  # two stages, two runs
+        told = recipe(texts, stage, stage, precision="bf16")
+        finetune(str(btt), told, tmp_path / name, device="cpu", track="none")
+    assert seen == [torch.bfloat16] * 4
+
+
 def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):  # noqa: F811
     finetune(str(btt), recipe(texts, {"kind": "lm", "tokens": 512, "weight_norm": "cores"}), tmp_path / "out")
     assert weights(btt).keys() == weights(tmp_path / "out").keys()

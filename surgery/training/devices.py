@@ -27,20 +27,12 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
 
 
 def unwrapped(accelerator: Any, run: Any) -> Any:
-    """The model without what `prepare` put around it. Its mark goes too: Accelerate takes a model that bears it for one
-    that still casts to half precision, and a next stage would run in float32."""
-    model = accelerator.unwrap_model(run, keep_fp32_wrapper=False)
-    model.__dict__.pop("_is_accelerate_prepared", None)
-    accelerator.free_memory()
-    return model
-
-
-def unwrapped(accelerator: Any, run: Any) -> Any:
-    """The model inside, as it was before it was prepared, so that it can be prepared again: Accelerate marks what it has
-    prepared, and would give a marked model back without its mixed precision."""
+    """The model as it was before `prepare`. Its mark goes too: Accelerate takes a model that bears it for one that still
+    casts to half precision, and a next stage would run in float32."""
     model = accelerator.unwrap_model(run, keep_fp32_wrapper=False)
     for left in ("forward", "_is_accelerate_prepared"):
         model.__dict__.pop(left, None)
+    accelerator.free_memory()
     return model
 
 
