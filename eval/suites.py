@@ -18,7 +18,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,10 +61,14 @@ class EvalOptions(BaseModel):
     tokens: int = Field(65536, ge=16, description="of the text, at most")
     length: int = Field(1024, ge=8, description="tokens of a window of the text")
     limit: int | None = Field(None, ge=1, description="samples of every task and length (and depth), at most")
-    lengths: tuple[int, ...] = Field((), description="tokens of a sample, for suites that have several")
-    depths: tuple[float, ...] = Field((), description="0 to 1: where a needle lies")
+    lengths: tuple[Annotated[int, Field(ge=8)], ...] = Field(
+        (), description="tokens of a sample, for suites that have several"
+    )
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field((), description="0 to 1: where a needle lies")
     tasks: tuple[str, ...] = Field((), description="of a suite, these only")
-    batch_size: int | Literal["auto"] = Field("auto", description="rows at a time; does not change results")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="rows at a time; does not change results"
+    )
     seed: int = Field(0, ge=0)
     data_root: Path | None = Field(None, description="a local mirror of data sets")
     num_fewshot: int | None = Field(None, ge=0)

@@ -181,6 +181,9 @@ def test_options_are_said_as_options():
         options_of(batch_size="many")
     with pytest.raises(SurgeryError, match="--lengths 'x': "):
         options_of(lengths=("x",))
+    for wrong in ({"lengths": ("0",)}, {"depths": ("1.5",)}, {"batch_size": "0"}):
+        with pytest.raises(SurgeryError, match=f"--{next(iter(wrong)).replace('_', '-')} '"):
+            options_of(**wrong)
     assert options_of(batch_size="4", lengths=("64", "128")).lengths == (64, 128)
 
 
