@@ -42,7 +42,7 @@ def test_every_precision_descends_as_the_cpu_does(btt, texts, tmp_path, precisio
     finetune(str(btt), recipe(texts, STAGE), tmp_path / "cpu", device="cpu", track="none")
     ours, theirs = (torch.tensor([loss for *_, loss in losses(tmp_path / w / "training")]) for w in ("gpu", "cpu"))
     assert len(ours) == 8
-    torch.testing.assert_close(ours, theirs, rtol={"float32": 2e-3, "bf16": 1e-2, "fp16": 5e-3}[precision], atol=0)
+    torch.testing.assert_close(ours, theirs, rtol={"float32": 2e-3, "bf16": 2e-2, "fp16": 5e-3}[precision], atol=0)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

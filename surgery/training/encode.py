@@ -50,7 +50,7 @@ class Encoder:
             if document.begins or not parts:
                 parts.append([])
             parts[-1].append(self._framed(row, document))
-        return [Piece(torch.cat(some)) for some in parts]
+        return [Piece(torch.cat(some) if len(some) > 1 else some[0]) for some in parts]
 
     def _framed(self, ids: list[int], document: Document) -> Tensor:
         before = self.before if document.begins else []
