@@ -8,19 +8,18 @@ import pytest
 
 from surgery.bench.run import bench
 from surgery.bench.shown import tables
+from surgery.bench.train_shown import lost
 from surgery.errors import SurgeryError
 
 
 def test_training_runs_in_both_loops(tmp_path):
     """The same model, by a bare loop and by surgery's, and both are timed."""
-    from surgery.bench import train
-
     out = tmp_path / "out.json"
     result = bench("train", sizes="small", device="cpu", only="original", out=out)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
     (row,) = result["rows"]
     assert row["ours_ms"] > 0 and row["bare_ms"] > 0 and len(row["losses"]) == 2
-    assert all(6 < loss < 8 for loss in row["losses"]) and train.lost(row) < 1
+    assert all(6 < loss < 8 for loss in row["losses"]) and lost(row) < 1
     assert tables(result)
     with pytest.raises(SurgeryError, match="no case"):
         bench("train", sizes="small", device="cpu", only="nothing")
