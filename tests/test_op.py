@@ -40,6 +40,19 @@ def test_what_is_measured_to_lose_is_not_taken(monkeypatch):
     assert torch.equal(double(LARGE), 2 * LARGE + 0.5)
 
 
+def test_ways_that_are_not_ours_speak_first_and_are_no_kernels(monkeypatch):
+    @op
+    def triple(x):
+        return 3 * x
+
+    kernel_for(triple, accepts=lambda x: True)(lambda x: 3 * x + 0.5)
+    kernel_for(triple, accepts=lambda x: True, wins=lambda x: x.numel() > 4, way="original")(lambda x: 3 * x + 1)
+    with choose("kernel"):
+        assert torch.equal(triple(LARGE), 3 * LARGE + 0.5)
+    monkeypatch.setattr("surgery.op._on_gpu", lambda *_: True)
+    assert torch.equal(triple(LARGE), 3 * LARGE + 1) and torch.equal(triple(SMALL), 3 * SMALL + 0.5)
+
+
 def test_an_op_says_what_it_is():
     assert double.__name__ == "double"
 
