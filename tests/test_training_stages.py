@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from small_training import EMBEDDED, btt, losses, mixed, recipe, texts  # noqa: F401
 
 from surgery.errors import SurgeryError
@@ -187,19 +186,17 @@ def test_what_neither_changes_is_shared(btt):  # noqa: F811
 
 def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, monkeypatch):  # noqa: F811
     seen = []
-    losses_of = LMStage.losses
+    plain = LMStage.losses
 
-    def losses(self, models, batch):
+    def watched(self, models, batch):
         hook = models.student.lm_head.register_forward_pre_hook(
             lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
         )
-        found = losses_of(self, models, batch)
+        found = plain(self, models, batch)
         hook.remove()
         return found
 
-    monkeypatch.setattr(LMStage, "losses", losses)
-    AcceleratorState._reset_state(True)
+    monkeypatch.setattr(LMStage, "losses", watched)
     stages = [{"kind": "lm", "tokens": 256, "trains": ["structured"]}] * 2
     finetune(str(btt), recipe(texts, *stages, precision="bf16"), tmp_path / "out")
-    AcceleratorState._reset_state(True)
     assert seen and all(seen)

@@ -137,9 +137,10 @@ def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> Hea
 def healed(
     arguments: argparse.Namespace, student: Path, seed: int, varied: str, scorer: Scorer, device: Any
 ) -> dict[str, Any]:
-    """Trained, measured, and thrown away unless --keep."""
+    """Trained, measured, and thrown away unless --keep. What a killed run had logged stays beside the conversion."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place = tempfile.TemporaryDirectory(dir=student.parent, prefix=f"run-{student.name}-{seed}-")
+        folder = Path(stack.enter_context(place))
         record = finetune(
             str(student), healing_recipe(arguments, seed, varied), folder / "healed", teacher=arguments.source,
             device=str(device), track="none",
