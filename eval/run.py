@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from surgery.eval.limits import Limit, Verdict, judge, parse_limits
 from surgery.eval.ranks import Ranks, device_of, start_ranks
 from surgery.eval.results import Store, key_of
 from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
-from surgery.eval.suites import EvalOptions, Metric, Role, Suite, SuiteResult, find_suite
+from surgery.eval.suites import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
 from surgery.progress import Progress
 
 __all__ = ["Evaluation", "evaluate", "load"]
@@ -86,8 +87,7 @@ def evaluate(
     names = [("base", compare), *names] if compare is not None else names
     run = _Run(chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out)
     opened = [open_subject(role, name) for role, name in names]
-    for one in opened:
-        run.measure(one)
+    run.measure(opened)
     return run.compared(opened, limits)
 
 
@@ -111,48 +111,83 @@ class _Run:
         self.known: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
         ranks.all_or_none(self.store.open if ranks.main else lambda: None)
 
-    # -- one model -----------------------------------------------------------------------------------
-    def measure(self, one: Opened) -> None:
-        self.models[one.role] = {
-            "name": one.name,
-            "fingerprint": one.fingerprint,
-            "dtype": self.dtype,
-            "device": device_name(self.device),
-            "processes": self.ranks.count,
-        }
-        wanted = [suite for suite in self.suites if not self._had(one, suite) and suite.name not in self.broken]
+    # -- measuring -----------------------------------------------------------------------------------
+    def measure(self, opened: list[Opened]) -> None:
+        """Each model is loaded once; then both, for what is measured side by side."""
+        for one in opened:
+            self.models[one.role] = {
+                "name": one.name,
+                "fingerprint": one.fingerprint,
+                "dtype": self.dtype,
+                "device": device_name(self.device),
+                "processes": self.ranks.count,
+            }
+        two = len({one.fingerprint for one in opened}) == 2
+        beside = [suite for suite in self.suites if two and suite.beside is not None]
+        for one in opened:
+            self._measure(one, [suite for suite in self.suites if suite not in beside])
+        for suite in beside:
+            self._measure_beside(opened, suite)
+
+    def _measure(self, one: Opened, suites: list[Suite]) -> None:
+        wanted = [suite for suite in suites if suite.name not in self.broken and not self._had(one, suite)]
         if not wanted:
             return
-        with loaded(one, self.device, self.dtype, self.trust, self.ranks, self.progress) as subject:
+        with self._loaded(one) as subject:
             for suite in wanted:
                 began = time.perf_counter()
                 try:
-                    result = suite.run(subject, self.options)
+                    self._keep(one, suite, suite.run(subject, self.options), subject, began)
                 except Exception as error:
                     self._break(suite, one, error)
-                    continue
-                result.seconds = time.perf_counter() - began
-                result.info.setdefault("longest", subject.longest)
-                self._keep(one, suite, result)
 
-    def _key(self, one: Opened, suite: Suite) -> dict[str, Any]:
-        return key_of(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
+    def _measure_beside(self, opened: list[Opened], suite: Suite) -> None:
+        pair = tuple(one.fingerprint for one in opened)
+        if all(self._had(one, suite, pair) for one in opened) or suite.beside is None:
+            return
+        began = time.perf_counter()
+        try:
+            with self._loaded(opened[0]) as first, self._loaded(opened[1]) as second:
+                results = suite.beside([first, second], self.options)
+                for one, subject, result in zip(opened, (first, second), results):
+                    self._keep(one, suite, result, subject, began, pair)
+        except Exception as error:
+            self._break(suite, opened[1], error)
 
-    def _had(self, one: Opened, suite: Suite) -> bool:
+    def _loaded(self, one: Opened) -> AbstractContextManager[Subject]:
+        return loaded(one, self.device, self.dtype, self.trust, self.ranks, self.progress)
+
+    def _key(self, one: Opened, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
+        key = key_of(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
+        return key | ({"pair": list(pair)} if pair else {})
+
+    def _had(self, one: Opened, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
         """The first process looks, and all do as it says."""
         found = self.known.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
-            found = self.store.load(self.store.place(one.name, one.fingerprint, suite.name), self._key(one, suite))
+            found = self.store.load(self._place(one, suite), self._key(one, suite, pair))
         found = self.ranks.agreed(found)
         if found is not None:
             self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found
         return found is not None
 
-    def _keep(self, one: Opened, suite: Suite, result: SuiteResult) -> None:
+    def _place(self, one: Opened, suite: Suite) -> Path | None:
+        return self.store.place(one.name, one.fingerprint, suite.name)
+
+    def _keep(
+        self,
+        one: Opened,
+        suite: Suite,
+        result: SuiteResult,
+        subject: Subject,
+        began: float,
+        pair: tuple[str, ...] = (),
+    ) -> None:
+        result.seconds = time.perf_counter() - began
+        result.info.setdefault("longest", subject.longest)
         self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
         if self.ranks.main:
-            place = self.store.place(one.name, one.fingerprint, suite.name)
-            self.store.save(place, self._key(one, suite), result)
+            self.store.save(self._place(one, suite), self._key(one, suite, pair), result)
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _break(self, suite: Suite, one: Opened, error: Exception) -> None:

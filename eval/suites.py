@@ -148,13 +148,15 @@ class SuiteResult:
 
 @dataclass(frozen=True)
 class Suite:
-    """joint: samples that only both results together give (an encoder's cosine); plot: writes pictures into a folder, of
+    """joint: samples that only both results together give (an encoder's cosine); beside: measures
+    both while both are loaded, turn by turn, as times want it; plot: writes pictures into a folder, of
     {role: result}, and returns their paths; None: curves by length, heat maps by length and depth, where samples have those."""
 
     name: str
     description: str
     run: Callable[[Subject, EvalOptions], SuiteResult]
     joint: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
+    beside: Callable[[list[Subject], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
 
 

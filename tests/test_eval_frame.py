@@ -53,7 +53,12 @@ def models(monkeypatch, tmp_path):
         told.append(("broken", subject.name))
         raise ValueError("no such thing")
 
+    def beside(subjects, options):
+        told.append(("both", " ".join(s.name for s in subjects)))
+        return [SuiteResult([Sample("both", "0", {"accuracy": 1})], {"accuracy": ACCURACY}) for _ in subjects]
+
     made = {
+        "both": Suite("both", "side by side", lambda s, o: beside([s], o)[0], beside=beside),
         "right": suite("right", ACCURACY, lambda n: [1, 1, 1, 1 - (n == "worse")] * 5),
         "loss": suite("loss", LOSS, lambda n: [1.0 + 0.1 * (n == "worse") + 0.01 * i for i in range(20)]),
         "broken": Suite("broken", "breaks", breaks),
@@ -90,6 +95,18 @@ def test_what_is_done_is_not_done_again(models, tmp_path):
     assert models[5:] == [("right", "good"), ("right", "worse")]
     evaluate("worse", ["right"], EvalOptions(seed=1, batch_size=3), compare="good", out=out)
     assert len(models) == 7
+
+
+def test_side_by_side(models, tmp_path):
+    """Loaded together; kept for that pair."""
+    out = tmp_path / "out"
+    evaluate("worse", ["both", "right"], OPTIONS, compare="good", out=out)
+    assert models == [("right", "good"), ("right", "worse"), ("both", "good worse")]
+    evaluate("worse", ["both"], OPTIONS, compare="good", out=out)
+    assert len(models) == 3
+    evaluate("other", ["both"], OPTIONS, compare="good", out=out)
+    evaluate("good", ["both"], OPTIONS, compare="good", out=out)
+    assert models[3:] == [("both", "good other"), ("both", "good")]
 
 
 @pytest.mark.parametrize("harm", ["", "{", "[]", '{"key": {}}'])

@@ -1,5 +1,6 @@
 """How fast: a prompt read whole (prefill), then one token after the other (decode), and the memory of both, by length. One
-sequence, random tokens, base and converted one after the other in the same process. Times depend on what else the machine does."""
+sequence of random tokens. Base and converted take turns, both loaded in one process, so that what else the machine does slows
+both alike."""
 
 from __future__ import annotations
 
@@ -30,24 +31,30 @@ METRICS = {
 
 
 def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    check_head(subject.model)
-    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (subject.longest or n)) or (subject.longest or 512,)
-    samples: list[Sample] = []
-    notes = []
-    with subject.progress.bar(f"speed of {subject.name}", len(lengths)) as tick:
+    return beside([subject], options)[0]
+
+
+def beside(subjects: list[Subject], options: EvalOptions) -> list[SuiteResult]:
+    first = subjects[0]
+    for subject in subjects:
+        check_head(subject.model)
+    longest = min((s.longest for s in subjects if s.longest), default=None)
+    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (longest or n)) or (longest or 512,)
+    samples: list[list[Sample]] = [[] for _ in subjects]
+    notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
+    with first.progress.bar("speed", len(lengths)) as tick:
         for length in lengths:
             try:
-                samples += _at(subject, options, length)
+                for mine, rows in zip(samples, _at(subjects, options, length)):
+                    mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
             except Exception as error:
                 if not _no_memory(error):
                     raise
-                notes.append(f"{subject.name}: out of memory at {length:,} tokens")
+                notes.append(f"out of memory at {length:,} tokens")
             tick()
-    if not samples:
+    if not samples[0]:
         raise SurgeryError(f"speed: no length fitted; {'; '.join(notes)}")
-    if subject.ranks.count > 1:
-        notes.append(f"{subject.ranks.count} processes ran at the same time")
-    return SuiteResult(samples, METRICS, notes=notes)
+    return [SuiteResult(mine, METRICS, notes=notes) for mine in samples]
 
 
 def _no_memory(error: Exception) -> bool:
@@ -56,20 +63,23 @@ def _no_memory(error: Exception) -> bool:
     return should_reduce_batch_size(error)
 
 
-def _at(subject: Subject, options: EvalOptions, length: int) -> list[Sample]:
+def _at(subjects: list[Subject], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
+    """What each subject took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
     generator = torch.Generator().manual_seed(options.seed)
-    size = subject.model.config.get_text_config().vocab_size
-    ids_1T = torch.randint(size, (1, length), generator=generator).to(subject.device)
-    _once(subject, ids_1T)  # compiles, and fills allocators
-    rows = [_once(subject, ids_1T) for _ in range(options.limit or REPEATS)]
-    return [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
+    size = min(s.model.config.get_text_config().vocab_size for s in subjects)
+    ids_1T = torch.randint(size, (1, length), generator=generator).to(subjects[0].device)
+    rounds = [[_once(subject, ids_1T) for subject in subjects] for _ in range(1 + (options.limit or REPEATS))]
+    return [[taken[i] for taken in rounds[1:]] for i in range(len(subjects))]
 
 
 @torch.inference_mode()
 def _once(subject: Subject, ids_1T: torch.Tensor) -> dict[str, float]:
     model, gpu = subject.model, subject.device.type == "cuda"
+    others = 0
     if gpu:
         torch.cuda.reset_peak_memory_stats(subject.device)
+        own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        others = torch.cuda.memory_allocated(subject.device) - own
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     began = _now(subject)
     out = model(input_ids=ids_1T, use_cache=True, **last)
@@ -82,7 +92,7 @@ def _once(subject: Subject, ids_1T: torch.Tensor) -> dict[str, float]:
     found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODED}
     found["cache_mb"] = cache_bytes(cache) / 1e6
     if gpu:
-        found["peak_mb"] = torch.cuda.max_memory_allocated(subject.device) / 1e6
+        found["peak_mb"] = (torch.cuda.max_memory_allocated(subject.device) - others) / 1e6
     return found
 
 
@@ -104,4 +114,4 @@ def cache_bytes(cache: Any) -> int:
     return total
 
 
-register(Suite("speed", "prefill, decode and memory by length", run))
+register(Suite("speed", "prefill, decode and memory by length", run, beside=beside))
