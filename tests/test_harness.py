@@ -338,6 +338,16 @@ def test_what_is_wrong_is_said(subject, suite, given, said):
         find_suite(suite).run(subject, options(**given))
 
 
+def test_learned_positions_end_somewhere(subject):
+    from small import tiny_config
+
+    kind, config = tiny_config("gpt2")
+    config.vocab_size = len(subject.tokenizer)
+    small = replace(subject, model=kind(config).eval(), longest=64)
+    with pytest.raises(SurgeryError, match=r"learned positions \(transformer.wpe\) for 64 tokens, and 512 are asked"):
+        find_suite("niah").run(small, options(tasks=("niah_story",), lengths=(512,), limit=1))
+
+
 def test_nothing_is_downloaded(subject, monkeypatch):
     for name in mirror.OFFLINE:
         monkeypatch.delenv(name, raising=False)

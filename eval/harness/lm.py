@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 Pair = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
 
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 UNBOUNDED = 2**20  # tokens, for a model without a longest input
 
 
 def harness_model(subject: Subject, options: EvalOptions, longest: int | None = None) -> Any:
     """longest: inputs are cut (from the left) to this; default: what the model was made for."""
+    _check_positions(subject, longest or 0)
     lm = _classes()(
         pretrained=subject.model,
         tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
@@ -39,6 +41,17 @@ def harness_model(subject: Subject, options: EvalOptions, longest: int | None = 
     )
     lm.subject, lm.options, lm.kept = subject, options, Kept(subject, options.use_cache)
     return lm
+
+
+def _check_positions(subject: Subject, longest: int) -> None:
+    """Beyond a table of learned positions there is nothing; on a GPU looking there ends the process."""
+    for name, module in subject.model.named_modules():
+        table = name.rpartition(".")[2] in POSITIONS and isinstance(module, torch.nn.Embedding)
+        if table and module.num_embeddings < longest:
+            raise SurgeryError(
+                f"{subject.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
+                f"--lengths up to {module.num_embeddings}"
+            )
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,10 @@ class InBatches:
         asked = [Instance("generate_until", {}, (each.text, each.settings), i) for i, each in enumerate(batch)]
         with torch.inference_mode():
             return super().generate_until(asked, disable_tqdm=True)  # type: ignore[misc]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Bars are in_batches's."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""

@@ -17,7 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 from surgery.eval.harness.ruler.fill import Build, Count, Filled, fill
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
