@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surgery.kernels.measured import of_mask_step
 from surgery.kernels.ssd_step import Token
 from surgery.mixers.base import Inputs, State
 from surgery.mixers.features.simple import IdentityMap
@@ -133,7 +134,15 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) ->
     )
 
 
-@kernel_for(one_token, accepts=accepts)
+STEPS = {False: of_mask_step("gates"), True: of_mask_step("hierarchical")}
+
+
+def wins(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> bool:
+    tree = isinstance(mixer.mask, HierarchicalMask)
+    return STEPS[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
+
+
+@kernel_for(one_token, accepts=accepts, wins=wins)
 def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
     ((name, states),) = state.tensors.items()
     shape, most = mixer.shape, (state.most or 0) + 1

@@ -181,7 +181,7 @@ def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any)
 
 
 def _step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
-    return Asked(stepping(v_BGV), sizes(lanes=v_BGV.shape[0] * v_BGV.shape[1] * q_BGJF.shape[2]), v_BGV)
+    return Asked(stepping(v_BGV), sizes(lanes=q_BGJF.numel() // q_BGJF.shape[-1]), v_BGV)
 
 
 of_tokens = Reading(_tokens, three)  # masks over T tokens; lanes: heads of all rows
@@ -192,7 +192,7 @@ def of_mask_step(mask: str) -> Callable[..., bool]:
     """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
     plain, delta = fastest(mask, of_step), fastest(f"{mask} delta", of_step)
 
-    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any, **more: Any) -> bool:
+    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:
         return (plain if beta is None else delta)(q, k, v)
 
     return wins
