@@ -18,9 +18,14 @@ def tokens_at_once(model: Any) -> int:
 
 
 def check_head(model: Any) -> None:
+    """A head whose logits at a token are about the next one."""
     if model.get_output_embeddings() is None:
         raise SurgeryError(
             f"{type(model).__name__} has no language-model head; perplexity needs one (try --suite cosine)"
+        )
+    if not getattr(model, "can_generate", lambda: True)() or getattr(model.config, "is_encoder_decoder", False):
+        raise SurgeryError(
+            f"{type(model).__name__} does not predict the next token of its input; this suite is of decoders like LlamaForCausalLM"
         )
 
 

@@ -10,12 +10,13 @@ from random import Random
 
 import pytest
 import torch
+from small import tiny_config
 
 from surgery.calibrate import load_tokenizer
 from surgery.cli import main
 from surgery.convert import convert
 from surgery.errors import SurgeryError
-from surgery.eval.losses import token_losses
+from surgery.eval.losses import check_head, token_losses
 from surgery.eval.mqar import POWER, recall
 from surgery.eval.needle_rank import Vocabulary, last_logits, rank, ranking
 from surgery.eval.perplexity import perplexity, window_losses, windows_of
@@ -79,6 +80,13 @@ def test_padding_changes_no_loss(model):
     for row, losses in zip(rows, together):
         torch.testing.assert_close(losses, token_losses(model, [row])[0], rtol=1e-5, atol=1e-5)
         assert len(losses) == len(row) - 1
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_models_that_predict_no_next_token_are_refused(family):
+    cls, config = tiny_config(family)
+    with pytest.raises(SurgeryError, match="does not predict the next token of its input"):
+        check_head(cls(config))
 
 
 # -- per position ------------------------------------------------------------------------------------
