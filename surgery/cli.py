@@ -18,6 +18,7 @@ from surgery.console import show as _show
 from surgery.errors import SurgeryError
 from surgery.eval.command import evaluate
 from surgery.eval.fetch_command import fetch_eval_data
+from surgery.page.command import report
 from surgery.share.command import push
 from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
@@ -166,6 +167,7 @@ def inspect(
 app.command()(finetune)
 app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
+app.command()(report)
 app.command()(push)
 
 
@@ -248,7 +250,7 @@ def bench_speed(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Exit codes: 0 done, 2 something the user can put right, 1 a defect of ours, 130 interrupted."""
+    """Exit codes: 0 done, 2 something the user can put right, 1 a defect of ours (of eval: a limit missed), 130 interrupted."""
     _set_up_libraries()
     try:
         app(args=argv, standalone_mode=True)
