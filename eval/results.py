@@ -49,6 +49,8 @@ class Store:
 
     def load(self, place: Path | None, key: dict[str, Any]) -> SuiteResult | None:
         """What lies there, if it was measured so; None: to be measured."""
+        from safetensors import SafetensorError
+
         if place is None or not (place / RESULT).is_file():
             return None
         try:
@@ -59,7 +61,7 @@ class Store:
             samples = [Sample(**json.loads(line)) for line in lines]
             metrics = {name: Metric(**fields) for name, fields in said.pop("metrics").items()}
             return SuiteResult(samples, metrics, arrays=_arrays(place / ARRAYS), **said)
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, SafetensorError):
             return None  # damaged: measured again
 
     def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:

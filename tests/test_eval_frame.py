@@ -109,10 +109,19 @@ def test_side_by_side(models, tmp_path):
     assert models[3:] == [("both", "good other"), ("both", "good")]
 
 
-@pytest.mark.parametrize("harm", ["", "{", "[]", '{"key": {}}'])
-def test_damaged_results_are_measured_again(models, tmp_path, harm):
+HARMS = [("result.json", harm) for harm in ("", "{", "[]", "3", "null", '"x"', '{"key": {}}', "[" * 100_000)]
+HARMS += [
+    ("samples.jsonl", '{"task": 3'),
+    ("samples.jsonl", "[1]"),
+    ("arrays.safetensors", "x"),
+    ("arrays.safetensors", ""),
+]
+
+
+@pytest.mark.parametrize("name, harm", HARMS, ids=range(len(HARMS)))
+def test_damaged_results_are_measured_again(models, tmp_path, name, harm):
     evaluate("good", ["right"], OPTIONS, out=tmp_path / "out")
-    (found,) = (tmp_path / "out").rglob("result.json")
+    (found,) = (tmp_path / "out").rglob(name)
     found.write_text(harm)
     assert evaluate("good", ["right"], OPTIONS, out=tmp_path / "out").row("right").values == {"converted": 100}
     assert len(models) == 2
