@@ -333,3 +333,4 @@ def test_runs_of_one_kind_are_one():
     runs_ += [{**common, "complete": False, "rows": [{**row, "ms": 1.0}, {**row, "rival": "b", "ms": 3.0}]}]
     (one,) = publish.merged(runs_)
     assert {r["rival"]: r["ms"] for r in one["rows"]} == {"a": 1.0, "b": 2.0} and not one["complete"]
+    assert one["processes"] == 2

@@ -25,7 +25,8 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     have it."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for result in results:
-        one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": []})
+        one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": [], "processes": 0})
+        one["processes"] += 1
         known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
         one["complete"] &= result["complete"]

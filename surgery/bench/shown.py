@@ -123,10 +123,12 @@ def crossovers(rows: list[Row]) -> list[str]:
 
 def conditions(result: dict[str, Any]) -> list[str]:
     limits, versions = result["ceilings"], result["versions"]
+    several = result.get("processes", 1)  # a rival's ratio is to the first row of its own
+    ends = f"; rivals in {several} processes" if several > 1 else ""
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return [
         f"{result['device']}, {result['dtype']}, {named}, {result['date']}; copy {limits['copy'] / 1e12:.2f} TB/s, "
-        f"matrix product {limits['rate'] / 1e12:,.1f} TFLOP/s" + ("" if result["complete"] else "; stopped early")
+        f"matrix product {limits['rate'] / 1e12:,.1f} TFLOP/s{ends}" + ("" if result["complete"] else "; stopped early")
     ]
 
 
