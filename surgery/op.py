@@ -90,7 +90,7 @@ def kernel_for(
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
         replaced.kernels.append(Kernel(kernel, accepts, wins, way))
-        replaced.kernels.sort(key=lambda known: known.way == "kernel")  # what is not of ours speaks first
+        replaced.kernels.sort(key=lambda known: known.way != "original")  # which speaks first
         return kernel
 
     return add
