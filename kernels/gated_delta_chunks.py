@@ -15,16 +15,14 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta_rows import (
     Sizes,
-    chunks_of,
+    chunk_here,
     fade_of,
     mask_of,
     matrix,
     put,
     put_matrix,
-    row_of,
     tile,
     to_end_of,
-    tokens_of,
 )
 
 
@@ -34,13 +32,10 @@ def _forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    r, n, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2) * BV
-    g, j = tl.program_id(1) // J, tl.program_id(1) % J
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g, j, at_v = tl.program_id(1) // J, tl.program_id(1) % J, tl.program_id(2) * BV
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
     s_VK = matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
@@ -66,12 +61,10 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g = tl.program_id(1)
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
     half = k.dtype.element_ty
     to_end_C, total = to_end_of(c, at, C)

@@ -44,6 +44,22 @@ def chunks_of(length, start, C: tl.constexpr):
 
 
 @triton.jit
+def chunk_here(rows, N, g, G, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Of the program's chunk, the first axis of the grid (rows x N): (its row's batch, its place in the buffers, the token
+    in each slot, whether there is one, whether the row has such a chunk)."""
+    r, n = tl.program_id(0) // N, tl.program_id(0) % N
+    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    t_C, here_C = tokens_of(n, bos, length, start, C)
+    return batch, (base + n) * G + g, t_C, here_C, n < chunks_of(length, start, C)
+
+
+@triton.jit
+def number_here(rows, N, WIDTH: tl.constexpr):
+    """(the program's chunk, counted in its row; the position of the row's first token)."""
+    return tl.program_id(0) % N, tl.load(rows + tl.program_id(0) // N * WIDTH + 3)
+
+
+@triton.jit
 def tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
     """x[rows, first : first + BLOCK], zeros outside."""
     at_B = first + tl.arange(0, BLOCK)

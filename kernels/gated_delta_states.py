@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta_rows import (
     Sizes,
+    chunk_here,
     chunks_of,
     fade_of,
     mask_of,
@@ -77,12 +78,10 @@ def _local(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx = sum_j P_j^T dO_j, of every chunk by itself."""
-    r, n, g, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1), tl.program_id(2) * BV
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g, at_v = tl.program_id(1), tl.program_id(2) * BV
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     dx_VC = tl.zeros([BV, C], tl.float32)
     for j in range(J):

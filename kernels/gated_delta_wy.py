@@ -20,6 +20,7 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta_rows import (
     Sizes,
+    chunk_here,
     chunks_of,
     fade_of,
     mask_of,
@@ -28,7 +29,6 @@ from surgery.kernels.gated_delta_rows import (
     put_matrix,
     row_of,
     tile,
-    tokens_of,
 )
 
 
@@ -157,12 +157,10 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g = tl.program_id(1)
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
     out = (batch * G + g) * T
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)

@@ -13,17 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.gated_delta_rows import (
-    chunks_of,
-    fade_of,
-    mask_of,
-    matrix,
-    put,
-    put_matrix,
-    row_of,
-    tile,
-    tokens_of,
-)
+from surgery.kernels.gated_delta_rows import chunk_here, fade_of, mask_of, matrix, number_here, put, put_matrix, tile
 from surgery.kernels.log_linear_delta_levels import first_chunk, has_left, lambda_at
 
 
@@ -49,13 +39,10 @@ def _reads(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    r, n = tl.program_id(0) // N, tl.program_id(0) % N
     g, j = tl.program_id(1) // J, tl.program_id(1) % J
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
@@ -74,13 +61,10 @@ def _forward(
     BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
-    r, n, at_v = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2) * BV
-    g, j = tl.program_id(1) // J, tl.program_id(1) % J
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g, j, at_v = tl.program_id(1) // J, tl.program_id(1) % J, tl.program_id(2) * BV
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     half = k.dtype.element_ty
     q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
@@ -98,6 +82,7 @@ def _forward(
         out_CV = tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
     w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
     read_CK = (q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
+    n, start = number_here(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
@@ -117,12 +102,10 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g = tl.program_id(1)
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
     half = k.dtype.element_ty
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
@@ -189,12 +172,10 @@ def _features(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dw from P and dP . M, a block of features; dc in parts."""
-    r, n, g, first = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1), tl.program_id(2) * BX
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g, first = tl.program_id(1), tl.program_id(2) * BX
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
     fade_C = fade_of(c, at, C)
     part = dc + (at * PARTS + tl.program_id(2)) * C + tl.arange(0, C)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.gated_delta_rows import chunks_of, matrix, put_matrix, row_of, tile, to_end_of, tokens_of
+from surgery.kernels.gated_delta_rows import chunk_here, matrix, number_here, put_matrix, tile, to_end_of
 from surgery.kernels.log_linear_delta_levels import first_chunk, has_left, lambda_at
 
 
@@ -24,13 +24,12 @@ def _gather(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    r, n, g, first = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1), tl.program_id(2) * BX
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    g, first = tl.program_id(1), tl.program_id(2) * BX
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
         return
+    n, start = number_here(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
-    at = (base + n) * G + g
-    t_C, here_C = tokens_of(n, bos, length, start, C)
     at_C = tl.arange(0, C)
     to_end_C, total = to_end_of(c, at, C)
     half = k.dtype.element_ty
