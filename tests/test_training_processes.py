@@ -18,7 +18,7 @@ from surgery.training.finetune import finetune
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = [
-    {"kind": "align", "trains": ["new"]},
+    {"kind": "align", "trains": ["new"], "matrix_weight": 0.5, "matrix_probes": 8},
     {"kind": "distill", "trains": ["new"], "ema": 0.9},
     {"kind": "lm", "trains": ["all"], "memory": "checkpoint"},
 ]
