@@ -23,13 +23,14 @@ WORTHWHILE = 1e-3
 
 @dataclass(frozen=True)
 class Record:
-    """What the report says of one matrix. error: relative to the output it was to reproduce, on held-out rows,
+    """What the report says of one matrix, of (out, in) numbers. error: relative to the output it was to reproduce, on held-out rows,
     sqrt(E|y* - B x|^2 / E|y*|^2); without calibration, of the weights (Frobenius). start: the closed form's.
     refit: whether the target was moved to make up for the layers below."""
 
     name: str
     roles: list[str]
     structure: dict[str, Any]
+    shape: tuple[int, int]
     params_before: int
     params_after: int
     macs_before: int
@@ -210,6 +211,7 @@ def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fit
         name=cut.name,
         roles=[cut.part.role] if cut.part else list(cut.linear.roles),
         structure=linear.config.to_dict() if linear is not None else {"structure": "dense"},
+        shape=(cut.out, cut.in_),
         params_before=cut.numel,
         params_after=params,
         macs_before=cut.numel,

@@ -291,6 +291,8 @@ def test_what_is_slower_is_said(table):
     assert "features beside SDPA at a context of 1,024 tokens: prefill 0.13x; ahead in prefill from 8,192" in attention
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
     assert report_notes({"mixer_rows": mixers}, 16384) == []
+    ranks = [{"structure": {**first, "rank": rank}, "shape": [4096, 4096]} for rank in (4, 3, 1000)]
+    assert report_notes({"modules": [*ranks, {"structure": {"structure": "dense"}, "shape": [4096, 4096]}]}) == [linear]
     assert plan_notes({"cuts": [{"first": first, "shape": [64, 64]}], "mixers": []}) == []  # nothing near was measured
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -34,8 +35,15 @@ def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
-    """Of a report; it holds no shapes of linears, whose plan has said it."""
-    return speed_notes((), (row["mixer"] for row in report.get("mixer_rows", ())), context)
+    """Of a report. Ranks differ from layer to layer: a kind of linear is said with their median."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for module in report.get("modules", ()):
+        if "shape" in module and module["structure"]["structure"] != "dense":
+            kind = {name: value for name, value in module["structure"].items() if name != "rank"}
+            kinds.setdefault(json.dumps([kind, module["shape"]]), []).append(module)
+    middle = [sorted(kind, key=lambda m: m["structure"].get("rank") or 0)[len(kind) // 2] for kind in kinds.values()]
+    linears = ((module["structure"], module["shape"]) for module in middle)
+    return speed_notes(linears, (row["mixer"] for row in report.get("mixer_rows", ())), context)
 
 
 def ratio(op: str, pass_: Pass, at: Sizes) -> float | None:
