@@ -123,6 +123,7 @@ def convert(
     from surgery.convert import REPORT
     from surgery.convert import convert as run
     from surgery.recipe import load_recipe
+    from surgery.report import inspect as read
     from surgery.tables import inspect_table
 
     given = list(overrides or [])
@@ -138,10 +139,11 @@ def convert(
         revision=revision,
         progress=_progress(as_json),
     )
+    speed = report_notes(read(str(out)), context)
     if as_json:
-        print(json.dumps({"out": str(out), "report": report}, indent=2))
+        print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
-    _show([*inspect_table(report), *report_notes(report, context)])
+    _show([*inspect_table(report), *speed])
     print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
 
 
