@@ -25,7 +25,7 @@ def speed_notes(
     found = {_linear(config, *shape) for config, shape in structures}
     found |= {_attention(mixer, context or CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
-    return [f"note: speed on one {device}: {said}" for said in sorted(found - {""})]
+    return [f"note: speed on one {device}, launches counted: {said}" for said in sorted(found - {""})]
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
