@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.ssd_launch import Lay, Tokens, level_strides, power_of_two, products, stored
-from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence, summed, total_of
+from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequence, summed, tile_here, total_of
 
 # Tiles of `grow` and of `grow_grad`, and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128,
 # V = 64, T = 8192.
@@ -44,11 +44,7 @@ def grow(
     if ((unit << (shift + 3)) >= first + chunks) or (chunks <= 0):
         return
     g = tl.program_id(1).to(tl.int64)
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
-    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
-    tile_KV = kk_K[:, None] * V + vv_V[None, :]
-    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
@@ -125,12 +121,8 @@ def grow_grad(
     bit = lowest_bit(e)
     readers = tl.minimum(last - e, 1 << bit)
     g = tl.program_id(1).to(tl.int64)
-    tiles: tl.constexpr = (V + BV - 1) // BV
     x_C = tl.arange(0, C)
-    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
-    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
-    tile_KV = kk_K[:, None] * V + vv_V[None, :]
-    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
     acc_KV = tl.zeros([BK, BV], tl.float32)
     if FINAL:
         seq = tl.load(seq_of + m) if VARLEN else row

@@ -118,6 +118,15 @@ def lowest_bit(x):
 
 
 @triton.jit
+def tile_here(F: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Of the program's tile of a state, the third axis of the grid: (features, values, places in (F, V), which are there)."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
+    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
+    return kk_K, vv_V, kk_K[:, None] * V + vv_V[None, :], (kk_K < F)[:, None] & (vv_V < V)[None, :]
+
+
+@triton.jit
 def chunk_state(
     k, v, sums, place, inside, t0, length, skt, svt, kk_K, vv_V, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,

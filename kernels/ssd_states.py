@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.ssd_launch import Lay, Tokens, power_of_two, products, stored
-from surgery.kernels.ssd_parts import chunk_state, sequence, summed, total_of
+from surgery.kernels.ssd_parts import chunk_state, sequence, summed, tile_here, total_of
 
 # Tiles and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
 BLOCK_K, BLOCK_V, STAGES = 64, 32, 3
@@ -30,11 +30,7 @@ def pass_on(
     seq = tl.program_id(0)
     row, begin, length, _, _, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     g = tl.program_id(1).to(tl.int64)
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
-    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
-    tile_KV = kk_K[:, None] * V + vv_V[None, :]
-    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
@@ -62,12 +58,8 @@ def pass_back(
     seq = tl.program_id(0)
     row, begin, length, _, _, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     g = tl.program_id(1).to(tl.int64)
-    tiles: tl.constexpr = (V + BV - 1) // BV
     x_C = tl.arange(0, C)
-    kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)
-    vv_V = (tl.program_id(2) % tiles) * BV + tl.arange(0, BV)
-    tile_KV = kk_K[:, None] * V + vv_V[None, :]
-    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     q += wide * sqb + g * sqg + at * sqt
     d_out += wide * sob + g * sog + at * sot
