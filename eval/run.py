@@ -186,8 +186,10 @@ class _Run:
         result.seconds = time.perf_counter() - began
         result.info.setdefault("longest", subject.longest)
         self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
+        self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
-            self.store.save(self._place(one, suite), self._key(one, suite, pair), result)
+            if not result.broken:  # or it would count as measured the next time
+                self.store.save(self._place(one, suite), self._key(one, suite, pair), result)
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _break(self, suite: Suite, one: Opened, error: Exception) -> None:

@@ -134,7 +134,8 @@ class Sample:
 @dataclass
 class SuiteResult:
     """metrics: by name, the first is the one that speaks for the suite; floors: task -> metric -> what guessing scores;
-    arrays: what plots need and samples are too coarse for; notes: warnings for people; info: any JSON, e.g. lm-eval's
+    arrays: what plots need and samples are too coarse for; notes: warnings for people; broken: tasks that could not
+    be measured, and why; info: any JSON, e.g. lm-eval's
     own results."""
 
     samples: list[Sample]
@@ -142,6 +143,7 @@ class SuiteResult:
     floors: dict[str, dict[str, float]] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 

@@ -12,7 +12,7 @@ import torch
 from surgery.calibrate import load_tokenizer
 from surgery.errors import SurgeryError
 from surgery.eval.harness import mirror
-from surgery.eval.harness.bridge import run_own
+from surgery.eval.harness.bridge import run_each
 from surgery.eval.harness.lm import harness_model
 from surgery.eval.harness.long import SCORE, asked_counter, usual_lengths
 from surgery.eval.harness.retrieval import TASKS as CLOZES
@@ -292,7 +292,8 @@ def test_tasks_of_ours_keep_to_their_doc(subject):
     docs = [
         {"id": f"d{i}", "task": "echo", "prompt": f"Story: {i}", "prefix": " Mia", "answers": ["x"]} for i in range(3)
     ]
-    found = run_own(subject, [OwnTask("echo_1", docs, lambda doc, said: float(doc["id"] == "d1"), 2)], options(), SCORE)
+    task = OwnTask("echo_1", docs, lambda doc, said: float(doc["id"] == "d1"), 2)
+    found = run_each(subject, [("echo", lambda: task), ("nothing", lambda: None)], options(), SCORE)
     assert {s.id: s.metrics["score"] for s in found.samples} == {"d0": 0, "d1": 1, "d2": 0}
     assert found.samples[0].shown["prompt"] == "Story: 0 Mia" and found.samples[0].task == "echo"
 
@@ -319,6 +320,34 @@ def test_questions_on_nq_come_cut():
 def test_lengths_are_those_a_model_reaches():
     assert usual_lengths(1024) == (512, 1024) and usual_lengths(40_000) == (4096, 8192, 16384, 32768)
     assert usual_lengths(None)[-1] == 131072 and usual_lengths(256) == (256,)
+
+
+@pytest.mark.parametrize(
+    "suite, tasks, gone",
+    [("niah", ("niah_story",), "niah_story_512"), ("zeroshot", ("piqa", "lambada_openai"), "lambada_openai")],
+)
+def test_the_rest_runs_where_a_task_breaks(subject, monkeypatch, tmp_path, suite, tasks, gone):
+    """What broke is said, the exit code tells, and it is measured again the next time; alone it is the answer."""
+    from surgery.eval import run
+
+    real = subject.model.forward
+
+    def forward(*given, input_ids, **more):
+        if input_ids.shape[1] > 300 or (suite == "zeroshot" and input_ids.shape[1] > 36):
+            raise ValueError("too much\nfor it")
+        return real(*given, input_ids=input_ids, **more)
+
+    monkeypatch.setattr(type(subject.model), "forward", lambda self, **given: forward(**given))
+    monkeypatch.setattr(subject.model, "forward", forward)
+    asked = options(tasks=tasks, lengths=(128, 512), depths=(0.5,), limit=2, batch_size=1)
+    found = find_suite(suite).run(subject, asked)
+    assert set(found.broken) == {gone} and found.broken[gone] == "ValueError: too much for it"
+    assert found.samples and not {s.task for s in found.samples if suite == "zeroshot"} & {gone}
+    with pytest.raises(ValueError, match="too much"):
+        find_suite(suite).run(subject, asked.model_copy(update={"lengths": (512,), "tasks": tasks[1:] or tasks}))
+    done = run.evaluate(str(TINY), [suite], asked, out=tmp_path)
+    assert done.exit_code == 2 and f"{suite} {gone}" in done.broken and done.rows
+    assert not list(tmp_path.rglob("result.json"))
 
 
 # -- what is refused ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from surgery.errors import SurgeryError
@@ -33,24 +33,45 @@ def require_lm_eval() -> None:
         ) from None
 
 
-def run_own(
-    subject: Subject, tasks: Sequence[OwnTask], options: EvalOptions, metric: Metric, longest: int | None = None
+def run_each(
+    subject: Subject,
+    tasks: Iterable[tuple[str, Callable[[], OwnTask | None]]],
+    options: EvalOptions,
+    metric: Metric,
+    longest: int | None = None,
 ) -> SuiteResult:
-    """Tasks of ours; samples are grouped by the docs' length and depth. longest: the longest of the prompts, in tokens."""
+    """Tasks of ours by name, each made when its turn comes (all prompts of a long RULER together are gigabytes; None: left
+    out). One that breaks is told, and the rest runs. longest: the longest of the prompts, in tokens."""
     require_lm_eval()
-    result = SuiteResult([], {metric.name: metric})
-    for chat in (True, False):
-        chosen = [task for task in tasks if (task.chat and options.apply_chat_template) == chat]
-        if not chosen:
-            continue
-        with _quiet():
-            built = [task.for_lm_eval() for task in chosen]
-            found = _evaluate(harness_model(subject, options, longest), built, options, chat)
-        for task in chosen:
-            result.samples += [own_sample(task, metric.name, each) for each in found["samples"][task.name]]
-        result.info = _merged(result.info, {key: value for key, value in found.items() if key != "samples"})
+    result, error = SuiteResult([], {metric.name: metric}), None
+    for name, make in tasks:
+        try:
+            task = make()
+            if task is not None:
+                _run_own(subject, task, options, metric.name, longest, result)
+        except Exception as broken:
+            error = broken
+            result.broken[name] = told(broken)
+            subject.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
+    if error is not None and not result.samples:
+        raise error
     result.metrics = {metric.name: with_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
+
+
+def _run_own(
+    subject: Subject, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
+) -> None:
+    with _quiet():
+        chat = task.chat and options.apply_chat_template
+        found = _evaluate(harness_model(subject, options, longest), [task.for_lm_eval()], options, chat)
+    result.samples += [own_sample(task, metric, each) for each in found["samples"][task.name]]
+    result.info = _merged(result.info, {key: value for key, value in found.items() if key != "samples"})
+
+
+def told(error: Exception) -> str:
+    kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:500]}"
 
 
 def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
@@ -63,12 +84,13 @@ def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load
             raise SurgeryError(
                 f"{unsafe[0]} runs code that the model writes, which is not done here; leave it out of --tasks"
             )
-        chat = options.apply_chat_template
-        found = _evaluate(harness_model(subject, options), built, options, chat, loaded["groups"])
-    result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"})
+        found, broken = _all_or_each(subject, built, options, loaded["groups"])
+    result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
     left_out: set[str] = set()
     for task in built:
         name = task.config.task
+        if name in broken:
+            continue
         samples, metrics, skipped = samples_of(task, found["samples"][name])
         result.samples += samples
         left_out |= skipped
@@ -81,6 +103,28 @@ def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load
     if left_out:
         result.notes.append(f"not compared, for they are no means over samples: {', '.join(sorted(left_out))}")
     return result
+
+
+def _all_or_each(
+    subject: Subject, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(results, what broke): all together, or, where that breaks, one after the other without groups."""
+    chat, broken, found = options.apply_chat_template, {}, {}
+    try:
+        return _evaluate(harness_model(subject, options), tasks, options, chat, groups), {}
+    except Exception as error:
+        if len(tasks) == 1:
+            raise
+        last = error
+    for task in tasks:
+        try:
+            found = _merged(found, _evaluate(harness_model(subject, options), [task], options, chat))
+        except Exception as error:
+            last, broken[task.config.task] = error, told(error)
+            subject.progress.say(f"{task.config.task} broke, on with the rest: {told(error)}")
+    if not found:
+        raise last
+    return found, broken
 
 
 def _evaluate(

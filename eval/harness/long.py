@@ -9,7 +9,7 @@ from typing import Any
 
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
-from surgery.eval.harness.bridge import run_own
+from surgery.eval.harness.bridge import run_each
 from surgery.eval.harness.ruler import TASKS, Room, Task, Unfit
 from surgery.eval.harness.ruler.fill import Count, counter
 from surgery.eval.harness.ruler.questions import hotpot, squad
@@ -59,24 +59,26 @@ def _run(
     lengths = options.lengths or usual_lengths(subject.longest)
     texts = texts_of((known[name] for name in names), suite, options)
     count = asked_counter(subject.tokenizer, options.apply_chat_template)
-    result = SuiteResult([], {SCORE.name: SCORE})
-    for length in lengths:
+    notes: list[str] = []
+
+    def made(name: str, length: int) -> OwnTask | None:
         room = Room(count, length, options.seed, texts)
-        for name in names:
-            try:
-                docs = [question.to_dict() for question in known[name].ask(room, samples, depths)]
-            except Unfit as error:
-                result.notes.append(f"{name} at {length:,} tokens was left out: it {error}")
-                continue
-            _add(
-                result,
-                subject,
-                own(known[name], docs, length),
-                options.model_copy(update={"limit": None}),
-                max(lengths),
-            )
+        try:
+            docs = [question.to_dict() for question in known[name].ask(room, samples, depths)]
+        except Unfit as error:
+            notes.append(f"{name} at {length:,} tokens was left out: it {error}")
+            return None
+        if note := next((doc["note"] for doc in docs if doc["note"]), None):
+            notes.append(f"{name} at {length:,} tokens: {note}")
+        return own(known[name], docs, length)
+
+    tasks = [(f"{name}_{n}", partial(made, name, n)) for n in lengths for name in names]
+    asked = options.model_copy(update={"limit": None})
+    result = run_each(subject, tasks, asked, SCORE, max(*lengths, subject.longest or 0))
+    result.samples = [replace(sample, shown=_short(sample.shown)) for sample in result.samples]
+    result.notes += notes
     if not result.samples:
-        raise SurgeryError(f"--suite {suite}: nothing fits; {'; '.join(result.notes)}")
+        raise SurgeryError(f"--suite {suite}: nothing fits; {'; '.join(notes)}")
     if subject.longest is not None and max(lengths) > subject.longest:
         result.notes.append(
             f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
@@ -92,19 +94,6 @@ def own(task: Task, docs: list[dict[str, Any]], length: int) -> OwnTask:
 
 def _score(doc: Mapping[str, Any], output: str) -> float:
     return said(output, doc["answers"], doc["rule"])
-
-
-def _add(result: SuiteResult, subject: Subject, task: OwnTask, options: EvalOptions, longest: int) -> None:
-    """A task at a time: all prompts of a long RULER together are gigabytes."""
-    found = run_own(subject, [task], options, SCORE, max(longest, subject.longest or 0))
-    result.samples += [replace(sample, shown=_short(sample.shown)) for sample in found.samples]
-    both_counted = found.metrics["score"].kind == "accuracy" and result.metrics["score"].kind in ("accuracy", "mean")
-    first = len(result.samples) == len(found.samples)
-    kind = "accuracy" if both_counted and (first or result.metrics["score"].kind == "accuracy") else "mean"
-    result.metrics["score"] = replace(SCORE, kind=kind)
-    for key, value in found.info.items():
-        known = result.info.get(key)
-        result.info[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
 
 
 def _short(shown: Mapping[str, Any]) -> dict[str, Any]:

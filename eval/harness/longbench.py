@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
-from surgery.eval.harness.bridge import run_own
+from surgery.eval.harness.bridge import run_each
 from surgery.eval.harness.cutting import without_middle
 from surgery.eval.harness.long import asked_counter
 from surgery.eval.harness.longbench_prompts import TASKS, LongTask
@@ -28,13 +29,8 @@ def run_longbench(subject: Subject, options: EvalOptions) -> SuiteResult:
         raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{nearest(unknown[0], [*TASKS, 'all'])}")
     mirror.check(options.data_root, "longbench", [PATH])
     lengths = options.lengths or (subject.longest or UNBOUNDED,)
-    result = SuiteResult([], {SCORE.name: SCORE})
-    for length in lengths:
-        tasks = [_task(name, subject, options, length) for name in names]
-        found = run_own(subject, tasks, options, SCORE, max(length, subject.longest or 0))
-        result.samples += found.samples
-        result.info = found.info if len(lengths) == 1 else {**result.info, str(length): found.info}
-    return result
+    tasks = [(f"longbench_{name}", partial(_task, name, subject, options, n)) for n in lengths for name in names]
+    return run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
 
 
 def scored(task: LongTask, output: str, answers: list[str], classes: list[str]) -> float:
@@ -78,7 +74,8 @@ def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> Own
         return scored(task, output, doc["answers"], doc["classes"])
 
     generation = _one_line(tokenizer) if name == "samsum" else {}
-    return OwnTask(f"longbench_{name}", docs, score, task.answer_tokens, generation=generation, chat=not task.bare)
+    called = f"longbench_{name}_{length}" if options.lengths else f"longbench_{name}"
+    return OwnTask(called, docs, score, task.answer_tokens, generation=generation, chat=not task.bare)
 
 
 def _one_line(tokenizer: Any) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
-from surgery.eval.harness.bridge import run_own
+from surgery.eval.harness.bridge import run_each
 from surgery.eval.harness.cutting import around
 from surgery.eval.harness.long import asked_counter
 from surgery.eval.harness.tasks import OwnTask
@@ -86,8 +87,8 @@ def run_retrieval(subject: Subject, options: EvalOptions) -> SuiteResult:
     reach = subject.longest or LENGTHS[-1]
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= reach) or (reach,)
     mirror.check(options.data_root, "retrieval", sorted({TASKS[name].of(n) for name in names for n in lengths}))
-    tasks = [_task(name, subject, options, length) for length in lengths for name in names]
-    return run_own(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    tasks = [(f"{name}_{n}", partial(_task, name, subject, options, n)) for n in lengths for name in names]
+    return run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
 
 
 def said(output: str, answers: Sequence[str]) -> float:
