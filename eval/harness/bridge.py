@@ -109,7 +109,9 @@ def _all_or_each(
     subject: Subject, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(results, what broke): all together, or, where that breaks, one after the other without groups."""
-    chat, broken, found = options.apply_chat_template, {}, {}
+    chat = options.apply_chat_template
+    broken: dict[str, str] = {}
+    found: dict[str, Any] = {}
     try:
         return _evaluate(harness_model(subject, options), tasks, options, chat, groups), {}
     except Exception as error:
