@@ -93,7 +93,7 @@ def backward(
     """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
-    tiles_q, tiles_k = tiles or backward_tiles(q.dtype, max(R, V))
+    tiles_q, tiles_k = tiles or backward_tiles(q.dtype, max(R, V), plan)
     new = torch.zeros if plan.holes else torch.empty
     dq, delta = new(B, H, T, R, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     gathered = q.dtype if H == G else torch.float32
