@@ -46,8 +46,18 @@ def measured(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
                 heat = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
-                into += _of_one(heat, kind_of(table))
+                into += _of_one(heat, kind_of(table), launching(result["rows"], kind_of(table), x))
     return list(tables.values())
+
+
+def launching(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
+    """ms that the CPU takes to launch each rival: the least of any size as large, for larger ones launch no less and a busy
+    CPU only adds."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row["x"] >= x and "launch" in row and kind_of(row["table"]) == kind:
+            found[row["rival"]] = min(row["launch"], found.get(row["rival"], row["launch"]))
+    return found
 
 
 def written(tables: list[dict[str, Any]]) -> str:
@@ -69,10 +79,11 @@ def kind_of(table: str) -> str:
     return "backward" if table.endswith("backward") else "forward"
 
 
-def _of_one(heat: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def _of_one(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
     """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
     a call takes what the CPU takes to launch it, where that is more."""
-    took = {row["rival"]: row["ms"] if "captured" in kind else max(row["ms"], row.get("launch", 0.0)) for row in heat}
+    least = {} if "captured" in kind else launches
+    took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in heat}
     original = min((took[row["rival"]] for row in heat if row.get("op") == "original"), default=None)
     found: dict[str, dict[str, Any]] = {}
     for row in heat:
