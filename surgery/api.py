@@ -224,6 +224,13 @@ def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = N
     return Told(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
 
 
+def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
+    """The page about a conversion, one HTML file; where it was written. measured: a folder of an evaluation."""
+    from surgery.page.write import write_page
+
+    return write_page(str(converted), None if out is None else Path(out), None if measured is None else Path(measured))
+
+
 def push(
     converted: PathLike,
     repo: str,

@@ -18,6 +18,7 @@ from surgery.console import show as _show
 from surgery.errors import SurgeryError
 from surgery.eval.command import evaluate
 from surgery.eval.fetch_command import fetch_eval_data
+from surgery.page.command import report
 from surgery.share.command import push
 from surgery.training.cache_command import teacher_cache
 from surgery.training.command import finetune
@@ -168,6 +169,7 @@ def inspect(
 app.command()(finetune)
 app.command()(pretrain)
 app.command("teacher-cache")(teacher_cache)
+app.command()(report)
 app.command()(push)
 
 

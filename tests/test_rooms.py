@@ -29,7 +29,7 @@ FLOORS = [
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
     " journal seating assemble convert rewrite densify toeplitz",
     "mixer_report report tables",
-    "share",
+    "share page",
     "eval papers kernels bench training",
     "demo api cli __main__",
 ]

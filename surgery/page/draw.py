@@ -1,0 +1,195 @@
+"""Charts as SVG. Colours are classes, so that the page's style decides them by day and by night; every mark has a title,
+which a pointer shows, and every chart a description, which is read out. All text is escaped here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 540, 290
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
+MOST = 300  # points of a line: more cannot be seen
+
+
+@dataclass(frozen=True)
+class Series:
+    """kind: a class of the style: base, converted, healed, third."""
+
+    name: str
+    kind: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str
+    log: bool = False
+
+
+def short(value: float) -> str:
+    """1234567 -> 1.23M, 0.01234 -> 0.0123."""
+    size = abs(value)
+    for unit, unit_size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size >= unit_size:
+            return f"{value / unit_size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    """Round numbers, about five."""
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        every = max(1, round((last - first) / 5))
+        found = [10.0**power for power in range(first, last + 1, every)]
+        return [tick for tick in found if low / 1.001 <= tick <= high * 1.001] or [low, high]
+    step = 10 ** math.floor(math.log10(max(high - low, 1e-12) / 5))
+    step = next(step * k for k in (1, 2, 2.5, 5, 10) if (high - low) / (step * k) <= 6)
+    start = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(start, math.floor(high / step + 1e-9) + 1)]
+
+
+class Scale:
+    """Values to places on a chart."""
+
+    def __init__(self, values: Sequence[float], log: bool, start: float, end: float):
+        low, high = min(values), max(values)
+        if low == high:
+            low, high = (low / 2, high * 2) if log else (low - abs(low or 1) / 2, high + abs(high or 1) / 2)
+        self.low, self.high, self.log, self.start, self.end = low, high, log, start, end
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        at = ((math.log(value) if self.log else value) - low) / (high - low)
+        return self.start + at * (self.end - self.start)
+
+
+def lines(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """A chart of lines; "" where there is nothing to show. Values that a logarithm does not have are left out."""
+    kept = [Series(s.name, s.kind, _thinned([p for p in s.points if _shown(p, x, y)])) for s in series]
+    kept = [s for s in kept if s.points]
+    if not kept:
+        return ""
+    xs, ys = zip(*(point for s in kept for point in s.points))
+    across = Scale(xs, x.log, LEFT, WIDTH - RIGHT)
+    up = Scale(ys, y.log, HEIGHT - BOTTOM, TOP)
+    marks = [_grid(across, up, x, y)]
+    for s in sorted(kept, key=lambda s: s.kind == "base"):  # dashed, on top of what it may coincide with
+        places = [(across(a), up(b), a, b) for a, b in s.points]
+        marks.append(
+            f'<polyline class="line {s.kind}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in places)}"/>'
+        )
+        marks += [
+            f'<circle class="dot {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {short(v)} at {short(u)}</title></circle>'
+            for a, b, u, v in places
+        ]
+    told = "; ".join(f"{s.name} from {short(s.points[0][1])} to {short(s.points[-1][1])}" for s in kept)
+    return _chart(title, f"{title}: {told}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
+
+
+def _shown(point: tuple[float, float], x: Axis, y: Axis) -> bool:
+    return all(math.isfinite(v) and (v > 0 or not axis.log) for v, axis in zip(point, (x, y)))
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // MOST) or 1
+    return points[::every] + ([points[-1]] if points and (len(points) - 1) % every else [])
+
+
+def _grid(across: Scale, up: Scale, x: Axis, y: Axis) -> str:
+    parts = []
+    for tick in ticks(up.low, up.high, y.log):
+        at = up(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{short(tick)}</text>')
+    for tick in ticks(across.low, across.high, x.log):
+        parts.append(f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{short(tick)}</text>')
+    parts.append(f'<text class="tick mid" x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text class="tick mid" transform="translate(14 {middle}) rotate(-90)">{escape(y.label)}</text>')
+    return "".join(parts)
+
+
+def _legend(series: Sequence[Series]) -> str:
+    items = "".join(f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>' for s in series)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def heat(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
+    """A map of shares, 0 to 1, each written in its cell in percent. None: not measured."""
+    wide, high, left, top = 56, 28, 74, 30
+    parts = [
+        f'<text class="tick mid" x="{left + wide * (j + 0.5)}" y="{top - 9}">{escape(c)}</text>'
+        for j, c in enumerate(columns)
+    ]
+    for i, (name, row) in enumerate(zip(rows, values)):
+        y = top + i * high
+        parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 18}">{escape(name)}</text>')
+        for j, value in enumerate(row):
+            x, said = left + j * wide, "-" if value is None else f"{100 * value:.0f}"
+            strength = 0.0 if value is None else 0.06 + 0.54 * max(0.0, min(1.0, value))
+            parts.append(
+                f'<g><title>{escape(name)}, {escape(columns[j])}: {said} %</title><rect class="cell" x="{x + 1}" y="{y + 1}" '
+                f'width="{wide - 2}" height="{high - 2}" rx="3" fill-opacity="{strength:.2f}"/>'
+                f'<text class="tick mid" x="{x + wide / 2}" y="{y + 18}">{said}</text></g>'
+            )
+    known = [v for row in values for v in row if v is not None]
+    told = (
+        f"{title}: from {100 * min(known):.0f} to {100 * max(known):.0f} percent."
+        if known
+        else f"{title}: not measured."
+    )
+    return _chart(title, told, "".join(parts), left + wide * len(columns) + 6, top + high * len(rows) + 6)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One box of the picture of a model: kept of it is filled. kind: a class of the style."""
+
+    kept: float
+    kind: str
+    said: str
+
+
+def layers(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[Cell | None]]]) -> str:
+    """The picture of a model: a row for each layer (name, what mixes its tokens, its matrices)."""
+    wide, high, left, top, mixer = 92, 24, 52, 26, 120
+    parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
+    parts += [
+        f'<text class="tick mid" x="{left + mixer + wide * (j + 0.5)}" y="{top - 9}">{escape(c)}</text>'
+        for j, c in enumerate(columns)
+    ]
+    for i, (name, mixing, cells) in enumerate(rows):
+        y = top + i * high
+        parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 16}">{escape(name)}</text>')
+        kind = "soft" if mixing == "softmax" else "swapped"
+        words = mixing if len(mixing) <= 18 else mixing[:17] + "…"
+        parts.append(
+            f'<g><title>layer {escape(name)}: {escape(mixing)}</title><rect class="{kind}" x="{left + 2}" y="{y + 3}" width="{mixer - 6}" '
+            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" y="{y + 16}">{escape(words)}</text></g>'
+        )
+        for j, cell in enumerate(cells):
+            if cell is None:
+                continue
+            x = left + mixer + j * wide
+            share = max(0.0, min(1.0, cell.kept))
+            parts.append(
+                f'<g><title>{escape(cell.said)}</title><rect class="was" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
+                f'<rect class="is {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" height="{high - 6}" rx="3"/></g>'
+            )
+    width, height = left + mixer + wide * len(columns) + 6, top + high * len(rows) + 6
+    return _chart(
+        title,
+        f"{title}: {len(rows)} layers; the table of matrices below says the same in words.",
+        "".join(parts),
+        width,
+        height,
+    )
+
+
+def _chart(title: str, told: str, inside: str, width: float, height: float) -> str:
+    return (
+        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="max-width:{width * 1.4:.0f}px;min-width:{min(width, 640) * 0.8:.0f}px" aria-label="{escape(told)}">'
+        f"<title>{escape(title)}</title>{inside}</svg>"
+    )
