@@ -89,3 +89,11 @@ def shared() -> Path:
     if not (SHARED / "models").is_dir():
         pytest.skip(f"{SHARED} with real checkpoints is not here")
     return SHARED
+
+
+@pytest.fixture
+def loops_of_tensors(monkeypatch):
+    """Kernels' loops with bounds that are tensors, under Triton's interpreter."""
+    from kernel_rows import loops_with_tensors
+
+    loops_with_tensors(monkeypatch)

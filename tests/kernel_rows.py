@@ -11,6 +11,14 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="too slow under the interpreter")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+HALF = [torch.bfloat16, torch.float16]
+SIZES = [  # B, G, J, T, F, V, queries and keys (of the delta rule keys) shared by the groups
+    (2, 8, 1, 1000, 128, 64, True),
+    (1, 2, 3, 517, 64, 65, False),
+    (1, 1, 2, 300, 256, 128, False),
+    (1, 1, 1, 200, 256, 256, False),
+    (1, 2, 1, 4160, 128, 64, True),
+]
 
 
 def loops_with_tensors(monkeypatch) -> None:

@@ -7,18 +7,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_rows import DEVICE, loops_with_tensors
+from kernel_rows import DEVICE
 
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import choose, watched
 
-CASES = [(mask, delta, state) for mask in ("gates", "hierarchical") for delta in (False, True) for state in (False, True)]
+CASES = [
+    (mask, delta, state) for mask in ("gates", "hierarchical") for delta in (False, True) for state in (False, True)
+]
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 def drawn(delta: bool, state: bool, tree: bool) -> list[torch.Tensor]:

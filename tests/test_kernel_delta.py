@@ -6,34 +6,22 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_rows import loops_with_tensors
 
 pytest.importorskip("triton")
+
+from kernel_rows import DEVICE, SIZES, gpu
 
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import choose, watched
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-gpu = pytest.mark.skipif(not CUDA, reason="too slow under the interpreter")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 # B, G, J, T, F, V, keys shared by the groups
 SMALL = [(1, 1, 1, 1, 16, 16, False), (1, 2, 1, 21, 16, 17, True), (2, 1, 2, 37, 24, 16, False)]
-LARGE = [
-    (2, 3, 1, 1000, 128, 64, True),
-    (1, 2, 3, 517, 64, 65, False),
-    (1, 1, 2, 300, 256, 128, False),
-    (1, 1, 1, 200, 256, 256, False),
-    (1, 2, 1, 4160, 128, 64, True),
-]
 
 
 def draw(B, G, J, T, F, V, shared, gates="mild", dtype=torch.float32, seed=0):
@@ -110,7 +98,7 @@ def test_gated_delta(shape, gates):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gates", ["mild", "extreme"])
-@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("shape", SIZES)
 def test_gated_delta_large(shape, gates, dtype):
     check_gated(shape, gates, dtype, first=gates == "mild")
 
@@ -157,7 +145,7 @@ def test_levels_in_groups(monkeypatch):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("starts", [(0, 0), (4090, 77)])
-@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("shape", SIZES)
 def test_log_linear_delta_large(shape, starts, dtype):
     check_log_linear(shape, "mild" if starts[0] else "extreme", dtype, starts)
 

@@ -9,16 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_rows import DEVICE, TOLERANCE, gpu, loops_with_tensors, misses, tokens
+from kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, misses, tokens
 
 from surgery.kernels import ssd_launch
 from surgery.mixers.masks.hierarchical import log_linear
 from surgery.op import choose
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 # B, G, J, T, F, V, queries and keys shared; starts; counts
@@ -27,14 +24,7 @@ SMALL = [
     ((2, 2, 1, 37, 16, 17, True), [0, 5], [37, 20]),
     ((1, 2, 2, 150, 16, 16, False), [496], [150]),
 ]
-LARGE = [
-    ((2, 8, 1, 1000, 128, 64, True), [0, 37], [1000, 900]),
-    ((1, 2, 3, 517, 64, 65, False), [1000], [517]),
-    ((1, 1, 2, 300, 256, 128, False), [0], [300]),
-    ((1, 1, 1, 200, 256, 256, False), [77], [200]),
-    ((1, 2, 1, 4160, 128, 64, True), [64], [4160]),
-]
-HALF = [torch.bfloat16, torch.float16]
+LARGE = [*zip(SIZES, ([0, 37], [1000], [0], [77], [64]), ([1000, 900], [517], [300], [200], [4160]))]
 
 
 def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=16) -> float:

@@ -9,27 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_rows import DEVICE, TOLERANCE, gpu, log_gates, loops_with_tensors, misses, tokens
+from kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, log_gates, misses, tokens
 
 from surgery.kernels import ssd_launch
 from surgery.mixers.masks.semiseparable import semiseparable
 from surgery.op import choose
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 SMALL = [(1, 1, 1, 1, 16, 16, False), (2, 2, 1, 37, 16, 17, True), (1, 2, 2, 70, 24, 16, False)]
-LARGE = [
-    (2, 8, 1, 1000, 128, 64, True),
-    (1, 2, 3, 517, 64, 65, False),
-    (1, 1, 2, 300, 256, 128, False),
-    (1, 1, 1, 200, 256, 256, False),
-    (1, 2, 1, 4160, 128, 64, True),
-]
-HALF = [torch.bfloat16, torch.float16]
 
 
 def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, chunk=16) -> float:
@@ -105,13 +94,13 @@ def test_sequences_in_one_row():
 @gpu
 @pytest.mark.parametrize("gates", ["mild", "wild", "any"])
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("sizes", LARGE)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_half_precision(sizes, dtype, gates):
     assert worst(sizes, dtype, gates, chunk=64) < TOLERANCE[dtype]
 
 
 @gpu
-@pytest.mark.parametrize("sizes", LARGE)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_float32(sizes):
     assert worst(sizes, chunk=64) < TOLERANCE[torch.float32]
 

@@ -7,16 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_rows import DEVICE, loops_with_tensors
+from kernel_rows import DEVICE
 
 from surgery.mixers.masks.hierarchical import log_linear_step
 from surgery.mixers.masks.semiseparable import semiseparable_step
 from surgery.op import choose
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 def token(B, G, J, F, V, delta, shared):

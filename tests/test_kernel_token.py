@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_rows import DEVICE, loops_with_tensors
+from kernel_rows import DEVICE
 
 from surgery.mixers import MIXERS, AttentionShape, Inputs, State
 from surgery.mixers.linear import one_token
@@ -17,10 +17,7 @@ from surgery.op import choose
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
 MASKS = ["gates", "decay", "ones", "hierarchical", {"name": "hierarchical", "levels": 3, "gates": "decay"}]
 
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 def mixer_of(config: LinearAttention):
