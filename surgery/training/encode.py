@@ -23,7 +23,7 @@ class Piece:
     whole: bool = False
 
     def __len__(self) -> int:
-        return len(self.ids_T)
+        return self.ids_T.numel()
 
 
 class Encoder:
@@ -45,16 +45,17 @@ class Encoder:
             return []
         texts = [document.content for document in documents]
         ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        parts: list[list[Tensor]] = []
-        for row, document in zip(ids, documents):
-            if document.begins or not parts:
-                parts.append([])
-            parts[-1].append(self._framed(row, document))
-        return [Piece(torch.cat(some) if len(some) > 1 else some[0]) for some in parts]
-
-    def _framed(self, ids: list[int], document: Document) -> Tensor:
-        before = self.before if document.begins else []
-        return torch.tensor([*before, *ids, *(self.after if document.ends else [])], dtype=torch.int64)
+        every: list[int] = []
+        lengths: list[int] = []
+        for row, document in zip(ids, documents):  # one tensor for all: a small one each would take as long as the rest
+            before = len(every)
+            every += self.before if document.begins else []
+            every += row
+            every += self.after if document.ends else []
+            if document.begins or not lengths:
+                lengths.append(0)
+            lengths[-1] += len(every) - before
+        return [Piece(ids_T) for ids_T in torch.tensor(every, dtype=torch.int64).split(lengths)]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,18 +43,25 @@ def trained(piece: Piece) -> int:
 
 def row(pieces: list[Piece], length: int, pad: int) -> Example:
     """Pieces side by side. Padding is a last piece that trains nothing."""
+    lengths = [len(piece) for piece in pieces]
+    at = sum(lengths)
     ids_T = torch.full((length,), pad, dtype=torch.int64)
     labels_T = torch.full((length,), IGNORED, dtype=torch.int64)
-    position_T = torch.empty(length, dtype=torch.int64)
-    at = 0
-    for piece in pieces:
-        here = slice(at, at + len(piece))
-        ids_T[here], position_T[here] = piece.ids_T, torch.arange(len(piece))
-        known_T = piece.ids_T if piece.trained_T is None else piece.ids_T.where(piece.trained_T, IGNORED)
-        labels_T[at + 1 : at + len(piece)] = known_T[1:]
-        at += len(piece)
-    position_T[at:] = torch.arange(length - at)
+    torch.cat([piece.ids_T for piece in pieces], out=ids_T[:at])
+    if all(piece.trained_T is None for piece in pieces):
+        labels_T[:at] = ids_T[:at]
+    else:
+        torch.cat([_known(piece) for piece in pieces], out=labels_T[:at])
+    begins = [0, *accumulate(lengths)]  # the last one the padding's
+    labels_T[begins[:-1]] = IGNORED
+    position_T = torch.arange(length)
+    for start, stop in zip(begins[1:], [*begins[2:], length]):
+        position_T[start:stop] -= start
     return {"input_ids": ids_T, "labels": labels_T, "position_ids": position_T, "valid": torch.arange(length) < at}
+
+
+def _known(piece: Piece) -> Tensor:
+    return piece.ids_T if piece.trained_T is None else piece.ids_T.where(piece.trained_T, IGNORED)
 
 
 def in_rows(pieces: list[Piece], length: int) -> list[list[Piece]]:
@@ -92,8 +100,10 @@ def joined(tail: Piece | None, pieces: list[Piece], length: int) -> tuple[list[l
     if not every:
         return [], None
     ids_N = torch.cat([piece.ids_T for piece in every])
-    marks = [torch.ones(len(p), dtype=torch.bool) if p.trained_T is None else p.trained_T for p in every]
-    trained_N = torch.cat(marks)
+    trained_N = torch.ones(len(ids_N), dtype=torch.bool)
+    if any(piece.trained_T is not None for piece in every):
+        marks = [torch.ones(len(p), dtype=torch.bool) if p.trained_T is None else p.trained_T for p in every]
+        trained_N = torch.cat(marks)
     whole = len(ids_N) - len(ids_N) % length
     rows = [[Piece(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
     return rows, Piece(ids_N[whole:].clone(), trained_N[whole:].clone())
