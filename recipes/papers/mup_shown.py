@@ -23,14 +23,19 @@ class Best:
     edge: bool
 
 
-def read(path: Path) -> dict[tuple[str, str, int], Losses]:
-    """By structure, rule and width; a run that diverged has an infinite loss."""
+def read(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
+    """By structure, rule and width; a run that diverged has an infinite loss. A run found twice counts once."""
     found: dict[tuple[str, str, int], Losses] = defaultdict(lambda: defaultdict(dict))
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in sorted((json.loads(line) for line in lines), key=_order):
         loss = math.inf if row["held_out"] is None else row["held_out"]
         found[row["structure"], row["rule"], row["width"]][row["log2_rate"]][row["seed"]] = loss
     return found
+
+
+def _order(row: dict[str, Any]) -> tuple[bool, str, bool]:
+    """Structures by name, the dense control last; structure-aware rates first."""
+    return row["structure"] == "dense", row["structure"], row["rule"] != "mup"
 
 
 def best(losses: Losses) -> Best:
@@ -100,7 +105,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
             row["structure"],
             row["rule"],
             *cells,
-            f"{row['moved']:+.2f} ± {row['error']:.2f}",
+            _pair(row["moved"], row["error"], "+"),
             f"{row['lost']:.4f}",
         ]
         lines.append("| " + " | ".join(told) + " |")
@@ -110,11 +115,16 @@ def markdown(table: list[dict[str, Any]]) -> str:
 def _cell(found: Best | None) -> str:
     if found is None:
         return ""
-    return f"{found.log2_rate:.2f} ± {found.error:.2f}{' (edge)' if found.edge else ''}, {found.loss:.3f}"
+    edge = " (edge)" if found.edge else ""
+    return f"{_pair(found.log2_rate, found.error)}{edge}, {found.loss:.3f}"
 
 
-def show(path: Path, plot: Path | None) -> None:
-    found = read(path)
+def _pair(value: float, error: float, sign: str = "") -> str:
+    return f"{value:{sign}.2f} ± {error:.2f}" if math.isfinite(error) else f"{value:{sign}.2f} (one seed)"
+
+
+def show(paths: list[Path], plot: Path | None) -> None:
+    found = read(paths)
     print(markdown(rows(found)))
     if plot is not None:
         draw(found, plot)
@@ -127,35 +137,35 @@ def draw(found: dict[tuple[str, str, int], Losses], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    structures = list(dict.fromkeys(s for s, _, _ in found))
-    rules = list(dict.fromkeys(r for _, r, _ in found))
+    structures, rules = list(dict.fromkeys(s for s, _, _ in found)), list(dict.fromkeys(r for _, r, _ in found))
     shape: dict[str, Any] = {"figsize": (3.0 * len(structures), 2.8 * len(rules)), "sharex": True, "squeeze": False}
     figure, axes = pyplot.subplots(len(rules), len(structures), **shape)
     titles = {"mup": "structure-aware", "dense": "the dense layer's"}
     for i, rule in enumerate(rules):
         for j, structure in enumerate(structures):
             _panel(axes[i][j], {w: found[s, r, w] for s, r, w in sorted(found) if (s, r) == (structure, rule)})
-            axes[i][j].set_title(f"{structure}: {titles.get(rule, rule)} rates", fontsize=9)
+            if (structure, rule) in {(s, r) for s, r, _ in found}:
+                axes[i][j].set_title(f"{structure.replace('_', ' ')}, {titles.get(rule, rule)} rates", fontsize=9)
     for row in axes:
         row[0].set_ylabel("held-out loss, nats")
     for axis in axes[-1]:
         axis.set_xlabel("log2 of the base rate")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 
 def _panel(axis: Any, widths: dict[int, Losses]) -> None:
+    from matplotlib import colormaps
+
     if not widths:
         axis.set_axis_off()
         return
-    lowest, shades = math.inf, {w: i / max(1, len(widths) - 1) for i, w in enumerate(sorted(widths))}
-    for width, losses in sorted(widths.items()):
+    lowest = min(best(losses).loss for losses in widths.values())
+    for i, (width, losses) in enumerate(sorted(widths.items())):
         rates, means, _ = mean_losses(losses)
-        colour = (0.1 + 0.8 * shades[width], 0.25, 0.85 - 0.7 * shades[width])
-        axis.plot(rates, means, color=colour, label=str(width), linewidth=1.2)
-        there = best(losses)
-        axis.plot([there.log2_rate], [there.loss], "o", color=colour, markersize=4)
-        lowest = min(lowest, there.loss)
-    axis.set_ylim(lowest - 0.05, lowest + 1.0)
-    axis.legend(fontsize=7)
+        colour, there = colormaps["viridis"](0.9 - 0.85 * i / max(1, len(widths) - 1)), best(losses)
+        axis.plot(rates, means, color=colour, label=str(width), linewidth=1.3)
+        axis.plot([there.log2_rate], [there.loss], "o", color=colour, markersize=5)
+    axis.set_ylim(lowest - 0.05, lowest + 0.6)
+    axis.legend(fontsize=7, title="width", title_fontsize=7, loc="upper center")

@@ -2,7 +2,7 @@
 own runs: GPT-2 decoders of one depth and several widths, every linear of their layers structured, trained on characters.
 
 python -m surgery.recipes.papers.mup_transfer run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
-python -m surgery.recipes.papers.mup_transfer show runs.jsonl [--plot mup.png]
+python -m surgery.recipes.papers.mup_transfer show runs.jsonl .. [--plot mup.png]
 
     mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
     dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
@@ -180,9 +180,9 @@ def main() -> None:
     running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")
     running.set_defaults(do=run)
     showing = commands.add_parser("show")
-    showing.add_argument("runs")
+    showing.add_argument("runs", type=Path, nargs="+")
     showing.add_argument("--plot", type=Path)
-    showing.set_defaults(do=lambda arguments: show(Path(arguments.runs), arguments.plot))
+    showing.set_defaults(do=lambda arguments: show(arguments.runs, arguments.plot))
     arguments = parser.parse_args()
     arguments.do(arguments)
 
