@@ -20,9 +20,9 @@ def tables(result: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     if result["kind"] == "train":
-        from surgery.bench.train_shown import table
+        from surgery.bench.train_shown import table as of_training
 
-        return table(result)
+        return of_training(result)
     parts: list[Any] = []
     for title, columns, rows in grids(result["rows"]):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +115,10 @@ class Matrices:
         """What makes the values of every call, (B, T, V), on the CPU: the same for an example wherever it is run."""
         B, T = batch["input_ids"].shape
         if self.probes is None:
-            return [lambda first=first: _columns(B, T, first, value) for first in range(0, T, value)]
+            return [partial(_columns, B, T, first, value) for first in range(0, T, value)]
         indices = batch["index"].tolist()
         calls = range(-(-self.probes // value))
-        return [lambda call=call: self._signs(indices, T, value, call) for call in calls]
+        return [partial(self._signs, indices, T, value, call) for call in calls]
 
     def _signs(self, indices: list[int], T: int, value: int, call: int) -> Tensor:
         rows = []
