@@ -37,6 +37,7 @@ class MixerLayer(CacheLayerMixin):
         self.state: State | None = None
         self.seen = 0
         self.record_past = False
+        self.room = 0
         self._mixer: Mixer | None = None  # the model's own, met at every forward
         self._base: State | None = None
         self._since: list[Inputs] = []
@@ -86,8 +87,8 @@ class MixerLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns of masks: all tokens so far."""
-        return self.seen + query_length, 0
+        """Length and offset of the columns of masks: all tokens so far, or as many as static layers beside it have."""
+        return self.room or self.seen + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -270,6 +271,10 @@ class MixerModel:
         if cache is not None:
             for _, module in mixed_modules(self):  # type: ignore[arg-type]
                 slot(cache, module.layer_idx)
+            layers: list[Any] = getattr(cache, "layers", [])
+            fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
+            for layer in (x for x in layers if isinstance(x, MixerLayer)):
+                layer.room = fixed[0] if fixed else 0  # one mask serves all
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self)  # type: ignore[arg-type]

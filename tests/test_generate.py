@@ -194,7 +194,7 @@ def test_turns_of_a_chat_and_prefill_in_chunks(llama):
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded", "dynamic"])
-@pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [1]), ("mistral", [0])])
+@pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [0]), ("llama", [1]), ("mistral", [0])])
 def test_cache_implementations(family, layers, kind):
     built_for_cuda = torch.version.cuda is not None
     if kind == "offloaded" and not torch.cuda.is_available() and (layers or built_for_cuda):
