@@ -88,6 +88,29 @@ def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(weights(out).values(), weights(whole[0]).values()))
 
 
+def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+    """As on a GPU; checkpoints hold where the data goes on as well."""
+    from surgery.training import loop
+    from surgery.training.ahead import Beside
+
+    stage = {"kind": "lm", "trains": ["new"], "tokens": 1024}
+    finetune(str(btt), recipe(texts, stage), tmp_path / "thread")
+    monkeypatch.setattr(loop, "reading", lambda items, ahead, device: Beside(items, ahead))
+    step = loop.Loop._step
+
+    def stopping(self, taken):
+        if self.at.step == 3:
+            raise KeyboardInterrupt
+        step(self, taken)
+
+    monkeypatch.setattr(loop.Loop, "_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(str(btt), recipe(texts, stage), tmp_path / "process")
+    monkeypatch.setattr(loop.Loop, "_step", step)
+    finetune(str(btt), recipe(texts, stage), tmp_path / "process", resume=True)
+    assert losses(tmp_path / "process" / "training") == losses(tmp_path / "thread" / "training")
+
+
 def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):  # noqa: F811
     stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
     runs = []
