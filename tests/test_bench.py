@@ -287,7 +287,10 @@ def test_what_is_slower_is_said(table):
     mixers = [{"mixer": "linear: hierarchical mask, identity features"}]
     plan = {"cuts": 2 * [{"first": first, "shape": [4096, 4096]}], "mixers": mixers}
     linear, attention = plan_notes(plan, 1024)
-    assert linear == "note: speed on one X1, launches counted: btt for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
+    assert (
+        linear
+        == "note: speed on one X1, launches counted: btt 64x64 for 4,096 -> 4,096 is slower than dense: 0.50x at 512 tokens"
+    )
     assert "features beside SDPA at a context of 1,024 tokens: prefill 0.13x; ahead in prefill from 8,192" in attention
     assert report_notes({"mixer_rows": mixers}, 1024) == [attention] and report_notes({}) == []
     assert report_notes({"mixer_rows": mixers}, 16384) == []

@@ -10,7 +10,12 @@ from typing import Any
 from surgery.kernels.measured import WAYS, Pass, Place, Sizes, sizes, tables, weighed
 
 TOKENS = (1, 16, 512, 8192)
-LANES = {"forward": 96, "backward": 96, "step": 32}  # heads of all rows that were measured at every length
+LANES = {
+    "forward": 96,
+    "backward": 96,
+    "step": 32,
+    "captured step": 32,
+}  # heads of all rows that were measured at every length
 CONTEXT = 4096  # where a model does not say for how many tokens it is
 PASSES: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
@@ -62,11 +67,19 @@ def ratio(op: str, pass_: Pass, at: Sizes) -> float | None:
 def _linear(config: dict[str, Any], out: int, in_: int) -> str:
     structure = {"monarch": "btt"}.get(config["structure"], config["structure"])
     named = {"inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
+    name = config["structure"]
     if isinstance(config.get("blocks"), (list, tuple)):
         named |= dict(zip(("rows", "columns"), config["blocks"]))
+        name += f" {config['blocks'][0]}x{config['blocks'][1]}"
     ratios = {n: ratio(structure, "forward", sizes(tokens=n, **named)) for n in TOKENS}
-    lost = [f"{r:.2f}x at {n:,} tokens" for n, r in ratios.items() if r is not None and r < 1]
-    return f"{config['structure']} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
+    graph = in_graph(ratio(structure, "captured", sizes(tokens=1, **named)))
+    lost = [f"{r:.2f}x at {n:,} token{'s' if n > 1 else graph}" for n, r in ratios.items() if r is not None and r < 1]
+    return f"{name} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
+
+
+def in_graph(ratio: float | None) -> str:
+    """Where launches cost nothing."""
+    return "" if ratio is None else f" ({ratio:.2f}x in a CUDA graph)"
 
 
 def _attention(mixer: str, context: int) -> str:
@@ -77,13 +90,15 @@ def _attention(mixer: str, context: int) -> str:
     here = {pass_: _against_softmax(op, pass_, context, levels) for pass_ in PASSES}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
-    said = ", ".join(f"{PASSES[pass_]} {r:.2f}x" for pass_, r in here.items() if r is not None)
+    graph = in_graph(_against_softmax(op, "captured step", context, levels))
+    known = {pass_: r for pass_, r in here.items() if r is not None}
+    said = ", ".join(f"{PASSES[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
     ahead = ", ".join(f"in {PASSES[pass_]} {_ahead(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
     return f"{mixer} beside SDPA at a context of {context:,} tokens: {said}; ahead {ahead}"
 
 
 def _against_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
-    name = "context" if pass_ == "step" else "tokens"
+    name = "context" if "step" in pass_ else "tokens"
     return ratio(op, pass_, sizes(lanes=LANES[pass_], **{name: length}, **levels))
 
 
