@@ -27,7 +27,7 @@ BESIDE = (
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
     *("eval/results.json", "eval/*.png", "eval/table.md"),
 )
-STAYS = ("eval/*/**", ".cache/huggingface/**", ".gitattributes")
+STAYS = ("eval/*/**", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
 # A token of the Hub, of GitHub, of OpenAI; a private key.
 SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bsk-[A-Za-z0-9_-]{32,}|-----BEGIN [A-Z ]*PRIVATE KEY"
