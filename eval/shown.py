@@ -49,7 +49,9 @@ def _value(row: Row, role: Any) -> str:
     if role not in row.values:
         return ""
     error = row.errors[role]
-    return f"{row.values[role]:.4g}" + (f" ± {error:.2g}" if error is not None else "")
+    value = row.values[role]
+    exact = error is None or error < 1e-9 * abs(value)  # bytes, for example
+    return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
 
 
 def _interval(found: Interval | None) -> str:
