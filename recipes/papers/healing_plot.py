@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
+HIGHEST = 10  # times the original: what begins above would hide how the ends differ
 LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
 
 
@@ -52,6 +53,8 @@ def draw(found: dict[str, list[dict[str, Any]]], base: float | None, out: Path) 
         if base is not None:
             axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
         axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
+        if base is not None:
+            axes.set_ylim(0.9 * math.exp(base), HIGHEST * math.exp(base))
         axes.grid(True, which="both", linewidth=0.3)
         axes.legend(fontsize="small")
     figure.savefig(str(out), dpi=110)
