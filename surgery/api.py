@@ -1,13 +1,13 @@
-"""The commands as functions, for notebooks and scripts: `surgery.plan(..)` is `surgery plan ..`.
+"""The commands as functions, for notebooks and scripts: `api.plan(..)` is `surgery plan ..`.
 
-    import surgery
+    from surgery import api
 
-    surgery.plan("SRC", "btt-half", keep=0.75)
-    surgery.convert("SRC", "btt-half", "OUT", calibration="text.txt")
-    model, tokenizer = surgery.load("OUT")
-    surgery.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
-    surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
-    surgery.push("HEALED", "me/model", dry_run=True)
+    api.plan("SRC", "btt-half", keep=0.75)
+    api.convert("SRC", "btt-half", "OUT", calibration="text.txt")
+    model, tokenizer = api.load("OUT")
+    api.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
+    api.evaluate("HEALED", text="heldout.txt", compare="SRC")
+    api.push("HEALED", "me/model", dry_run=True)
 
 What comes back is what `--json` prints, a dict, and a notebook or a terminal shows it as the table of the command.
 Keywords that a function does not know are keys of the recipe (`keep=0.75` is `--set keep=0.75`); those in the depth of
