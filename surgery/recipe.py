@@ -181,11 +181,35 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recip
     return parse_recipe(path.read_text(encoding="utf-8", errors="replace"), str(path), overrides)
 
 
+class _NoAliases(yaml.SafeLoader):
+    """A few lines of aliases of aliases stand for billions of values, and no recipe needs one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.peek_event()
+            raise yaml.YAMLError(f"the alias *{event.anchor} stands for what was said elsewhere; write it out")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain data, no aliases; ValueError, in words, for anything else."""
+    try:
+        loader = _NoAliases(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     try:
-        data = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SurgeryError(f"recipe {where} is not YAML: {' '.join(str(error).split())}") from None
+        data = read_yaml(text) or {}
+    except ValueError as error:
+        raise SurgeryError(f"recipe {where} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
     for override in overrides:
@@ -243,10 +267,10 @@ def _override(data: dict[str, Any], text: str) -> None:
     try:
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        parsed = value if last == "layers" else yaml.safe_load(value)
+        parsed = value if last == "layers" else read_yaml(value)
         if isinstance(place, list):
             place[int(last)] = parsed
         else:
             place[last] = parsed
-    except (IndexError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+    except (IndexError, ValueError, TypeError, AttributeError):
         raise SurgeryError(f"--set {text!r}: no such place in the recipe, or not a YAML value") from None

@@ -7,6 +7,7 @@ names sorted, the same bytes for the same tensors.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_AXES = 64
 MAX_HEADER = 100_000_000  # the safetensors limit
 CHUNK = 2**24
 
@@ -79,11 +81,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise lie(f"its header claims {length:,} bytes, the file has {size:,}")
-            header = json.loads(file.read(length).decode("utf-8"))
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise lie("its header is not JSON") from None
+        raise lie("its header is not JSON, or names something twice") from None
     if not isinstance(header, dict):
         raise lie("its header is not a table")
     header.pop("__metadata__", None)
@@ -102,12 +104,22 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two entries of one name they believe."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name twice")
+    return table
+
+
 def _entry(name: Any, entry: Any, path: Path, base: int) -> TensorInfo | None:
     try:
         shape = tuple(entry["shape"])
         start, stop = entry["data_offsets"]
         numbers = [*shape, start, stop]
-        if not all(type(n) is int and 0 <= n < 2**62 for n in numbers) or stop < start:
+        if not all(type(n) is int and 0 <= n < 2**62 for n in numbers) or stop < start or len(shape) > MAX_AXES:
+            return None
+        if math.prod(max(n, 1) for n in shape) >= 2**62:  # an empty tensor may have a large axis, within reason
             return None
         return TensorInfo(str(name), path, str(entry["dtype"]), shape, base + start, base + stop)
     except (KeyError, TypeError, ValueError):

@@ -96,9 +96,9 @@ def _config(source: Source, trust_remote_code: bool) -> Any:
 
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
+    except Exception as error:  # a stranger's config fails in whatever way it likes
         raise SurgeryError(
-            f"{source.name}: transformers cannot use its config.json ({' '.join(str(error).split())[:300]})"
+            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
 
 
@@ -106,8 +106,10 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The class named by the config's `architectures`, or an Auto class that serves it."""
     import transformers
 
-    for name in config.architectures or ():
-        if isinstance(name, str) and (found := getattr(transformers, name, None)) is not None:
+    named = config.architectures if isinstance(config.architectures, (list, tuple)) else ()
+    for name in named:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):  # not whatever has the name
             return found
     if getattr(config, "auto_map", None) and trust_remote_code:
         for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
@@ -128,9 +130,9 @@ def _on_meta(config: Any, source: Source, trust_remote_code: bool) -> Any:
                 model = cls.from_config(config, trust_remote_code=trust_remote_code)
             else:
                 model = cls._from_config(config)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         raise SurgeryError(
-            f"{source.name}: transformers cannot build {cls.__name__} from its config ({' '.join(str(error).split())[:300]})"
+            f"{source.name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
     model.eval()
     model.requires_grad_(False)

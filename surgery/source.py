@@ -21,6 +21,12 @@ COPIED = (
     *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja"),
     *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "NOTICE*"),
 )
+# Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
+MOST = (
+    (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
+    (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
+)
+MAX_DEPTH = 50
 NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
 
 
@@ -73,7 +79,7 @@ def open_source(
     _refuse_quantised(config, name)
     if config.get("auto_map") and not trust_remote_code:
         raise SurgeryError(
-            f"{name} needs code from its own repository ({sorted(config['auto_map'])[0]}); read that code, "
+            f"{name} needs code from its own repository ({str(config['auto_map'])[:100]}); read that code, "
             "then pass --trust-remote-code"
         )
     tensors = _headers(folder, name) if local or weights else _remote_headers(name, commit)
@@ -92,6 +98,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SurgeryError(
             f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it"
         )
+    _refuse_links_out(folder)
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; give the folder of a Hugging Face checkpoint, or a Hub id")
     try:
@@ -100,7 +107,38 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SurgeryError(f"{path} is not JSON") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
+    _refuse_enormous(config, path)
     return config
+
+
+def _refuse_links_out(folder: Path) -> None:
+    """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
+    home, wanted = folder.resolve(), ("config.json", INDEX, "*.safetensors", "*.py", *COPIED)
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for path in folder.iterdir():
+        if not path.is_symlink() or not any(path.match(pattern) for pattern in wanted):
+            continue
+        if not any(path.resolve().is_relative_to(place) for place in homes):
+            raise SurgeryError(
+                f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there"
+            )
+
+
+def _refuse_enormous(config: dict[str, Any], path: Path) -> None:
+    """Before anything is built to a config's sizes."""
+    found: list[tuple[str, Any, int]] = [("", config, 0)]
+    while found:
+        key, value, depth = found.pop()
+        if depth > MAX_DEPTH:
+            raise SurgeryError(f"{path} is nested over {MAX_DEPTH} deep; a Hugging Face config has a few levels")
+        if isinstance(value, dict):
+            found += [(str(k), v, depth + 1) for k, v in value.items()]
+        elif isinstance(value, list):
+            found += [(key, v, depth + 1) for v in value]
+        elif isinstance(value, (int, float)):
+            limit = next((most for words, most in MOST if any(word in key for word in words)), None)
+            if limit is not None and not abs(value) <= limit:
+                raise SurgeryError(f"{path}: {key} is {value:.3g}, over {limit:,}; no model is that large")
 
 
 def _refuse_quantised(config: dict[str, Any], name: str) -> None:

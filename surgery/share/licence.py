@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import SurgeryError
+from surgery.recipe import read_yaml
 from surgery.source import Source
 from surgery.version import __version__
 
@@ -83,13 +84,11 @@ def hub_card(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _head(text: str) -> dict[str, Any]:
-    import yaml
-
     parts = text.split("---\n", 2)
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:
-        data = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        data = read_yaml(parts[1])
+    except ValueError:
         return {}
     return data if isinstance(data, dict) else {}

@@ -14,11 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from surgery.errors import SurgeryError, nearest
-from surgery.recipe import MAX_BYTES, recipes_folder
+from surgery.recipe import MAX_BYTES, read_yaml, recipes_folder
 from surgery.training.data_recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
 from surgery.training.strict import Count, Real, Strict, merged, put, put_text, said
@@ -145,9 +144,9 @@ def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
         raise SurgeryError(f"recipe file {path} has {path.stat().st_size:,} bytes; a recipe has under a hundred lines")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SurgeryError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+        data = read_yaml(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError as error:
+        raise SurgeryError(f"recipe {path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise SurgeryError(f"recipe {path} must be a mapping of keys to values")
     return data

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from surgery.errors import SurgeryError, nearest
+from surgery.recipe import read_yaml
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -20,7 +20,9 @@ class Strict(BaseModel):
 
 def whole(value: Any) -> Any:
     """100M, 2.5B and 512k as numbers; anything else as it is."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
+    found = (
+        re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
+    )
     return round(float(found[1]) * UNITS[found[2]]) if found else value
 
 
@@ -83,6 +85,7 @@ def put_text(data: dict[str, Any], text: str) -> None:
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set stages.0.tokens=20M")
     try:
-        put(data, path.strip(), yaml.safe_load(value))
-    except yaml.YAMLError:
-        raise SurgeryError(f"--set {text!r}: not a YAML value") from None
+        read = read_yaml(value)
+    except ValueError:
+        raise SurgeryError(f"--set {text[:100]!r}: not a YAML value") from None
+    put(data, path.strip(), read)

@@ -1,0 +1,241 @@
+"""Checkpoints and recipes made to harm: refused with a sentence, before anything is built, copied or written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+from small import recipe_of
+
+from surgery.convert import convert
+from surgery.errors import SurgeryError
+from surgery.recipe import load_recipe, parse_recipe
+from surgery.shards import read_header, read_tensor
+from surgery.share.licence import local_card
+from surgery.skeleton import Skeleton
+from surgery.source import INDEX, SINGLE, open_source
+from surgery.training.recipe import load_healing, parse_healing
+from surgery.training.strict import put_text
+
+
+@pytest.fixture
+def source(checkpoints, tmp_path):
+    return shutil.copytree(checkpoints("llama"), tmp_path / "source")
+
+
+def with_config(source, **changes):
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return source
+
+
+# -- shards ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("../secret.safetensors", "/etc/secret.safetensors", "a/../b.safetensors", "..", "", "sub/a.safetensors"),
+        *("~/a.safetensors", "file:///a.safetensors", ["a.safetensors"], {"a": 1}, None, True, 1e400),
+    ],
+)
+def test_an_index_points_beside_itself_only(source, shard):
+    shutil.copy(source / SINGLE, source.parent / "secret.safetensors")
+    (source / INDEX).write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.raises(SurgeryError, match=r"shards are .safetensors files beside the index|is not a shard index"):
+        open_source(str(source))
+
+
+@pytest.mark.parametrize("name", [SINGLE, "config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", INDEX])
+@pytest.mark.parametrize("how", ["absolute", "relative"])
+def test_a_link_out_of_the_folder(source, name, how):
+    """A companion is copied into OUT, and may be pushed from there."""
+    outside = source.parent / "private"
+    outside.mkdir()
+    if (source / name).exists():
+        (source / name).rename(outside / name)
+    else:
+        (outside / name).write_text("{}")
+    (source / name).symlink_to(outside / name if how == "absolute" else f"../private/{name}")
+    with pytest.raises(SurgeryError, match=f"{name} is a link to .*outside the checkpoint"):
+        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+    assert sorted(p.name for p in source.parent.iterdir()) == ["private", "source"]
+
+
+def test_links_of_the_hub_s_cache_and_inside_the_folder_are_followed(source):
+    blobs, snapshot = source.parent / "m" / "blobs", source.parent / "m" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / str(i))
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    (snapshot / "tokenizer.json").symlink_to("config.json")
+    (source.parent / "named").symlink_to(snapshot)
+    assert open_source(str(snapshot)).tensors.keys() == open_source(str(source.parent / "named")).tensors.keys()
+
+
+def stored(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(start=0, stop=8, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "header, says",
+    [
+        ({"a": entry(), "b": entry(4, 12)}, "share bytes"),
+        ({"a": entry(0, 16, (4,)), "b": entry(4, 8, (1,))}, "share bytes"),
+        ({"a": entry(-8, 0)}, "not understood"),
+        ({"a": entry(0, 2**63, (2**61,))}, "not understood"),
+        ({"a": entry(0, 2**40, (2**38,))}, "ends at byte"),
+        ({"a": entry(shape=(2**61, 2**61))}, "not understood"),
+        ({"a": entry(0, 0, (0, 2**61, 2**61))}, "not understood"),
+        ({"a": entry(shape=(1,) * 65 + (2,))}, "not understood"),
+        ({"a": entry(shape=(-2,))}, "not understood"),
+        ({"a": {**entry(), "data_offsets": [0, 8, 16]}}, "not understood"),
+        ({"a": {**entry(), "data_offsets": ["0", "8"]}}, "not understood"),
+        (b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2), "names something twice"),
+        (b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}', "names something twice"),
+        (b'{"a":' * 50_000, "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b'{"a": NaN}', "not understood"),
+    ],
+)
+def test_headers(tmp_path, header, says):
+    with pytest.raises(SurgeryError, match=says):
+        read_header(stored(tmp_path / "x.safetensors", header, b"0" * 16))
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 100_000_001, 17])
+def test_header_lengths_beyond_the_file(tmp_path, length):
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", length) + b"0" * 16)
+    with pytest.raises(SurgeryError, match="its header claims"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_dtype_nobody_knows(tmp_path):
+    header = read_header(stored(tmp_path / "x.safetensors", {"a": entry(dtype="os.system")}, b"0" * 8))
+    with pytest.raises(SurgeryError, match="which surgery cannot read"):
+        read_tensor(header["a"])
+
+
+# -- configs ---------------------------------------------------------------------------------------
+def nested(depth):
+    value: object = 1
+    for i in range(depth):
+        value = [value] if i % 2 else {"a": value}
+    return value
+
+
+SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim", "intermediate_size", "num_hidden_layers")
+
+
+@pytest.mark.parametrize("key", [*SIZES, "max_position_embeddings"])
+@pytest.mark.parametrize("value", [10**12, 10**30, -(10**12), 1e300, float("inf"), float("nan")])
+def test_enormous_sizes(source, key, value):
+    with pytest.raises(SurgeryError, match=f"{key} is .*no model is that large"):
+        open_source(str(with_config(source, **{key: value})))
+
+
+def test_enormous_sizes_further_in(source):
+    with pytest.raises(SurgeryError, match="hidden_size is 1e"):
+        open_source(str(with_config(source, text_config=[{"hidden_size": 10**12}])))
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", ["x", None, [1], {}, -5, 0, 1.5, True])
+def test_sizes_that_are_none(source, key, value):
+    if key == "head_dim" and value is None:
+        pytest.skip("it is a default")
+    with pytest.raises(SurgeryError):
+        convert(str(with_config(source, **{key: value})), recipe_of(structure="low_rank"), source.parent / "out")
+    assert [p.name for p in source.parent.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"rope_parameters": v} for v in ("x", [1], {"rope_type": "evil"})),
+        *({"hidden_act": v} for v in ("evil", "os.system", [1])),
+        *({"dtype": v} for v in ("evil", [1], {"a": "b"})),
+        *({"layer_types": v} for v in (["evil"], 5)),
+        *(
+            {"auto_map": v}
+            for v in ({"AutoConfig": "x.Y"}, "x", ["x"], 5, {"a": None}, {"AutoModel": "other/repo--x.Y"})
+        ),
+        *({"quantization_config": v} for v in ("x", [1], 5, {"quant_method": ["surgery"]})),
+        *({"model_type": v} for v in ("../llama", "os", "", "llama\0", 5, None, ["llama"])),
+        *({"id2label": v} for v in (5, "x")),
+        *({"extra": nested(depth)} for depth in (60, 500, 900)),
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_configs(source, changes):
+    with pytest.raises(SurgeryError):
+        Skeleton(open_source(str(with_config(source, **changes))))
+
+
+@pytest.mark.parametrize("named", [["os"], ["logging"], ["Trainer"], ["AutoTokenizer"], ["pipeline"], [5], 5, "x"])
+def test_an_architecture_is_a_model_class_or_nothing(source, named):
+    """Another name of the library's is not called; the config's own type decides, as where none is named."""
+    assert type(Skeleton(open_source(str(with_config(source, architectures=named)))).model).__name__ == "LlamaModel"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type":' * 50_000, "\ud800", "", "null", "\x00", "9" * 5000])
+def test_configs_that_are_no_table(source, text):
+    (source / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(SurgeryError):
+        open_source(str(source))
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n" for before, after in zip("abcdefgh", "bcdefghi")
+)
+YAMLS = {
+    "bomb": (BOMB, "alias"),
+    "itself": ("description: &a [*a]", "alias"),
+    "merged": ("x: &x {keep: 0.5}\n<<: *x", "alias"),
+    "python": ("description: !!python/object/apply:os.system [true]", "not YAML"),
+    "name": ("description: !!python/name:os.system", "not YAML"),
+    "deep": ("description: " + "[" * 20_000, "nested too deeply"),
+    "deep maps": ("description: " + "{a: " * 20_000, "nested too deeply"),
+    "date": ("description: 2024-99-99", "not YAML"),
+    "digits": ("seed: " + "9" * 5000, "not YAML"),
+    "large": ("# " + "x" * 1_000_001, "a recipe has under a hundred lines"),
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+@pytest.mark.parametrize("load", [load_recipe, load_healing])
+def test_recipes(tmp_path, name, load):
+    text, says = YAMLS[name]
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(SurgeryError, match=says) as refused:
+        load(str(tmp_path / "r.yaml"))
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("name", [name for name in YAMLS if name != "large"])
+def test_one_value_of_a_recipe(name):
+    value = YAMLS[name][0].partition(": ")[2] if name not in ("bomb", "merged") else YAMLS[name][0]
+    with pytest.raises(SurgeryError, match="--set"):
+        parse_recipe("", "here", [f"seed={value}"])
+    with pytest.raises(SurgeryError, match="--set"):
+        put_text({}, f"seed={value}")
+
+
+@pytest.mark.parametrize("tokens", ["9" * 400 + "b", "9" * 5000, "1." + "9" * 5000 + "k", float("inf"), -1, [1]])
+def test_counts(tokens):
+    with pytest.raises(SurgeryError, match="tokens"):
+        parse_healing({"stages": [{"kind": "lm", "tokens": tokens, "rate": 1e-4}]})
+
+
+@pytest.mark.parametrize("name", [name for name in YAMLS if name != "large"])
+def test_a_model_card_s_head(tmp_path, name):
+    (tmp_path / "README.md").write_text(f"---\n{YAMLS[name][0]}\n---\n# A model\n")
+    assert local_card(tmp_path) == {}
