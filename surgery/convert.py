@@ -30,7 +30,7 @@ from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
-from surgery.journal import Journal
+from surgery.journal import LOCK, Journal, refuse_begun
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
 from surgery.plan import Plan, make_plan
@@ -76,18 +76,19 @@ def convert(
     batch = _batch(opened, skeleton, recipe)
     _refuse_small_disk(opened, plan, recipe, out)
     partial = partial_of(out)
-    fresh = not partial.exists()
-    try:
-        place = choose_device(device)
-        with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal, float32_products(place):
+    place = choose_device(device)
+    with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal, float32_products(place):
+        try:
+            _refuse_out(out, True)  # another conversion may have ended there meanwhile
             report = _Run(skeleton, plan, batch, partial, journal, place, progress).everything(began)
-    except SurgeryError:
-        if fresh:  # what is refused now will be refused again: there is nothing to resume
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for leftover in ("lock", "journal.jsonl"):
-        (partial / leftover).unlink(missing_ok=True)
-    os.replace(partial, out)
+        except SurgeryError:
+            if journal.made:  # what is refused now will be refused again: there is nothing to resume
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _refuse_out(out, True)
+        for leftover in (journal.path.name, LOCK):
+            (partial / leftover).unlink(missing_ok=True)
+        os.replace(partial, out)
     return report
 
 
@@ -99,9 +100,7 @@ def _refuse_out(out: Path, resume: bool) -> None:
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
     if partial_of(out).exists() and not resume:
-        raise SurgeryError(
-            f"{partial_of(out)} holds an interrupted conversion; continue it with --resume, or remove that folder to start anew"
-        )
+        refuse_begun(partial_of(out))
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
 

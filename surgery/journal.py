@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from surgery.errors import SurgeryError
 
@@ -23,11 +23,13 @@ class Journal:
         self.folder, self.fingerprint = folder, fingerprint
         self.path = folder / NAME
         self.lines: list[dict[str, Any]] = []
-        if folder.exists() and not resume:
-            raise SurgeryError(
-                f"{folder} holds an interrupted conversion; continue it with --resume, or remove that folder to start anew"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True)  # of two that try, one makes it
+            self.made = True
+        except FileExistsError:
+            self.made = False
+            if not resume:
+                refuse_begun(folder)
 
     def __enter__(self) -> Journal:
         self._lock = locked(self.folder, "conversion")
@@ -84,18 +86,34 @@ class Journal:
         return None
 
 
+def refuse_begun(folder: Path) -> NoReturn:
+    """A conversion lies there: one that is running is to be waited for, one that was interrupted resumed."""
+    if (folder / LOCK).is_file():
+        locked(folder, "conversion").close()
+    raise SurgeryError(
+        f"{folder} holds an interrupted conversion; continue it with --resume, or remove that folder to start anew"
+    )
+
+
 def locked(folder: Path, what: str) -> TextIO:
-    """An open file: until it is closed, nobody else has the folder's lock."""
-    file = open(folder / LOCK, "w")  # noqa: SIM115
+    """An open file: until it is closed, nobody else has the folder's lock. The system lets go of it when a process
+    ends, however it ends."""
+    busy = SurgeryError(f"another {what} is writing into {folder}; wait for it, or choose another --out")
+    try:
+        file = open(folder / LOCK, "w")  # noqa: SIM115
+    except FileNotFoundError:  # finished, and moved to its place
+        raise busy from None
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_ino != os.stat(folder / LOCK).st_ino:
+            raise OSError  # removed by one that finished between the two lines above
     except ImportError:  # no such locks on this system
         pass
     except OSError:
         file.close()
-        raise SurgeryError(f"another {what} is writing into {folder}; wait for it, or choose another --out") from None
+        raise busy from None
     return file
 
 

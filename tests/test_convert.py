@@ -149,6 +149,50 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path):
         second.__enter__()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch, resume):
+    """It starts while the first is at work, or had looked at OUT before the first began."""
+    source, _ = deep
+    recipe, add, said = recipe_of(structure="low_rank"), Journal.add, []
+
+    def meanwhile(self, step, **what):
+        add(self, step, **what)
+        if step == "piece" and len(said) < 2:
+            before = sorted(p.name for p in self.folder.rglob("*"))
+            for early in (False, True):
+                with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
+                    if early:
+                        patch.setattr("surgery.convert._refuse_out", lambda out, resume: None)
+                    convert(str(source), recipe, tmp_path / "out", resume=resume)
+                said.append(str(error.value))
+            assert sorted(p.name for p in self.folder.rglob("*")) == before
+
+    monkeypatch.setattr(Journal, "add", meanwhile)
+    convert(str(source), recipe, tmp_path / "out")
+    monkeypatch.undo()
+    convert(str(source), recipe, tmp_path / "alone")
+    assert len(said) == 2 and bytes_of(tmp_path / "out") == bytes_of(tmp_path / "alone")
+
+
+def test_a_result_that_appears_meanwhile_is_kept_and_so_is_the_work(deep, tmp_path, monkeypatch):
+    source, _ = deep
+    add = Journal.add
+
+    def meanwhile(self, step, **what):
+        add(self, step, **what)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "mine").touch()
+
+    monkeypatch.setattr(Journal, "add", meanwhile)
+    with pytest.raises(SurgeryError, match="exists; choose another --out"):
+        convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out")
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    shutil.rmtree(tmp_path / "out")
+    convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out", resume=True)
+    assert not partial_of(tmp_path / "out").exists()
+
+
 def test_what_is_not_cut_is_copied_to_the_byte(deep, tmp_path):
     source, _ = deep
     rules = [{"match": "mlp.down", "structure": "low_rank", "keep": 0.5, "layers": "2:-2"}]
