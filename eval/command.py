@@ -151,14 +151,17 @@ def _words(given: str | None) -> tuple[str, ...]:
 
 def _pairs(given: str | None) -> dict[str, Any]:
     """temperature=0.7,top_p=0.9 as lm-eval reads it; numbers, true and false are those."""
-    import yaml
+    from surgery.recipe import read_yaml
 
     found: dict[str, Any] = {}
     for word in _words(given):
         name, equals, value = word.partition("=")
         if not equals:
             raise SurgeryError(f"--gen-kwargs {word!r}: write name=value, for example temperature=0.7,top_p=0.9")
-        found[name] = yaml.safe_load(value)
+        try:
+            found[name] = read_yaml(value)
+        except ValueError as error:
+            raise SurgeryError(f"--gen-kwargs {word!r}: {error}; for example temperature=0.7,top_p=0.9") from None
     return found
 
 

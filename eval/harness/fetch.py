@@ -23,6 +23,7 @@ from surgery.eval.harness.longbench_prompts import TASKS as LONG_TASKS
 from surgery.eval.harness.names import ZEROSHOT, data_of
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.progress import Progress
+from surgery.recipe import read_yaml
 
 NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 
@@ -137,5 +138,8 @@ def _header(place: Path) -> list[dict[str, Any]]:
     if not readme.is_file():
         return []
     parts = readme.read_text(encoding="utf-8").split("---\n", 2)
-    found = yaml.safe_load(parts[1]) if len(parts) == 3 else None
+    try:
+        found = read_yaml(parts[1]) if len(parts) == 3 else None
+    except ValueError as error:
+        raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
     return list(found["configs"]) if isinstance(found, dict) and "configs" in found else []
