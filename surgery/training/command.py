@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from surgery import options
 from surgery.console import progress, show
@@ -34,7 +35,7 @@ def finetune(
     from surgery.training.shown import result_table
 
     one_thread()
-    given = [*(overrides or []), *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else [])]
+    given = [*(overrides or []), *reading(data)]
     record = run(
         converted,
         load_healing(recipe, given, tiny),
@@ -48,9 +49,15 @@ def finetune(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if as_json:
-        print(json.dumps(record, indent=2))
-        return
-    show([*result_table(record), f"healed checkpoint: {record['out']}"])
+    tell(record, as_json, [*result_table(record), f"healed checkpoint: {record['out']}"])
+
+
+def reading(data: str | None) -> list[str]:
+    """--data as an override of a recipe."""
+    return [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
+
+
+def tell(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:
+    """How a run ended: one process of them says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(record, indent=2)) if as_json else show(parts)

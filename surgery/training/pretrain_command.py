@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 
 from surgery import options
 from surgery.console import progress, show
+from surgery.training.command import reading, tell
 
 
 def pretrain(
@@ -27,14 +27,16 @@ def pretrain(
 
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """
+    from surgery.training.ahead import one_thread
     from surgery.training.new_model import keys_of_config
     from surgery.training.pretrain import pretrain as run
     from surgery.training.pretrain_recipe import load_pretrain
     from surgery.training.shown import result_table
 
+    one_thread()
     given = [f"model={json.dumps(keys_of_config(model))}"] if model is not None else []
     given += overrides or []
-    given += [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
+    given += reading(data)
     given += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
     record = run(
         load_pretrain(recipe, given, tiny),
@@ -46,12 +48,7 @@ def pretrain(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if as_json:
-        print(json.dumps(record, indent=2))
-        return
-    show([*result_table(record, UNTRAINED), f"trained checkpoint: {record['out']}"])
+    tell(record, as_json, [*result_table(record, UNTRAINED), f"trained checkpoint: {record['out']}"])
 
 
 UNTRAINED = (("before", "untrained"), ("after", "trained"))
