@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from random import Random
 
 from surgery.errors import SurgeryError
+from surgery.eval.draws import drawn
 
 POWER = 0.01
 
@@ -37,8 +38,8 @@ def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, powe
             "4 times the pairs, and below the vocabulary's size"
         )
     half = len(vocabulary) // 2
-    keys = _drawn(rng, vocabulary[1:half], pairs)
-    values = _drawn(rng, vocabulary[half:], pairs)
+    keys = drawn(rng, vocabulary[1:half], pairs)
+    values = drawn(rng, vocabulary[half:], pairs)
     ids = [token for pair in zip(keys, values) for token in pair]
     ids += [vocabulary[int(rng.random() * len(vocabulary))] for _ in range(length - 2 * pairs)]
     places = _power_law(rng, (length - 2 * pairs) // 2, pairs, power)
@@ -52,14 +53,6 @@ def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, powe
         tuple(values[i] for i in order),
         tuple(queries[i] - 2 * i for i in order),
     )
-
-
-def _drawn(rng: Random, items: Sequence[int], count: int) -> list[int]:
-    pool = list(items)
-    for i in range(count):
-        j = i + int(rng.random() * (len(pool) - i))
-        pool[i], pool[j] = pool[j], pool[i]
-    return pool[:count]
 
 
 def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:

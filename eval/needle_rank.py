@@ -19,6 +19,7 @@ import torch
 
 from surgery.calibrate import special_tokens
 from surgery.errors import SurgeryError
+from surgery.eval.draws import drawn
 from surgery.recipes.papers.stories import filler
 
 CANDIDATES, KEYS = 16, 4
@@ -57,7 +58,7 @@ class Vocabulary:
 
 def ranking(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> Ranking:
     """One question of exactly `length` tokens; text: what lies around the codes, None: invented stories."""
-    chosen = _drawn(rng, vocabulary.words, KEYS + CANDIDATES)
+    chosen = drawn(rng, vocabulary.words, KEYS + CANDIDATES)
     keys, candidates = chosen[:KEYS], chosen[KEYS:]
     lead, verb = vocabulary.ids(" The code of"), vocabulary.ids(" is")
     facts = [[*lead, k, *verb, v, *vocabulary.ids(".")] for k, v in zip(keys, candidates)]
@@ -91,15 +92,6 @@ def _hay(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | N
     while len(ids) < room:
         ids += vocabulary.ids("".join(filler(rng, room)))
     return ids[:room]
-
-
-def _drawn(rng: Random, items: Sequence[int], count: int) -> list[int]:
-    """Without replacement; of random() alone, whose sequence Python promises."""
-    pool = list(items)
-    for i in range(count):
-        j = i + int(rng.random() * (len(pool) - i))
-        pool[i], pool[j] = pool[j], pool[i]
-    return pool[:count]
 
 
 @torch.inference_mode()

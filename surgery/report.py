@@ -13,6 +13,7 @@ from surgery.heads import attention_shape
 from surgery.mixer_report import mixer_rows
 from surgery.mixers import mixer_config
 from surgery.plan import Cut, Plan
+from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
 from surgery.structures import STRUCTURES
@@ -79,10 +80,7 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
     path = folder / REPORT
     if not path.is_file():
         raise SurgeryError(f"{name} has no {REPORT}; `surgery convert` writes one beside the weights")
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise SurgeryError(f"{path} is not JSON") from None
+    report = read_json(path)
     if not isinstance(report, dict) or not isinstance(report.get("modules"), list):
         raise SurgeryError(f"{path} is not a surgery report")
     return report

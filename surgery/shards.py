@@ -250,6 +250,14 @@ def write_shard(path: Path, entries: Iterable[Entry]) -> None:
     os.replace(partial, path)
 
 
+def read_json(path: Path) -> Any:
+    """What lies there; SurgeryError where that is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise SurgeryError(f"{path} is not JSON") from None
+
+
 def write_json(path: Path, data: Any) -> None:
     """As write_shard: whole or absent."""
     partial = path.with_name(path.name + ".tmp")

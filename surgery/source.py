@@ -10,7 +10,7 @@ from typing import Any
 
 from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
-from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
@@ -101,10 +101,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     _refuse_links_out(folder)
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; give the folder of a Hugging Face checkpoint, or a Hub id")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise SurgeryError(f"{path} is not JSON") from None
+    config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _refuse_enormous(config, path)

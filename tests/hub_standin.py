@@ -16,13 +16,31 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?(?:/(.*))?$")
 FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 
-class HubStandIn:
+class Served:
+    """A server on a port of this machine while it is a context; `handler` answers, its `hub` is this."""
+
+    handler: type[BaseHTTPRequestHandler]
+
+    def __enter__(self) -> Any:
+        handler = type("Handler", (self.handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class HubStandIn(Served):
     """gated: ids that nobody may read without leave; private: ids that only this token opens."""
 
     def __init__(self, token: str = ""):
@@ -37,17 +55,6 @@ class HubStandIn:
 
     def commit(self, kind: str, name: str, branch: str = "main") -> str:
         return hashlib.sha1(f"{kind} {name} {branch}".encode()).hexdigest()
-
-    def __enter__(self) -> HubStandIn:
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 class _Refused(Exception):
@@ -136,3 +143,6 @@ def _described(path: Path, folder: Path) -> dict[str, object]:
     content = path.read_bytes()
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     return {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": oid}
+
+
+HubStandIn.handler = _Handler

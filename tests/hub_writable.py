@@ -12,16 +12,17 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from hub_standin import Served
 
 REPO = re.compile(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/([^/]+)$")
 BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
-class WritableHub:
+class WritableHub(Served):
     """taken: organisations that the token may not write to."""
 
     def __init__(self, token: str):
@@ -36,17 +37,6 @@ class WritableHub:
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         return self.repos[repo][branch]
-
-    def __enter__(self) -> WritableHub:
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -148,3 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+WritableHub.handler = _Handler

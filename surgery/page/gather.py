@@ -15,6 +15,7 @@ from surgery.heads import attention_paths, attention_shape
 from surgery.mixer_report import describe_mixer, softmax_cache, softmax_macs
 from surgery.mixers import MIXERS, mixer_config
 from surgery.report import describe, macs_per_token, read_report
+from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
 
@@ -28,6 +29,7 @@ class Facts:
     accumulates of the next token; log: lines of healing; results: of `surgery eval --out`; notes: what is not shown, and why."""
 
     name: str
+    folder: Path
     report: dict[str, Any]
     mixing: dict[str, str]  # path of an attention -> what mixes its tokens
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -63,7 +65,7 @@ def gather(name: str, measured: Path | None = None) -> Facts:
     """measured: a folder of `surgery eval --out`; by default OUT/eval, where there is one."""
     source = open_converted(name)
     report = read_report(source.folder, name)
-    facts = Facts(name, report, {})
+    facts = Facts(name, source.folder, report, {})
     _attend(facts, source)
     facts.log = _log(source.folder / "training" / "log.jsonl", facts.notes)
     place = measured or source.folder / "eval"
@@ -123,10 +125,7 @@ def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def _results(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGE:
         raise SurgeryError(f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {LARGE:,}")
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise SurgeryError(f"{path} is not JSON") from None
+    read = read_json(path)
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise SurgeryError(f"{path} is no result of `surgery eval`")
     return read

@@ -13,7 +13,6 @@ from pathlib import Path
 from surgery.errors import SurgeryError
 from surgery.page import sections
 from surgery.page.gather import Facts, gather
-from surgery.source import open_converted
 from surgery.version import __version__
 
 PAGE = "report.html"
@@ -29,8 +28,15 @@ PARTS = (
 
 def write_page(converted: str, out: Path | None = None, measured: Path | None = None) -> Path:
     """OUT/report.html, or the file `out`; made beside and renamed."""
-    text = page(converted, measured)
-    target = out or open_converted(converted).folder / PAGE
+    try:
+        facts = gather(converted, measured)
+        text = page(facts)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise SurgeryError(
+            f"the report or the results of {converted} are not as surgery writes them ({type(error).__name__}: {error}); "
+            "`surgery convert` and `surgery eval` write them anew"
+        ) from None
+    target = out or facts.folder / PAGE
     if target.is_dir():
         raise SurgeryError(f"{target} is a folder; give a file, for example {target / PAGE}")
     if not target.absolute().parent.is_dir():
@@ -41,16 +47,9 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
     return target
 
 
-def page(converted: str, measured: Path | None = None) -> str:
-    try:
-        facts = gather(converted, measured)
-        parts = [(key, name, make(facts)) for key, name, make in PARTS]
-        top = sections.figures(facts)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise SurgeryError(
-            f"the report or the results of {converted} are not as surgery writes them ({type(error).__name__}: {error}); "
-            "`surgery convert` and `surgery eval` write them anew"
-        ) from None
+def page(facts: Facts) -> str:
+    parts = [(key, name, make(facts)) for key, name, make in PARTS]
+    top = sections.figures(facts)
     shown = [(key, name, text) for key, name, text in parts if text]
     title = f"{Path(facts.name).name} by surgery"
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in shown)

@@ -16,6 +16,7 @@ from typing import Any
 from surgery.checkpoint import SHIM
 from surgery.convert import REPORT
 from surgery.errors import SurgeryError
+from surgery.shards import read_json
 from surgery.source import COPIED, INDEX, Source
 
 CARD = "README.md"
@@ -120,10 +121,7 @@ def _without_local_paths(item: Item) -> Item:
     """JSON that we wrote names files as the person who ran the conversion did; only the last part of such a path goes up."""
     if item.name not in (REPORT, "eval/results.json") or item.path is None:
         return item
-    try:
-        data = json.loads(item.path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise SurgeryError(f"{item.path} is not JSON") from None
+    data = read_json(item.path)
     cleaned = cleaned_paths(data)
     return item if cleaned == data else Item(item.name, text=json.dumps(cleaned, indent=2) + "\n")
 

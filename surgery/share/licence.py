@@ -8,6 +8,7 @@ from typing import Any
 
 from surgery.errors import SurgeryError
 from surgery.recipe import read_yaml
+from surgery.share.files import cleaned_paths
 from surgery.source import Source
 from surgery.version import __version__
 
@@ -52,8 +53,6 @@ def licence_of(source: Source, report: dict[str, Any], given: str | None, base: 
 
 def shown(name: str) -> str:
     """A Hub id as it is; of a path on this machine the last part."""
-    from surgery.share.files import cleaned_paths
-
     return str(cleaned_paths(name))
 
 

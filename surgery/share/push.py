@@ -16,7 +16,7 @@ from surgery.errors import SurgeryError
 from surgery.progress import Progress
 from surgery.report import read_report
 from surgery.share.card import card
-from surgery.share.files import CARD, Item, items_of
+from surgery.share.files import CARD, Item, cleaned_paths, items_of
 from surgery.share.licence import Licence, licence_of
 from surgery.source import Source, open_converted
 from surgery.version import __version__
@@ -126,8 +126,6 @@ def _check_whole(source: Source, report: dict[str, Any]) -> None:
 
 def _cleaned(report: dict[str, Any]) -> dict[str, Any]:
     """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
-    from surgery.share.files import cleaned_paths
-
     return {**cleaned_paths(report), "source": report["source"]}
 
 
