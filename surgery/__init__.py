@@ -1,6 +1,9 @@
 """surgery: replace the expensive parts of a pretrained Hugging Face transformer by structured ones."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surgery.version import __version__
 
@@ -13,6 +16,31 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
 
 from surgery.checkpoint import register  # noqa: E402
 
+if TYPE_CHECKING:
+    from surgery.api import convert as convert
+    from surgery.api import densify as densify
+    from surgery.api import evaluate as evaluate
+    from surgery.api import finetune as finetune
+    from surgery.api import inspect as inspect
+    from surgery.api import load as load
+    from surgery.api import plan as plan
+    from surgery.api import push as push
+    from surgery.api import report as report
+
 register()
 
-__all__ = ["__version__"]
+# The commands as functions, see api.py; it is opened when the first is asked for.
+COMMANDS = ("convert", "densify", "evaluate", "finetune", "inspect", "load", "plan", "push", "report")
+__all__ = ["__version__", *COMMANDS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in COMMANDS:
+        from surgery import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'surgery' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *COMMANDS])

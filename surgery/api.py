@@ -1,13 +1,13 @@
-"""The commands as functions, for notebooks and scripts: `api.plan(..)` is `surgery plan ..`.
+"""The commands as functions, for notebooks and scripts: `surgery.plan(..)` is `surgery plan ..`.
 
-    from surgery import api
+    import surgery
 
-    api.plan("SRC", "btt-half", keep=0.75)
-    api.convert("SRC", "btt-half", "OUT", calibration="text.txt")
-    model, tokenizer = api.load("OUT")
-    api.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
-    api.evaluate("HEALED", text="heldout.txt", compare="SRC")
-    api.push("HEALED", "me/model", dry_run=True)
+    surgery.plan("SRC", "btt-half", keep=0.75)
+    surgery.convert("SRC", "btt-half", "OUT", calibration="text.txt")
+    model, tokenizer = surgery.load("OUT")
+    surgery.finetune("OUT", "quick", teacher="SRC", data="corpus.jsonl", out="HEALED")
+    surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
+    surgery.push("HEALED", "me/model", dry_run=True)
 
 What comes back is what `--json` prints, a dict, and a notebook or a terminal shows it as the table of the command.
 Keywords that a function does not know are keys of the recipe (`keep=0.75` is `--set keep=0.75`); those in the depth of
@@ -67,8 +67,8 @@ def plan(
     recipe: name of a shipped one, path of a YAML file, or a dict; context: tokens that notes on speed are for.
     """
     from surgery.bench.advice import plan_notes
-    from surgery.plan import make_plan
-    from surgery.report import plan_dict
+    from surgery.planning import make_plan
+    from surgery.reports import plan_dict
     from surgery.skeleton import Skeleton
     from surgery.source import open_source
     from surgery.tables import plan_table
@@ -97,7 +97,7 @@ def convert(
 ) -> Told:
     """Convert a checkpoint into the folder `out`; the report, as it lies there."""
     from surgery.bench.advice import report_notes
-    from surgery.convert import convert as run
+    from surgery.conversion import convert as run
     from surgery.tables import inspect_table
 
     given = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
@@ -134,7 +134,7 @@ def load(
 def inspect(converted: PathLike, *, modules: bool = False) -> Told:
     """What was replaced in a converted checkpoint; modules: shown with a row for each."""
     from surgery.bench.advice import report_notes
-    from surgery.report import inspect as run
+    from surgery.reports import inspect as run
     from surgery.tables import inspect_table, module_table
 
     report = run(str(converted))
@@ -218,7 +218,7 @@ def evaluate(
 
 def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> Told:
     """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
-    from surgery.densify import densify as run
+    from surgery.densifying import densify as run
 
     told = run(str(converted), Path(out), progress=progress or RichProgress())
     return Told(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])

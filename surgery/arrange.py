@@ -18,7 +18,7 @@ from surgery.mixers import AttentionShape, Inputs, State
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
 from surgery.mlr_start import EVERYWHERE, Damage, allocate, balanced_basis, ladder
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.seats import Seat

@@ -8,7 +8,7 @@ from typing import Any
 from surgery.allocate import Option, spread
 from surgery.batch import Batch
 from surgery.curvature import Survey
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.skeleton import Skeleton

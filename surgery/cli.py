@@ -87,9 +87,9 @@ def plan(
     surgery plan SRC --recipe btt-half --set keep=0.75
     """
     from surgery.bench.advice import plan_notes
-    from surgery.plan import make_plan
+    from surgery.planning import make_plan
     from surgery.recipe import load_recipe
-    from surgery.report import plan_dict
+    from surgery.reports import plan_dict
     from surgery.skeleton import Skeleton
     from surgery.source import open_source
     from surgery.tables import plan_table
@@ -121,10 +121,10 @@ def convert(
     surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
     """
     from surgery.bench.advice import report_notes
-    from surgery.convert import REPORT
-    from surgery.convert import convert as run
+    from surgery.conversion import REPORT
+    from surgery.conversion import convert as run
     from surgery.recipe import load_recipe
-    from surgery.report import inspect as read
+    from surgery.reports import inspect as read
     from surgery.tables import inspect_table
 
     given = list(overrides or [])
@@ -156,7 +156,7 @@ def inspect(
 ) -> None:
     """Show what was replaced: stored parameters, multiply-accumulates per token, errors."""
     from surgery.bench.advice import report_notes
-    from surgery.report import inspect as run
+    from surgery.reports import inspect as run
     from surgery.tables import inspect_table, module_table
 
     report = run(converted)
@@ -184,7 +184,7 @@ def densify(
     as_json: options.Json = False,
 ) -> None:
     """Undo a conversion: structured weights multiplied out to an ordinary checkpoint."""
-    from surgery.densify import densify as run
+    from surgery.densifying import densify as run
 
     result = run(converted, out, progress=_progress(as_json))
     print(json.dumps(result, indent=2) if as_json else f"{result['modules']} linears multiplied out: {out}")

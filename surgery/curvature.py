@@ -25,7 +25,7 @@ from surgery.batch import Batch, real_rows
 from surgery.fit import damped_gram
 from surgery.head import ROWS, Head
 from surgery.memory import trim
-from surgery.plan import Cut, Plan
+from surgery.planning import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry, read_header, read_tensor, write_shard
 from surgery.skeleton import Skeleton

@@ -13,7 +13,7 @@ import torch
 from surgery.devices import own_stream
 from surgery.fit import Judge, fit_cut
 from surgery.grafts import Grafts, fold_output, graft, seat_mixer, stored_dtype
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.skeleton import Skeleton
 from surgery.starts.base import Started, blank
 from surgery.weights import matrix_of

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from surgery.convert import REPORT, convert
-from surgery.densify import densify
+from surgery.conversion import REPORT, convert
+from surgery.densifying import densify
 from surgery.errors import SurgeryError
-from surgery.plan import make_plan
+from surgery.planning import make_plan
 from surgery.progress import Progress
 from surgery.recipe import load_recipe
-from surgery.report import inspect, plan_dict
+from surgery.reports import inspect, plan_dict
 from surgery.skeleton import Skeleton
 from surgery.source import open_source
 from surgery.tables import inspect_table, plan_table

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surgery.calibrate import Check, Moments
 from surgery.errors import SurgeryError
-from surgery.plan import Cut, with_budget
+from surgery.planning import Cut, with_budget
 from surgery.structures import STRUCTURES, Metric, StructuredLinear
 from surgery.structures.metric import damp_, damped, spd_factor
 

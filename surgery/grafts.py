@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from surgery.errors import SurgeryError
 from surgery.fit import Fitted
 from surgery.mixers import MIXERS, Mixer, mixer_config
-from surgery.plan import Cut, Plan
+from surgery.planning import Cut, Plan
 from surgery.seats import Seat
 from surgery.shards import DTYPES, Entry, TensorInfo, read_tensor
 from surgery.skeleton import Skeleton, place

@@ -13,7 +13,7 @@ from surgery.calibrate import Moments
 from surgery.curvature import load_grams
 from surgery.fit import Judge, fit_cut
 from surgery.grafts import Grafts, graft, stored_dtype
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry
 from surgery.skeleton import Skeleton

@@ -16,7 +16,7 @@ import torch
 from surgery.attention_recipe import Hybrid
 from surgery.batch import Batch
 from surgery.mixers import Mixer
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.score import Score, score

@@ -24,7 +24,7 @@ from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.grafts import Grafts, fold_output, graft, grafted, multiplied_out, seat_mixer, stored_dtype
 from surgery.headcut import convert_head
-from surgery.plan import Cut, Plan
+from surgery.planning import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.score import Score, score
 from surgery.seats import Seat

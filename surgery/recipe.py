@@ -11,6 +11,7 @@ attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -154,9 +155,7 @@ class Recipe(_Strict):
 
 
 def recipes_folder() -> Path:
-    import surgery.recipes
-
-    return Path(next(iter(surgery.recipes.__path__)))
+    return Path(next(iter(importlib.import_module("surgery.recipes").__path__)))
 
 
 def shipped_recipes() -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.assemble import assemble, copy_companions
-from surgery.convert import partial_of
+from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.shards import write_json

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from surgery.batch import Batch
 from surgery.curvature import has_language_head
 from surgery.head import Head
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.skeleton import Skeleton
 
 

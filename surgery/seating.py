@@ -11,7 +11,7 @@ from surgery.arrange import arrange, arranged_seats
 from surgery.batch import Batch
 from surgery.hybrid import choose_hybrid
 from surgery.journal import Journal
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.skeleton import Skeleton

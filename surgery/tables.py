@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from surgery.report import describe, inspect_rows
+from surgery.reports import describe, inspect_rows
 
 
 def _table(title: str, *columns: str) -> Table:

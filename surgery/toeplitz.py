@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from surgery.checkpoint import SHIM, mixers_of, table_of
-from surgery.convert import REPORT
+from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.heads import attention_shape
 from surgery.mixers import MIXERS, AttentionShape, mixer_config

@@ -23,7 +23,7 @@ from surgery.fit import Fitted, damped_gram, fitting, quick_fit
 from surgery.grafts import Grafts, graft, grafted, multiplied_out
 from surgery.headcut import convert_head
 from surgery.layerwise import Layerwise, stages_of
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.recipe import Recipe
 from surgery.score import Score, score
 from surgery.skeleton import Skeleton

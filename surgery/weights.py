@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.plan import Cut, Part, fused_sizes
+from surgery.planning import Cut, Part, fused_sizes
 from surgery.shards import read_tensor
 from surgery.skeleton import Skeleton
 from surgery.structures import StructureConfig

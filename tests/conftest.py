@@ -70,7 +70,7 @@ MIXED = {
 @pytest.fixture(scope="session")
 def converted(checkpoints, tmp_path_factory):
     """converted(family) -> folder of its checkpoint with half the numbers kept, made once; not to be changed."""
-    from surgery.convert import convert
+    from surgery.conversion import convert
 
     made: dict[str, Path] = {}
 

@@ -61,8 +61,8 @@ def serve(address: str) -> None:
     import transformers.modeling_utils  # noqa: F401
 
     import surgery.cli
-    import surgery.convert
-    import surgery.report  # noqa: F401
+    import surgery.conversion
+    import surgery.reports  # noqa: F401
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")

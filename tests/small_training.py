@@ -23,7 +23,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 def conversion(folder: Path, name: str, *overrides: str) -> Path:
-    from surgery.convert import convert
+    from surgery.conversion import convert
     from surgery.recipe import load_recipe
 
     out = folder / name

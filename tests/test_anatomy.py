@@ -7,8 +7,8 @@ import torch
 from small import FAMILIES, GENERATING, outputs_of, recipe_of, tiny_inputs
 
 import surgery  # noqa: F401
-from surgery.convert import convert
-from surgery.densify import densify
+from surgery.conversion import convert
+from surgery.densifying import densify
 from surgery.recipe import Recipe
 from surgery.skeleton import model_class
 from surgery.structures import STRUCTURES

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+import surgery
 from surgery import api
 from surgery.cli import main
 from surgery.errors import SurgeryError
@@ -71,3 +73,13 @@ def test_load_and_evaluate():
 def test_errors_are_for_people(checkpoints, call, said):
     with pytest.raises(SurgeryError, match=said):
         call(checkpoints("llama"))
+
+
+def test_the_package_has_them_under_the_commands_names():
+    """Also after a module of ours was imported that might take such a name."""
+    for module in ("conversion", "planning", "reports", "densifying"):
+        importlib.import_module(f"surgery.{module}")
+    assert surgery.plan is api.plan and surgery.convert is api.convert and surgery.load is api.load
+    assert set(surgery.COMMANDS) <= set(dir(surgery))
+    with pytest.raises(AttributeError, match="no attribute 'pln'"):
+        surgery.pln  # noqa: B018

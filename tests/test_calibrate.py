@@ -16,7 +16,7 @@ from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Con
 import surgery.layerwise as layerwise
 from surgery.batch import Batch
 from surgery.calibrate import Check, Moments, calibration_inputs, text_windows
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.errors import SurgeryError
 
 DOCUMENTS = [f"w{i} " * 3 + f"w{(7 * i) % 40}\n" for i in range(40)]

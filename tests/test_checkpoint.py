@@ -14,8 +14,8 @@ from small import outputs_of, recipe_of, run_python, tiny_inputs
 from transformers import AutoModelForCausalLM
 
 import surgery  # noqa: F401
-from surgery.convert import convert
-from surgery.densify import densify
+from surgery.conversion import convert
+from surgery.densifying import densify
 from surgery.errors import SurgeryError
 from surgery.standins import SplitLinear
 from surgery.structures import STRUCTURES, StructuredLinear

@@ -213,7 +213,7 @@ def test_what_happens_meanwhile(error, code, says, run, checkpoints, tmp_path, m
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr("surgery.convert.convert_head", fails)
+    monkeypatch.setattr("surgery.conversion.convert_head", fails)
     found, _, err = run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out")
     assert found == code and says in plain(err) and "Traceback" not in err
     monkeypatch.undo()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small import recipe_of, run_python, tiny_config, tiny_inputs
 
-from surgery.convert import convert, partial_of
+from surgery.conversion import convert, partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.shards import read_header
@@ -57,7 +57,7 @@ from pathlib import Path
 import transformers, accelerate
 import killing
 from small import recipe_of
-from surgery.convert import convert
+from surgery.conversion import convert
 
 source, inputs, folder = map(Path, {paths!r})
 transformers.LlamaForCausalLM  # imported now, for all children
@@ -162,7 +162,7 @@ def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch,
             for early in (False, True):
                 with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
                     if early:
-                        patch.setattr("surgery.convert._refuse_out", lambda out, resume: None)
+                        patch.setattr("surgery.conversion._refuse_out", lambda out, resume: None)
                     convert(str(source), recipe, tmp_path / "out", resume=resume)
                 said.append(str(error.value))
             assert sorted(p.name for p in self.folder.rglob("*")) == before

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from quick_python import QuickPython
 
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.recipe import Recipe, Rule, load_recipe
 from surgery.structures import STRUCTURES
 

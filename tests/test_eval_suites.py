@@ -14,7 +14,7 @@ from small import tiny_config
 
 from surgery.calibrate import load_tokenizer
 from surgery.cli import main
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.errors import SurgeryError
 from surgery.eval.losses import check_head, token_losses
 from surgery.eval.mqar import POWER, recall

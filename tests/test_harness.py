@@ -243,7 +243,7 @@ def test_needles_of_the_story_are_found(subject):
 
 def test_a_window_loses_what_lies_before_it(subject, tmp_path):
     """Attention that sees 64 tokens finds needles at the end alone: the loss is told by depth and length."""
-    from surgery.convert import convert
+    from surgery.conversion import convert
     from surgery.recipe import load_recipe
 
     convert(str(TINY), load_recipe("sliding-window", ["attention.window=64"]), tmp_path / "near")

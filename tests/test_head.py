@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from small import outputs_of, recipe_of, tiny_config, tiny_inputs
 
 import surgery  # noqa: F401
-from surgery.convert import convert
-from surgery.densify import densify
+from surgery.conversion import convert
+from surgery.densifying import densify
 from surgery.structures import StructuredLinear
 
 # T5 scales its decoder's output or not by what config.json says of ties; older files say nothing else of it.

@@ -10,7 +10,7 @@ from small import outputs_of, run_python, tiny_inputs
 from transformers import AutoModelForCausalLM
 
 import surgery  # noqa: F401
-from surgery.densify import densify
+from surgery.densifying import densify
 from surgery.lora import StructuredLora
 from surgery.standins import SplitLinear
 from surgery.structures import StructuredLinear

@@ -9,7 +9,7 @@ import struct
 import pytest
 from small import recipe_of
 
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.errors import SurgeryError
 from surgery.recipe import load_recipe, parse_recipe
 from surgery.shards import read_header, read_tensor

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from small import FAMILIES, GENERATING, ROOT, outputs_of, recipe_of, tiny_config, tiny_inputs
 
-from surgery.convert import convert
-from surgery.densify import densify
+from surgery.conversion import convert
+from surgery.densifying import densify
 from surgery.errors import SurgeryError
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
-from surgery.plan import make_plan
+from surgery.planning import make_plan
 from surgery.recipe import load_recipe, shipped_recipes
-from surgery.report import inspect
+from surgery.reports import inspect
 from surgery.skeleton import Skeleton
 from surgery.source import open_source
 

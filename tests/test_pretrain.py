@@ -65,7 +65,7 @@ def test_shipped_recipes_run_for_a_few_steps(name, text, tmp_path):
 
 
 def test_it_learns_and_is_inspected(text, tmp_path):
-    from surgery.report import inspect
+    from surgery.reports import inspect
 
     record = pretrain(small(text), tmp_path / "out", device="cpu")
     assert record["validation"]["before"]["loss"] > record["validation"]["after"]["loss"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.eval.run import evaluate
 from surgery.eval.suites import EvalOptions
 from surgery.recipe import validated

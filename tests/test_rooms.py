@@ -24,11 +24,11 @@ FLOORS = [
     "anatomy",
     # opening checkpoints, ours and others'
     "shards standins checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
-    "ranges attention_recipe mlr_start recipe walk seats plan",
+    "ranges attention_recipe mlr_start recipe walk seats planning",
     # conversion and back
     "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
-    " journal seating assemble convert rewrite densify toeplitz",
-    "mixer_report report tables",
+    " journal seating assemble conversion rewrite densifying toeplitz",
+    "mixer_report reports tables",
     "share page",
     "eval papers kernels bench training",
     "demo api cli __main__",
@@ -42,7 +42,7 @@ TIGHTER = {  # rooms that may use less than their floor allows
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them
 NOT_WITH_US = HEAVY | {"transformers", "peft", "accelerate", "pydantic", "pandas", "scipy", "rich", "typer"}
-LINES, LONGER = 300, {"surgery/convert.py": 380}
+LINES, LONGER = 300, {"surgery/conversion.py": 380}
 
 
 FILES = sorted(p for room in ("surgery", "kernels", "eval", "recipes") for p in (ROOT / room).rglob("*.py"))
@@ -53,7 +53,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def room(parts: Sequence[str]) -> str:
-    """surgery.plan -> plan, surgery.structures.btt -> structures; papers stand apart from the recipes' YAML."""
+    """surgery.planning -> planning, surgery.structures.btt -> structures; papers stand apart from the recipes' YAML."""
     return "papers" if parts[1:3] == ["recipes", "papers"] else parts[1]
 
 
@@ -88,7 +88,7 @@ def test_imports_point_down():
     for path in FILES:
         here, used = room_of(path), of_ours(path)
         if here == "__init__":
-            allowed = {"checkpoint", "version"}
+            allowed = {"checkpoint", "version", "api"}
         else:
             allowed = TIGHTER.get(here) or {name for name in FLOOR if FLOOR[name] <= FLOOR[here]}
         wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in used - allowed]

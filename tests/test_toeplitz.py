@@ -9,7 +9,7 @@ from test_mixer_convert import calibrated, converted
 
 from surgery.errors import SurgeryError
 from surgery.mixers.toeplitzness import fit_heads, fit_toeplitz, nonnegative
-from surgery.report import inspect
+from surgery.reports import inspect
 from surgery.toeplitz import to_toeplitz
 
 

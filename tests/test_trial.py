@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from small import recipe_of, tiny_config, tiny_inputs
 
 from surgery import budget, trial
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.score import Score
 
 

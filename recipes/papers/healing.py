@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from surgery.convert import convert, partial_of
+from surgery.conversion import convert, partial_of
 from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.eval.needle import needle_accuracy

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.devices import choose_device
 from surgery.errors import SurgeryError
 from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of

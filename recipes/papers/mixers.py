@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from surgery.cache import mixed_modules
-from surgery.convert import convert
+from surgery.conversion import convert
 from surgery.devices import choose_device
 from surgery.errors import SurgeryError
 from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of

@@ -34,7 +34,7 @@ def speed_notes(
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
-    """Of a plan as surgery.report has it."""
+    """Of a plan as surgery.reports has it."""
     cuts = ((cut["first"], cut["shape"]) for cut in plan["cuts"] if cut["first"])
     return speed_notes(cuts, (row["mixer"] for row in plan["mixers"]), context)
 

@@ -14,7 +14,7 @@ from surgery.errors import SurgeryError
 from surgery.heads import attention_paths, attention_shape
 from surgery.mixer_report import describe_mixer, softmax_cache, softmax_macs
 from surgery.mixers import MIXERS, mixer_config
-from surgery.report import describe, macs_per_token, read_report
+from surgery.reports import describe, macs_per_token, read_report
 from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted

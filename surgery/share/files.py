@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint import SHIM
-from surgery.convert import REPORT
+from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.shards import read_json
 from surgery.source import COPIED, INDEX, Source

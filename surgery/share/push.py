@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.errors import SurgeryError
 from surgery.progress import Progress
-from surgery.report import read_report
+from surgery.reports import read_report
 from surgery.share.card import card
 from surgery.share.files import CARD, Item, cleaned_paths, items_of
 from surgery.share.licence import Licence, licence_of

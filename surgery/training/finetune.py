@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surgery.convert import partial_of
+from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.progress import Progress

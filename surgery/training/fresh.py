@@ -20,7 +20,7 @@ from torch import nn
 
 from surgery.attention import install
 from surgery.errors import SurgeryError
-from surgery.plan import Cut, Plan, make_plan
+from surgery.planning import Cut, Plan, make_plan
 from surgery.recipe import Recipe
 from surgery.shards import TensorInfo
 from surgery.skeleton import Skeleton, model_class

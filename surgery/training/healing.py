@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.convert import partial_of
+from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
 from surgery.progress import Progress

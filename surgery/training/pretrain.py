@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import write_shims
-from surgery.convert import REPORT, partial_of, totals
+from surgery.conversion import REPORT, partial_of, totals
 from surgery.errors import SurgeryError
-from surgery.plan import Plan
+from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.shards import write_json
 from surgery.source import open_converted

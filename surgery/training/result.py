@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import SHIM
-from surgery.convert import REPORT
+from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.rewrite import rewrite
 from surgery.shards import DTYPES, Entry, TensorInfo, write_json, write_shard

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import mixers_of, table_of
-from surgery.convert import REPORT
+from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.heads import attention_shape
 from surgery.mixer_report import mixer_rows
 from surgery.mixers import mixer_config
-from surgery.plan import Cut, Plan
+from surgery.planning import Cut, Plan
 from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted

@@ -33,7 +33,7 @@ from surgery.headcut import convert_head
 from surgery.journal import LOCK, Journal, refuse_begun
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
-from surgery.plan import Plan, make_plan
+from surgery.planning import Plan, make_plan
 from surgery.precision import float32_products
 from surgery.progress import Progress
 from surgery.recipe import Recipe
