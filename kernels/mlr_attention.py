@@ -65,10 +65,8 @@ def forward(
     plan: Plan,
     tiles: Any = None,
     walks: Any = None,
-    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L. rest: like out,
-    for what rounding takes from it."""
+    """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
     tiles = tiles or forward_tiles(q.dtype, max(R, V), plan)
@@ -77,18 +75,18 @@ def forward(
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
     (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
     mlr_forward[triton.cdiv(T, tiles.M) + plan.holes, B * H](
-        q, k, v, out, rest, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
+        q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
         A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
         LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
-        REST=rest is not None, **meta(plan, q, v, biases, tiles),
+        **meta(plan, q, v, biases, tiles),
     )  # fmt: skip
     return out, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    plan: Plan, tiles: Any = None, rest: Tensor | None = None,
+    plan: Plan, tiles: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
     B, H, T, R = q.shape
@@ -101,12 +99,13 @@ def backward(
     dv = new(B, H, S, V, dtype=gathered, device=q.device)
     programs = triton.cdiv(T, tiles_q.M) + plan.holes
     dbiases = None if biases is None else biases.new_zeros(B, H, programs, biases.shape[1])
+    masses = None if biases is None else biases.new_zeros(B, H, biases.shape[1], T)
     a, b, zone = plan.halves()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], 0 if ends.shape[0] == 1 else 1)
     scalars = (plan.scaling, plan.window or 0, T, S, H, H // G)
     mlr_queries[programs, B * H](
-        q, k, v, out, rest, dout, lse, delta, dq, ends, biases, dbiases, *scalars, *strides,
-        A=a, B=b, L1=zone, DBIAS=biases is not None, REST=rest is not None, **meta(plan, q, v, biases, tiles_q),
+        q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, masses, *scalars, *strides,
+        A=a, B=b, L1=zone, DBIAS=biases is not None, **meta(plan, q, v, biases, tiles_q),
     )  # fmt: skip
     mlr_keys[triton.cdiv(S, tiles_k.N) + plan.holes, B * H](
         q, k, v, dout, lse, delta, dk, dv, ends, biases, *scalars, *strides,
@@ -125,17 +124,15 @@ class Attend(torch.autograd.Function):
         levels = len(parts) // 2
         q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
         values, v = v.shape[-1], aligned(v)
-        # delta of `out` as it is rounded puts the gradient of biases, in which it hardly cancels, off by a percent
-        rest = v.new_empty(*q.shape[:-1], v.shape[-1]) if ctx.needs_input_grad[2] and v.dtype != torch.float32 else None
-        out, lse = forward(q, k, v, biases, ends, plan, rest=rest)
+        out, lse = forward(q, k, v, biases, ends, plan)
         ctx.plan, ctx.values, ctx.parts = plan, values, [part.shape[2:] for part in parts[levels:]]
-        ctx.save_for_backward(q, k, v, biases, ends, out, lse, rest)
+        ctx.save_for_backward(q, k, v, biases, ends, out, lse)
         return out[..., :values]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, biases, ends, out, lse, rest = ctx.saved_tensors
-        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan, rest=rest)
+        q, k, v, biases, ends, out, lse = ctx.saved_tensors
+        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
         (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
         dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks

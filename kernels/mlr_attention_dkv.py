@@ -67,9 +67,9 @@ def walk_queries(
             lse_M = tl.load(lse + row + tl.arange(0, M))
             delta_M = tl.load(delta + row + tl.arange(0, M))
             pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
-            weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
+            weight, bare, bend = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
             dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
-            slope = slope.to(q_MA.dtype)
+            slope = (bare * bend).to(q_MA.dtype)
             dk_NA = tl.dot(slope, q_MA, dk_NA, input_precision=PRECISION)
             if B > 0:
                 dk_NB = tl.dot(slope, q_MB, dk_NB, input_precision=PRECISION)
@@ -153,11 +153,11 @@ def mlr_keys(
         pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
         low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[:, None] <= t_M[None, :]) & (s_N[:, None] >= low_M[None, :])
-        weight, slope = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
+        weight, bare, bend = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
         dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         dk_NA, dk_NB = tile_gradients(
-            dk_NA, dk_NB, slope, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims, None,
-            EXTENTS, CUTS, L, NESTED, False, A, B, PRECISION)  # fmt: skip
+            dk_NA, dk_NB, bare * bend, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims,
+            EXTENTS, CUTS, L, NESTED, A, B, PRECISION)  # fmt: skip
     at_N = heads * S + s_N + lead
     put(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
     if B > 0:

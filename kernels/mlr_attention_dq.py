@@ -3,6 +3,10 @@
     dS = scaling P (dO V^T - delta),  delta = sum_v dO O        dQ_l = sum over near pairs of dS K_l        d bias_l = sum dS
 Zones are walked from the farthest to the nearest. dS K is made whole, and after each zone the dims of levels that it has
 not are set to zero again: nothing of theirs has come yet. Tiles where a level begins come last, each level by itself.
+
+delta from an `out` whose weights and itself were rounded is off by an eps of its query. That is small beside dS of single
+pairs, but d bias, whose pairs nearly cancel, is off by eps times their weights: percents in bfloat16. The weights of a row
+sum to 1, so eps is the sum of its dS: it is known at the end, and what it gave is taken off again.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.mlr_attention_tiles import tile_gradients, tile_score
+from surgery.kernels.mlr_attention_tiles import add_biases, tile_gradients, tile_score
 from surgery.kernels.mlr_attention_zones import (
     between,
     capped,
@@ -27,7 +31,7 @@ from surgery.kernels.mlr_attention_zones import (
 
 @triton.jit
 def slopes(score, shift, lse, pull, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
-    """(weights, gradient of scaled scores) where `pull` is dO V^T."""
+    """(weights, gradient of scaled scores before a cap, what the cap takes it times) where `pull` is dO V^T."""
     unit: tl.constexpr = 1.4426950408889634
     if CAP > 0:
         score = capped((score + shift) * (scale / CAP), CAP)
@@ -36,16 +40,16 @@ def slopes(score, shift, lse, pull, delta, seen, scale, MASKED: tl.constexpr, CA
         weight = tl.exp2(score * (scale * unit) - (lse - shift * (scale * unit)))
     if MASKED:
         weight = tl.where(seen, weight, 0.0)
-    slope = weight * (pull - delta)
+    bend = 1.0
     if CAP > 0:
-        slope = slope * (1 - (score / CAP) * (score / CAP))
-    return weight, slope
+        bend = 1 - (score / CAP) * (score / CAP)
+    return weight, weight * (pull - delta), bend
 
 
 @triton.jit
 def walk_keys(
-    dq_MA, dq_MB, q, q_row, q_ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead, scale,
-    t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    dq_MA, dq_MB, eps_M, q, q_row, q_ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases,
+    masses, T, lead, scale, t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
     L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -59,16 +63,20 @@ def walk_keys(
         q_MA = between(rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True), 0, dims, 0, A)
         q_MB = between(rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True), 0, dims, A, B) if B > 0 else q_MA
         total_M = tl.zeros([M], tl.float32)
+        mass_M = tl.zeros([M], tl.float32)
         for tile in tl.range(start, start + count):
             k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
             v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
             k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
             score = product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
             pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-            _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
+            weight, bare, bend = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
             if DBIAS:
-                total_M += tl.sum(slope, 1)
-            slope = slope.to(k_NA.dtype)
+                total_M += tl.sum(bare * bend, 1)
+                mass_M += tl.sum(weight * bend, 1)
+                if CAP > 0:
+                    eps_M += tl.sum(bare, 1)
+            slope = (bare * bend).to(k_NA.dtype)
             dq_MA = tl.dot(slope, k_NA, dq_MA, input_precision=PRECISION)
             if B > 0:
                 dq_MB = tl.dot(slope, k_NB, dq_MB, input_precision=PRECISION)
@@ -77,20 +85,24 @@ def walk_keys(
             dq_MB = between(dq_MB, 0, dims, A, B)
         if DBIAS:
             tl.atomic_add(dbiases + zone, tl.sum(total_M, 0))
-    return dq_MA, dq_MB
+            tl.atomic_add(masses + zone * T + q_row + tl.arange(0, M), mass_M, q_ok_M, sem="relaxed")
+            if CAP == 0:
+                eps_M += total_M
+    return dq_MA, dq_MB, eps_M
 
 
 @triton.jit
 def mlr_queries(
-    q, k, v, out, rest, dout, lse, delta, dq, ends, biases, dbiases, scale, window, T, S, HEADS, SHARING,
+    q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, masses, scale, window, T, S, HEADS, SHARING,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_db, stride_dh,
     stride_d, stride_end,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A: tl.constexpr, B: tl.constexpr, L1: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, DBIAS: tl.constexpr,
     CAP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr, CROSSING: tl.constexpr, REST: tl.constexpr,
+    PRECISION: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of queries of one head. Zones up to L1 have at most A dims, the others A + B."""
+    """dq and delta of a tile of queries of one head. Zones up to L1 have at most A dims, the others A + B. masses_ZT: the
+    weights of pairs with z levels, zeros at first."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     group = head // SHARING
     end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
@@ -114,24 +126,23 @@ def mlr_queries(
         biases += head * (L + 1)
     if DBIAS:
         dbiases += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (L + 1)
+        masses += tl.program_id(1).to(tl.int64) * T * (L + 1)
     do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
     out_MV = rows(out + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
     delta_M = tl.sum(do_MV.to(tl.float32) * out_MV.to(tl.float32), 1)
-    if REST:
-        rest_MV = rows(rest + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
-        delta_M += tl.sum(do_MV.to(tl.float32) * rest_MV.to(tl.float32), 1)
     tl.store(delta + at_M, delta_M, mask=ok_M)
     lse_M = tl.load(lse + at_M, mask=ok_M, other=1e30)
     dq_MA = tl.zeros([M, A], tl.float32)
     dq_MB = tl.zeros([M, B], tl.float32) if B > 0 else dq_MA
+    eps_M = tl.zeros([M], tl.float32)
     if B > 0 and L1 > 0:
-        dq_MA, _ = walk_keys(
-            dq_MA, dq_MA, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead,
-            scale, t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
+        dq_MA, _, eps_M = walk_keys(
+            dq_MA, dq_MA, eps_M, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases,
+            masses, T, lead, scale, t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
             A, 0, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
-    dq_MA, dq_MB = walk_keys(
-        dq_MA, dq_MB, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases, lead,
-        scale, t_first, t_last, first, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
+    dq_MA, dq_MB, eps_M = walk_keys(
+        dq_MA, dq_MB, eps_M, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases,
+        masses, T, lead, scale, t_first, t_last, first, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
         A, B, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
     q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
@@ -151,10 +162,20 @@ def mlr_queries(
         pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
         low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
-        _weight, slope = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
+        weight, bare, bend = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
+        if DBIAS:
+            eps_M += tl.sum(bare, 1)
+            add_biases(
+                bare * bend, weight * bend, s_N[None, :], t_M[:, None], full, reached, dbiases, masses + row_M, ok_M, T,
+                EXTENTS, CUTS, L, NESTED)  # fmt: skip
         dq_MA, dq_MB = tile_gradients(
-            dq_MA, dq_MB, slope, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, dbiases,
-            EXTENTS, CUTS, L, NESTED, DBIAS, A, B, PRECISION)  # fmt: skip
+            dq_MA, dq_MB, bare * bend, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims,
+            EXTENTS, CUTS, L, NESTED, A, B, PRECISION)  # fmt: skip
+    if DBIAS:
+        tl.debug_barrier()  # all masses are there
+        for z in tl.static_range(1, L + 1):
+            mass_M = tl.load(masses + z * T + row_M, mask=ok_M, other=0.0, cache_modifier=".cg")
+            tl.atomic_add(dbiases + z, -tl.sum(eps_M * mass_M, 0))
     put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
     if B > 0:
         put(dq, at_M, dq_MB * scale, ok_M, A, B, R)

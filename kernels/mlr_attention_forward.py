@@ -127,16 +127,15 @@ def odd(
 
 @triton.jit
 def mlr_forward(
-    q, k, v, out, rest, lse, ends, biases, scale, window, T, S, HEADS, SHARING,
+    q, k, v, out, lse, ends, biases, scale, window, T, S, HEADS, SHARING,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kg, stride_k, stride_vb, stride_vg, stride_v, stride_end,
     EXTENTS: tl.constexpr, CUTS: tl.constexpr, L: tl.constexpr, A1: tl.constexpr, B1: tl.constexpr, L1: tl.constexpr,
     A2: tl.constexpr, B2: tl.constexpr,
     HOLES: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr,
     R: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
-    CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr, HOLD: tl.constexpr, REST: tl.constexpr,
+    CROSSING: tl.constexpr, LEAST_RUN: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, the others A2 + B2. rest: what rounding took
-    from out, if REST."""
+    """A tile of queries of one head. Zones up to L1 have at most A1 + B1 dims, the others A2 + B2."""
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     group = head // SHARING
     end = tl.load(ends + batch * stride_end).to(tl.int32) if HOLES else S
@@ -196,6 +195,4 @@ def mlr_forward(
     row_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T
     acc_MV = acc_MV / tl.where(some_M, sum_M, 1.0)[:, None]
     put(out, row_M, acc_MV, ok_M, 0, DV, V)
-    if REST:
-        put(rest, row_M, acc_MV - acc_MV.to(out.dtype.element_ty).to(tl.float32), ok_M, 0, DV, V)
     tl.store(lse + row_M, tl.where(some_M, top_M + tl.log2(tl.where(some_M, sum_M, 1.0)), -LEAST), mask=ok_M)

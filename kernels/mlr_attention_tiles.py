@@ -62,19 +62,33 @@ def add_gradients(
 
 @triton.jit
 def tile_gradients(
-    dx_XA, dx_XB, slope_XY, y_YA, y_YB, s, t, full, reached, dims, dbiases, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
-    L: tl.constexpr, NESTED: tl.constexpr, DBIAS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    dx_XA, dx_XB, slope_XY, y_YA, y_YB, s, t, full, reached, dims, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx plus what the tile's slopes give it, each level where it is near; dbiases[z] those of pairs with z levels."""
-    if DBIAS:
-        tl.atomic_add(dbiases + full, tl.sum(tl.sum(slope_XY, 1), 0))
+    """dx plus what the tile's slopes give it, each level where it is near."""
     dx_XA, dx_XB = add_gradients(dx_XA, dx_XB, slope_XY, y_YA, y_YB, 0, dims, A, B, PRECISION)
     for level in tl.range(full, reached, num_stages=1):
         low, high, extent = level_of(level, EXTENTS, CUTS, L)
         slope_XY = tl.where(near(s, t, extent, NESTED), slope_XY, 0.0)
-        if DBIAS:
-            total = tl.sum(tl.sum(slope_XY, 1), 0)
-            tl.atomic_add(dbiases + level, -total)
-            tl.atomic_add(dbiases + level + 1, total)
         dx_XA, dx_XB = add_gradients(dx_XA, dx_XB, slope_XY, y_YA, y_YB, low, high, A, B, PRECISION)
     return dx_XA, dx_XB
+
+
+@triton.jit
+def add_biases(
+    slope_MN, weight_MN, s, t, full, reached, dbiases, masses_M, ok_M, stride, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
+    L: tl.constexpr, NESTED: tl.constexpr,
+):  # fmt: skip
+    """To dbiases[z] a tile's slopes of pairs with z levels, to masses[z] their weights, of each query."""
+    total, mass_M = tl.sum(tl.sum(slope_MN, 1), 0), tl.sum(weight_MN, 1)
+    tl.atomic_add(dbiases + full, total)
+    tl.atomic_add(masses_M + full * stride, mass_M, ok_M, sem="relaxed")
+    for level in tl.range(full, reached, num_stages=1):
+        _low, _high, extent = level_of(level, EXTENTS, CUTS, L)
+        seen = near(s, t, extent, NESTED)
+        slope_MN, weight_MN = tl.where(seen, slope_MN, 0.0), tl.where(seen, weight_MN, 0.0)
+        total, mass_M = tl.sum(tl.sum(slope_MN, 1), 0), tl.sum(weight_MN, 1)
+        tl.atomic_add(dbiases + level, -total)
+        tl.atomic_add(dbiases + level + 1, total)
+        tl.atomic_add(masses_M + level * stride, -mass_M, ok_M, sem="relaxed")
+        tl.atomic_add(masses_M + (level + 1) * stride, mass_M, ok_M, sem="relaxed")

@@ -81,7 +81,7 @@ class Case:
         with choose(choice):
             assert choice == "reference" or attend.stand_in(self.terms(q, k, bias), v, self.frame, self.shape)
             out = attend(self.terms(q, k, bias), v, self.frame, self.shape)
-        grads = torch.autograd.grad(out, [x for x in leaves if x is not None], self.weight.to(out.dtype))
+        grads = torch.autograd.grad(out, [x for x in leaves if x is not None], self.weight.to(dtype).to(out.dtype))
         return [out * self.real, *grads]
 
 
