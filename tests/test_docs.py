@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from quick_python import QuickPython
 
 from surgery.conversion import convert
@@ -107,6 +108,21 @@ def test_links_lead_somewhere(page):
 def test_the_readme_leads_to_every_page():
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(links(ROOT / "README.md"))
     assert [language for language, _ in blocks(ROOT / "README.md")].count("text") == 1
+
+
+def test_the_site_has_every_page_once():
+    """mkdocs.yml; `mkdocs build --strict` itself needs an extra that is not installed here."""
+    listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    groups = [[entry] if isinstance(entry, str) else next(iter(entry.values())) for entry in listed]
+    assert sorted(sum(groups, [])) == sorted(page.name for page in PAGES[1:]), (
+        "every page of docs/ is in mkdocs.yml's nav, once"
+    )
+
+
+def test_pages_stay_within_the_site():
+    for page in PAGES[1:]:
+        out = [link for link in links(page) if link.startswith("..")]
+        assert not out, f"{page.name}: {out} work on GitHub, not on the site; name the file instead"
 
 
 def test_the_tree_names_every_file():
