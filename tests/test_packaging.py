@@ -1,17 +1,20 @@
-"""What a wheel contains, and that it works where there is no checkout."""
+"""What a source distribution and a wheel contain, and that the wheel works where there is no checkout."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("surgery", "kernels", "eval", "recipes", "pyproject.toml", "README.md", "LICENSE")
+PACKAGES = ("surgery", "kernels", "eval", "recipes")
+BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-cpu.txt")
+SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 WORKS = """
 import surgery, surgery.eval.run, surgery.kernels, surgery.recipes.papers.tiny
 from surgery.recipe import shipped_recipes
@@ -21,15 +24,24 @@ print(*shipped_recipes())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def sdist(tmp_path_factory):
     """Built from a copy, for setuptools leaves its traces where it builds."""
-    place = tmp_path_factory.mktemp("wheel")
-    (place / "source").mkdir()
-    for name in SHIPPED:
+    place = tmp_path_factory.mktemp("sdist")
+    for name in (*PACKAGES, *BESIDE, "docs", "tests"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, place / "source" / name)
+        copy(ROOT / name, place / name)
+    done = subprocess.run([sys.executable, "-c", SDIST, "dist"], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = (place / "dist").glob("transformer_surgery-*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Built from the source distribution, as pip does where it finds no wheel."""
+    place = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(place)]
-    done = subprocess.run([*command, str(place / "source")], capture_output=True, text=True)
+    done = subprocess.run([*command, str(sdist)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (built,) = place.glob("transformer_surgery-*.whl")
     return built
@@ -39,15 +51,25 @@ def names_in(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_every_module_and_every_recipe(wheel):
-    ours = [p.relative_to(ROOT) for p in (ROOT / "surgery").rglob("*.py")]
-    ours += [
-        Path("surgery") / p.relative_to(ROOT)
-        for room in ("eval", "recipes", "kernels")
-        for p in (ROOT / room).rglob("*.py")
-    ]
-    ours += [Path("surgery") / p.relative_to(ROOT) for p in (ROOT / "recipes").glob("*.yaml")]
-    assert len(ours) > 50 and {str(p) for p in ours} <= names_in(wheel)
+def in_the_checkout(room: str) -> set[str]:
+    """Every file of a room, as it is called where it is installed."""
+    files = [p for p in (ROOT / room).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return {str(p.relative_to(ROOT) if room == "surgery" else Path("surgery") / p.relative_to(ROOT)) for p in files}
+
+
+def test_everything_is_in_the_wheel(wheel):
+    """Modules, recipes, the embedded checkpoint, the page's style, timings, the small mirror of data sets."""
+    ours = set().union(*(in_the_checkout(room) for room in PACKAGES))
+    assert len(ours) > 300 and ours <= names_in(wheel), ours - names_in(wheel)
+
+
+def test_the_source_distribution_can_be_read_and_tested(sdist):
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    beside = {str(p.relative_to(ROOT)) for room in ("tests", "docs") for p in (ROOT / room).rglob("*") if p.is_file()}
+    beside = {name for name in beside if "__pycache__" not in name} | set(BESIDE)
+    assert beside <= files, beside - files
+    assert not [name for name in files if name.endswith(".pyc")]
 
 
 def test_data_marker_and_licence(wheel):
