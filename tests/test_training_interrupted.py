@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import EMBEDDED, btt, losses, recipe, texts  # noqa: F401
+from small_training import EMBEDDED, losses, recipe
 
 from surgery.training.checkpoints import Checkpoints
 from surgery.training.finetune import finetune
@@ -26,7 +26,7 @@ STAGES = [
 ]
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):  # noqa: F811
+def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     """The command itself: 130, a sentence, and --resume goes on from the step that was being taken."""
     out = tmp_path / "out"
     told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
@@ -83,7 +83,7 @@ def _grouped(rank, count, port):
 
 
 @pytest.fixture(scope="module")
-def whole(btt, texts, tmp_path_factory):  # noqa: F811
+def whole(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
     told = recipe(texts, *STAGES, checkpoint=1)
     assert processes(1, lambda _: finetune(str(btt), told, out, device="cpu", track="none")) == [0]
@@ -91,7 +91,7 @@ def whole(btt, texts, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_path, before, after):  # noqa: F811
+def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_path, before, after):
     """Begun by some, gone on with by others: the losses of one that was never interrupted."""
     out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
 
@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_p
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):  # noqa: F811
+def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):
     """The other only reads what it wrote, and both train as one does."""
     from surgery.training.encode import Encoder
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from small_training import EMBEDDED, btt, losses, mixed, recipe, texts  # noqa: F401
+from small_training import EMBEDDED, losses, recipe
 
 from surgery.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -18,7 +18,7 @@ LM = {"kind": "lm", "trains": ["all"], "ema": 0.9}
 
 
 @pytest.fixture(scope="session")
-def whole(btt, texts, tmp_path_factory):  # noqa: F811
+def whole(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "healed"
     return out, finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED))
 
@@ -37,7 +37,7 @@ def test_healing_brings_the_loss_down(whole):
     assert len(losses(out / "training")) == 8
 
 
-def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):  # noqa: F811
+def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):
     from transformers import AutoModelForCausalLM
 
     import surgery  # noqa: F401
@@ -53,14 +53,14 @@ def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):  # noqa: F8
     AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_is_not_trained_stays_as_it_was(btt, texts, tmp_path):  # noqa: F811
+def test_what_is_not_trained_stays_as_it_was(btt, texts, tmp_path):
     finetune(str(btt), recipe(texts, {"kind": "lm", "trains": ["mlp.up"], "tokens": 512}), tmp_path / "out")
     before, after = weights(btt), weights(tmp_path / "out")
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert changed and all(".mlp.up_proj." in n for n in changed)
 
 
-def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, monkeypatch):
     """Killed in each stage, between two checkpoints."""
     from surgery.training.loop import Loop
 
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(weights(out).values(), weights(whole[0]).values()))
 
 
-def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeypatch):
     """As on a GPU; checkpoints hold where the data goes on as well."""
     from surgery.training import loop
     from surgery.training.ahead import Beside
@@ -111,7 +111,7 @@ def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeyp
     assert losses(tmp_path / "process" / "training") == losses(tmp_path / "thread" / "training")
 
 
-def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):  # noqa: F811
+def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):
     stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
     runs = []
     for rows in (4, 1):
@@ -120,7 +120,7 @@ def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):  # noq
     torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):  # noqa: F811
+def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):
     stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
     for memory in ("keep", "checkpoint"):
         finetune(str(btt), recipe(texts, {**stage, "memory": memory}), tmp_path / memory)
@@ -128,7 +128,7 @@ def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):  # noqa: 
     torch.testing.assert_close(*pair)
 
 
-def test_every_stage_is_in_the_precision_asked_for(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_every_stage_is_in_the_precision_asked_for(btt, texts, tmp_path, monkeypatch):
     """Accelerate takes a model that it has met for prepared, and leaves its precision out."""
     from surgery.training.stages.lm import LMStage
 
@@ -149,7 +149,7 @@ def test_every_stage_is_in_the_precision_asked_for(btt, texts, tmp_path, monkeyp
     assert seen == [torch.bfloat16] * 4
 
 
-def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):  # noqa: F811
+def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):
     finetune(str(btt), recipe(texts, {"kind": "lm", "tokens": 512, "weight_norm": "cores"}), tmp_path / "out")
     assert weights(btt).keys() == weights(tmp_path / "out").keys()
 
@@ -166,13 +166,13 @@ def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):  # 
         ({"kind": "lm"}, {"teacher": "nowhere/at/all"}, "does not exist"),
     ],
 )
-def test_refusals(btt, texts, tmp_path, stage, options, said):  # noqa: F811
+def test_refusals(btt, texts, tmp_path, stage, options, said):
     with pytest.raises(SurgeryError, match=said):
         finetune(str(btt), recipe(texts, stage), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
 
 
-def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):  # noqa: F811
+def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(SurgeryError, match="--resume"):
         finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
@@ -207,7 +207,7 @@ def poisoned(monkeypatch):
     return poison
 
 
-def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poisoned):  # noqa: F811
+def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poisoned):
     """Though the loop looks only every fourth step; the message names step, module and checkpoint."""
     poisoned("mlp", 13)  # the fourth step of four rows
     told = recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
@@ -219,7 +219,7 @@ def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "out").values())
 
 
-def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):  # noqa: F811
+def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):
     """Weights after a bad last step are those before it."""
     stage = {"kind": "lm", "trains": ["new"], "schedule": {"name": "constant", "warmup": 0}}
     finetune(str(btt), recipe(texts, {**stage, "tokens": 512}), tmp_path / "two")
@@ -230,7 +230,7 @@ def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):  # no
     )
 
 
-def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):  # noqa: F811
+def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):
     stage = {
         "kind": "lm",
         "trains": ["new"],
@@ -242,7 +242,7 @@ def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):  # noqa: F81
         finetune(str(btt), recipe(texts, stage), tmp_path / "out")
 
 
-def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):  # noqa: F811
+def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
     from surgery.training.checkpoints import Checkpoints
 
     state = tmp_path / "checkpoints" / "stage-00-step-0000002" / "state.json"
@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):  # noqa: F811
         found.position(state.parent)
 
 
-def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):  # noqa: F811
+def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
     poisoned("loss", 9)
     with pytest.raises(SurgeryError, match="no number"):
         finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
@@ -263,7 +263,7 @@ def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):  # noqa:
         finetune(str(btt), recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)
 
 
-def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):  # noqa: F811
+def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):
     """The same losses, to the precision its targets are stored in."""
     from surgery.training.data import make_data
     from surgery.training.models import load, opened, tokenizer_of

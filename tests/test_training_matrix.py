@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from small_training import EMBEDDED, mixed, recipe, texts  # noqa: F401
+from small_training import EMBEDDED, recipe
 
 from surgery.attention import install
 from surgery.errors import SurgeryError
@@ -209,7 +209,7 @@ def test_a_matrix_needs_attention_and_a_weight():
             AlignStage(Align(**told, **options)).prepare(Models(student, student, teacher), roles)
 
 
-def test_a_run_of_the_three_stages(mixed, texts, tmp_path):  # noqa: F811
+def test_a_run_of_the_three_stages(mixed, texts, tmp_path):
     """MOHAWK whole: matrices, outputs along the student's path, logits."""
     orientation = {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "output_weight": 0}
     orientation |= {"matrix_weight": 1.0, "matrix_probes": 64, "tokens": 1536, "rate": 1e-3, "data": {"rows": 4}}

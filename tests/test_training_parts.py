@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from small_training import btt, losses, recipe, texts  # noqa: F401
+from small_training import losses, recipe
 
 from surgery.errors import SurgeryError
 from surgery.structures import STRUCTURES
@@ -42,7 +42,7 @@ def test_cores_may_shrink_but_not_outgrow_their_start():
     torch.testing.assert_close(model[0].weight, 0.2 * before)
 
 
-def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):
     """In the second stage, where the size that holds is that of the first one's end."""
     from surgery.training import finetune as verb
     from surgery.training.loop import Loop
@@ -113,7 +113,7 @@ def test_a_reading_process_that_is_killed_is_named():
         list(ready)
 
 
-def test_a_process_reads_what_a_thread_reads(texts):  # noqa: F811
+def test_a_process_reads_what_a_thread_reads(texts):
     """Steps with tensors, states and all."""
     from small_training import EMBEDDED
 
@@ -145,16 +145,40 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
     assert tracker("none") == []
 
 
-def test_deepspeed_is_refused(monkeypatch):
+def test_what_spreads_otherwise_is_refused():
     from types import SimpleNamespace
 
     from accelerate.utils import DistributedType
 
     from surgery.training.devices import _refuse_others
 
-    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    for kind in (DistributedType.MEGATRON_LM, DistributedType.FSDP):
         with pytest.raises(SurgeryError, match=r"fsdp2\.yaml"):
             _refuse_others(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"zero_optimization": {"stage": 0}}, "stage 0 spreads nothing"),
+        ({"optimizer": {"type": "Adam"}}, "the optimiser is the recipe's"),
+        ({"bf16": {"enabled": True}}, "set precision: bf16"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "weights stay on the devices"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to the CPU's memory"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "kept exact"),
+    ],
+)
+def test_settings_of_deepspeed_that_a_healing_cannot_keep(settings, why):
+    from types import SimpleNamespace
+
+    from accelerate.utils import DistributedType
+
+    from surgery.training.devices import _refuse_others
+
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, **settings})
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    with pytest.raises(SurgeryError, match=why):
+        _refuse_others(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=state))
 
 
 def test_a_run_may_have_another_precision_than_the_one_before(tmp_path):

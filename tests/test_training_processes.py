@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from small_training import EMBEDDED, btt, losses, recipe, texts  # noqa: F401
+from small_training import EMBEDDED, losses
 
 from surgery.training.finetune import finetune
 
@@ -24,21 +24,21 @@ STAGES = [
 ]
 
 
-def told(texts):  # noqa: F811
+def told(texts):
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
     common = {"length": 48, "batch": 4, "rows": 2, "tokens": 384, "rate": 1e-4}
     return {"precision": "float32", "log": 1, "checkpoint": 1, "data": data, "common": common, "stages": STAGES}
 
 
 @pytest.fixture(scope="session")
-def alone(btt, texts, tmp_path_factory):  # noqa: F811
+def alone(btt, texts, tmp_path_factory):
     from surgery.training.recipe import parse_healing
 
     out = tmp_path_factory.mktemp("alone") / "out"
     return out, finetune(str(btt), parse_healing(told(texts)), out, teacher=str(EMBEDDED))
 
 
-def launched(btt, texts, folder, settings):  # noqa: F811
+def launched(btt, texts, folder, settings):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(told(texts)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize("how", ["replicated", "fsdp2"])
-def test_two_are_one(alone, btt, texts, tmp_path, how):  # noqa: F811
+def test_two_are_one(alone, btt, texts, tmp_path, how):
     shipped = yaml.safe_load((ROOT / "recipes/accelerate/fsdp2.yaml").read_text())
     settings = {**(shipped if how == "fsdp2" else REPLICATED), "num_processes": 2, "mixed_precision": "no"}
     record = launched(btt, texts, tmp_path, settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_training import EMBEDDED, btt, losses, mixed, texts  # noqa: F401
+from small_training import EMBEDDED
 
 from surgery.errors import SurgeryError
 from surgery.structures import STRUCTURES
@@ -18,7 +18,7 @@ ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
 
 
 @pytest.mark.parametrize("name", ["quick", "standard", "long", "weights-only", "small-linears", "small-attention"])
-def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):  # noqa: F811
+def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):
     assert name in shipped()
     few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]
     few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_training import EMBEDDED, btt, losses, mixed, recipe, texts  # noqa: F401
+from small_training import EMBEDDED, recipe
 
 from surgery.errors import SurgeryError
 from surgery.training import models as opening
@@ -44,7 +44,7 @@ def test_the_teacher_itself_has_nothing_to_learn(kind):
     assert abs(float(stage.losses(models, rows())["total"])) < 1e-3
 
 
-def test_align_is_each_module_on_the_teacher_s_inputs(btt):  # noqa: F811
+def test_align_is_each_module_on_the_teacher_s_inputs(btt):
     models, roles = opened(btt)
     stage = staged(models, roles, kind="align", of=["mlp"])
     batch = rows()
@@ -65,7 +65,7 @@ def test_align_is_each_module_on_the_teacher_s_inputs(btt):  # noqa: F811
     torch.testing.assert_close(alone.losses(models, batch)["total"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_align_trains_modules_independently(btt):  # noqa: F811
+def test_align_trains_modules_independently(btt):
     """A module's gradient is the same whatever else is aligned, up to its share of the mean."""
     models, roles = opened(btt)
     gradients = []
@@ -79,7 +79,7 @@ def test_align_trains_modules_independently(btt):  # noqa: F811
     torch.testing.assert_close(*gradients)
 
 
-def test_hidden_follows_the_student_s_own_path(btt):  # noqa: F811
+def test_hidden_follows_the_student_s_own_path(btt):
     models, roles = opened(btt)
     stage = staged(models, roles, kind="hidden")
     batch = rows()
@@ -106,7 +106,7 @@ def test_top_k_lumps_the_rest():
         assert (parts <= kl_of_logits(student, teacher, temperature) + 1e-5).all()
 
 
-def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):  # noqa: F811
+def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
     """Values and gradients, with temperature and cross-entropy mixed in."""
     from surgery.training.stages import distill
 
@@ -124,7 +124,7 @@ def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill", "lm"])
-def test_mixers_learn_from_every_stage(mixed, texts, tmp_path, kind):  # noqa: F811
+def test_mixers_learn_from_every_stage(mixed, texts, tmp_path, kind):
     stage = {"kind": kind, "trains": ["mixers"], "rates": {"mixers": 1e-2}, "tokens": 1280}
     record = finetune(str(mixed), recipe(texts, stage), tmp_path / "out", teacher=str(EMBEDDED))
     (told,) = record["stages"]
@@ -133,7 +133,7 @@ def test_mixers_learn_from_every_stage(mixed, texts, tmp_path, kind):  # noqa: F
         assert told["last_loss"] < told["first_loss"]
 
 
-def test_lora_is_merged_into_what_is_dense(mixed, texts, tmp_path):  # noqa: F811
+def test_lora_is_merged_into_what_is_dense(mixed, texts, tmp_path):
     """The output projections of attention with mixers too, which are folded."""
     from safetensors.torch import load_file
 
@@ -149,7 +149,7 @@ def test_lora_is_merged_into_what_is_dense(mixed, texts, tmp_path):  # noqa: F81
     assert abs(measured[0] - measured[1]) < 1e-4
 
 
-def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp_path):  # noqa: F811
+def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -169,13 +169,13 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
     assert len(loras) == 12 and all(bool(p.abs().sum() > 0) for p in loras)
 
 
-def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):  # noqa: F811
+def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):
     stages = {"kind": "lora", "targets": ["mlp.up"]}, {"kind": "lm"}
     with pytest.raises(SurgeryError, match="make it the last"):
         finetune(str(btt), recipe(texts, *stages), tmp_path / "out")
 
 
-def test_what_neither_changes_is_shared(btt):  # noqa: F811
+def test_what_neither_changes_is_shared(btt):
     models, roles = opened(btt)
     changing = {n for n, _ in models.student.named_parameters() if "layers" in n}
     assert opening.share_frozen(models.student, models.teacher, changing) > 0
@@ -184,7 +184,7 @@ def test_what_neither_changes_is_shared(btt):  # noqa: F811
     assert all(roles.values())
 
 
-def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, monkeypatch):
     seen = []
     plain = LMStage.losses
 

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from small_training import EMBEDDED, btt, recipe, texts  # noqa: F401
+from small_training import recipe
 
 from surgery.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -31,7 +31,7 @@ def events(folder):
     return found
 
 
-def test_tensorboard_has_what_the_log_has(btt, texts, tmp_path):  # noqa: F811
+def test_tensorboard_has_what_the_log_has(btt, texts, tmp_path):
     pytest.importorskip("tensorboardX")
     finetune(str(btt), recipe(texts, STAGE, evaluate=2), tmp_path / "out", track="tensorboard", device="cpu")
     training = tmp_path / "out" / "training"
@@ -68,7 +68,7 @@ def wandb(monkeypatch):
     return fake, calls
 
 
-def test_wandb_is_told_once_a_line(btt, texts, tmp_path, wandb):  # noqa: F811
+def test_wandb_is_told_once_a_line(btt, texts, tmp_path, wandb):
     _, calls = wandb
     finetune(str(btt), recipe(texts, STAGE), tmp_path / "out", track="wandb", device="cpu")
     kinds = [call[0] for call in calls]
@@ -78,7 +78,7 @@ def test_wandb_is_told_once_a_line(btt, texts, tmp_path, wandb):  # noqa: F811
     assert [call[1] for call in calls if call[0] == "log"] == [1, 2, 3, 4]
 
 
-def test_a_tracker_that_does_not_start_says_what_to_do(btt, texts, tmp_path, wandb):  # noqa: F811
+def test_a_tracker_that_does_not_start_says_what_to_do(btt, texts, tmp_path, wandb):
     fake, _ = wandb
 
     def refuses(**_):
@@ -90,7 +90,7 @@ def test_a_tracker_that_does_not_start_says_what_to_do(btt, texts, tmp_path, wan
     assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
 
 
-def test_a_missing_package_is_named(btt, texts, tmp_path, monkeypatch):  # noqa: F811
+def test_a_missing_package_is_named(btt, texts, tmp_path, monkeypatch):
     from accelerate.utils import imports
 
     monkeypatch.setattr(imports, "is_trackio_available", lambda: False, raising=False)
