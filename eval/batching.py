@@ -1,12 +1,13 @@
 """Scores items in batches, longest first, shared over the processes; a batch that does not fit is halved. What must be made before it
-can be scored (a text of 128K tokens) is made in a thread meanwhile, a batch ahead: the device does not wait, and memory
+can be scored (a text of 128K tokens) is made in threads meanwhile, a batch ahead: the device does not wait, and memory
 holds two batches."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -32,7 +33,7 @@ def in_batches(
     prepare: Callable[[T], Any] | None = None,
 ) -> list[R]:
     """score(batch) of all items, in their order, to every process. size: tokens of an item, and in a batch none is below half
-    of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in a thread, one at a time."""
+    of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in threads, several at a time."""
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[subject.ranks.index :: subject.ranks.count]
     start = tokens or TOKENS.get(subject.device.type, 2**17)
@@ -57,14 +58,14 @@ class _Batches(Generic[T, R]):
 
     def run(self, own: list[int], title: str) -> dict[int, R]:
         found: dict[int, R] = {}
-        with self.subject.progress.bar(title, len(own)) as tick, ThreadPoolExecutor(1) as thread:
+        with self.subject.progress.bar(title, len(own)) as tick, ThreadPoolExecutor(self._threads()) as threads:
             batch = self._next(own)
-            ready = self._made(thread, batch)
+            ready = self._made(threads, batch)
             while batch:
                 left = own[len(found) + len(batch) :]
                 after = self._next(left)
-                ahead = self._made(thread, after)
-                scores = self._scored(ready.result(), batch)
+                ahead = self._made(threads, after)
+                scores = self._scored([each.result() for each in ready], batch)
                 found.update(zip(batch, scores))
                 tick(len(batch))
                 batch, ready = after, ahead
@@ -78,8 +79,12 @@ class _Batches(Generic[T, R]):
         rows = wanted if self.rows is None else min(wanted, self.rows)
         return [i for i in left[:rows] if 2 * self.size(self.items[i]) >= longest]
 
-    def _made(self, thread: ThreadPoolExecutor, batch: list[int]) -> Any:
-        return thread.submit(lambda: [self.prepare(self.items[i]) for i in batch])
+    def _threads(self) -> int:
+        """Tokenizers work outside Python's lock, each on a core; more than a few would wait for each other's Python."""
+        return max(1, min(8, (os.cpu_count() or 1) // self.subject.ranks.count))
+
+    def _made(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
+        return [threads.submit(self.prepare, self.items[i]) for i in batch]
 
     def _scored(self, made: list[Any], batch: list[int]) -> list[R]:
         """In as many parts as memory asks for."""

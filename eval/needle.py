@@ -12,9 +12,13 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
+from surgery.eval.encoding import Counts, counter, encoder
 from surgery.recipes.papers.stories import Question, needle_question
+
+Encoded = tuple[list[int], int]  # the tokens of prompt and answer, and how many are the prompt's
 
 LENGTHS = (64, 128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -93,28 +97,35 @@ def questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int
         yield numbered_question(tokenizer, length, depth, index, seed)
 
 
-def numbered_question(tokenizer: Any, length: int, depth: float, index: int, seed: int) -> Question:
+def numbered_question(
+    tokenizer: Any, length: int, depth: float, index: int, seed: int, counts: Counts | None = None
+) -> Question:
+    """counts: the tokenizer's, made once for many questions."""
     rng = Random(f"needle {seed} {length} {depth} {index}")
     room = length - tokenizer.num_special_tokens_to_add()
-    return needle_question(rng, room, depth, count=lambda text: len(_ids(tokenizer, text, False)))
+    return needle_question(rng, room, depth, counts=counts or counter(tokenizer, special=False))
 
 
-def encode(tokenizer: Any, question: Question) -> tuple[list[int], int]:
+def encode(tokenizer: Any, question: Question) -> Encoded:
     """The tokens of prompt and answer, and how many of them are the prompt's: those that end in it."""
-    whole = question.prompt + question.answer
-    if tokenizer.is_fast:
-        found = tokenizer(whole, verbose=False, return_offsets_mapping=True)
-        ends, size = found.offset_mapping, len(question.prompt)
-        return found.input_ids, next((i for i, (_, end) in enumerate(ends) if end > size), len(ends))
-    ids, prompt = _ids(tokenizer, whole, True), _ids(tokenizer, question.prompt, True)
-    return ids, next((i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b), min(len(ids), len(prompt)))
+    whole, size = question.prompt + question.answer, len(question.prompt)
+    fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch", None)
+    if fast is None:
+        ids, prompt = encoder(tokenizer)([whole, question.prompt])
+        same = min(len(ids), len(prompt))
+        return ids.tolist(), next((i for i in range(same) if ids[i] != prompt[i]), same)
+    (found,) = fast([whole])
+    start = found.char_to_token(size)  # the first token beyond the prompt has the answer's first character, if any has
+    if start is None:
+        start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
+    return found.ids, start
 
 
 @torch.inference_mode()
-def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: torch.device) -> list[bool]:
+def score(model: torch.nn.Module, batch: list[Encoded], device: torch.device) -> list[bool]:
     """For each (tokens, prompt length): is every answer token the argmax? Padded right, so without a mask."""
     longest = max(len(ids) for ids, _ in batch)
-    ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _ in batch], device=device)
+    ids_BT = padded(batch, longest).to(device)
     # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
     positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -122,14 +133,19 @@ def score(model: torch.nn.Module, batch: list[tuple[list[int], int]], device: to
     else:
         logits_BNv = model(input_ids=ids_BT).logits[:, positions_N]
     guess_BN = logits_BNv.argmax(-1).tolist()
-    first = int(positions_N[0])
+    first = min(start for _, start in batch) - 1  # known here: asking positions_N would wait for the device
     return [
         guess[start - 1 - first : len(ids) - 1 - first] == ids[start:] for guess, (ids, start) in zip(guess_BN, batch)
     ]
 
 
-def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    return tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+def padded(batch: list[Encoded], longest: int) -> torch.Tensor:
+    """On the right, with each row's last token."""
+    ids_BT = np.empty((len(batch), longest), dtype=np.int64)
+    for row, (ids, _) in zip(ids_BT, batch):
+        row[: len(ids)] = np.fromiter(ids, dtype=np.int64, count=len(ids))
+        row[len(ids) :] = ids[-1]
+    return torch.from_numpy(ids_BT)
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:

@@ -20,6 +20,7 @@ import torch
 from surgery.calibrate import special_tokens
 from surgery.errors import SurgeryError
 from surgery.eval.draws import drawn
+from surgery.eval.encoding import encoder
 from surgery.recipes.papers.stories import filler
 
 CANDIDATES, KEYS = 16, 4
@@ -42,6 +43,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.before, _ = special_tokens(tokenizer)
+        self.encode = encoder(tokenizer, special=False)
         special = set(tokenizer.all_special_ids)
         ordinary = [i for i in range(len(tokenizer)) if i not in special]
         texts = tokenizer.batch_decode([[i] for i in ordinary], clean_up_tokenization_spaces=False)
@@ -53,7 +55,7 @@ class Vocabulary:
             raise SurgeryError(f"the tokenizer has {len(self.words)} tokens; {CANDIDATES + KEYS} are needed")
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.encode([text])[0].tolist()
 
 
 def ranking(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> Ranking:

@@ -38,8 +38,10 @@ class Kept:
         score: Callable[[list[T]], list[Any]],
         size: Callable[[T], int],
         title: str,
+        tokens: int | None = None,
     ) -> list[Any]:
-        """score(batch) of those items that have no answer yet, in batches; asked: all that an answer depends on, as JSON."""
+        """score(batch) of those items that have no answer yet, in batches (of so many tokens); asked: all that an answer
+        depends on, as JSON."""
         keys = [stable_id(__version__, asked(item)) if self.folder else str(i) for i, item in enumerate(items)]
         left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
@@ -48,7 +50,9 @@ class Kept:
             self._write([(keys[i], answer) for i, answer in zip(batch, found)])
             return found
 
-        found = dict(zip(left, in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title)))
+        found = dict(
+            zip(left, in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title, tokens))
+        )
         return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
 
     def _read(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ class StoryNeedles:
                 rng = room.rng(self.name, index, depth)
                 place = rng.random() if depth is None else depth
                 goal = room.length - self.answer_tokens
-                asked = needle_question(rng, goal - special, place, count=lambda text: room.count(text) - special)
+                asked = needle_question(
+                    rng, goal - special, place, counts=lambda texts: [room.count(text) - special for text in texts]
+                )
                 tokens = room.count(asked.prompt) + self.answer_tokens
                 if tokens > room.length:
                     raise Unfit(f"needs {tokens:,} tokens with this tokenizer")

@@ -14,6 +14,7 @@ from typing import Any
 from surgery.calibrate import document_stream
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.batching import in_batches
+from surgery.eval.encoding import counter
 from surgery.eval.losses import check_head
 from surgery.eval.needle import DEPTHS, LENGTHS, encode, numbered_question
 from surgery.eval.needle import score as found
@@ -72,9 +73,11 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
 
 
 def _stories(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+    counts = counter(subject.tokenizer, special=False)
+
     def write(cell: Cell) -> tuple[Cell, Any, Any]:
         try:
-            question = numbered_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed)
+            question = numbered_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
         except ValueError as error:  # too short for its facts
             raise SurgeryError(f"needle: {error}") from None
         return cell, question, encode(subject.tokenizer, question)

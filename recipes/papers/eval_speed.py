@@ -1,6 +1,6 @@
 """What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
 
-python -m surgery.recipes.papers.eval_speed --length 32768 --samples 8 --suite needle:needle --suite niah --new 0 --new 128
+python -m surgery.recipes.papers.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new 128
 
 The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
 generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from surgery.calibrate import load_tokenizer
 from surgery.devices import choose_device, device_name
 from surgery.eval.batching import TOKENS
+from surgery.eval.harness.lm import generation_tokens
 from surgery.eval.ranks import Ranks
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import RichProgress
@@ -56,14 +58,15 @@ def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
 
 
 @torch.inference_mode()
-def bare(subject: Subject, length: int, samples: int, rows: int, new: int) -> float:
-    """Seconds of the model alone, after a warm-up."""
-    ids_BT = torch.randint(5, 1000, (rows, length), device=subject.device)
-    _read(subject.model, ids_BT, min(new, 2))
-    began = time.perf_counter()
-    for first in range(0, samples, rows):
-        _read(subject.model, ids_BT[: min(rows, samples - first)], new)
-    return time.perf_counter() - began
+def bare(subject: Subject, length: int, batches: int, rows: int, new: int) -> list[float]:
+    """Seconds of each batch of the model alone."""
+    ids_BT = torch.randint(5, 1000, (rows, length - new), device=subject.device)
+    seconds = []
+    for _ in range(batches):
+        began = time.perf_counter()
+        _read(subject.model, ids_BT, new)
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _read(model: Any, ids_BT: torch.Tensor, new: int) -> None:
@@ -95,6 +98,22 @@ def measured(
     return {"suite": name, "samples": len(result.samples), "seconds": seconds}
 
 
+def beside(subject: Subject, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
+    """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
+    tokens = generation_tokens(subject.device) if new else TOKENS.get(subject.device.type, 2**17)
+    rows = told.rows or max(1, min(told.samples, tokens // length))
+    bare(subject, length - new + min(new, 2), 1, rows, min(new, 2))  # a warm-up
+    times = bare(subject, length, told.bare_batches, rows, new)
+    found = measured(subject, name, length, told.samples, rows, told.data_root)
+    times += bare(subject, length, told.bare_batches, rows, new)
+    rates = [rows / seconds for seconds in times]
+    mean = statistics.fmean(rates)
+    error = statistics.stdev(rates) / len(rates) ** 0.5
+    rate = found["samples"] / found["seconds"]
+    found |= {"length": length, "rows": rows, "new": new, "samples_per_second": rate}
+    return found | {"bare_samples_per_second": mean, "bare_error": error, "share": rate / mean}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
@@ -102,26 +121,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--suite", action="append", help="suite, or suite:task")
     parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
+    parser.add_argument("--rows", type=int, help="of a batch, of both; default: what --batch-size auto begins with")
+    parser.add_argument("--bare-batches", type=int, default=1, help="of the bare loop, before the suite and after it")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
-    arguments = parser.parse_args()
-    device = choose_device(arguments.device)
-    lengths = arguments.length or [32768]
-    subject = subject_of(arguments.shape, device, max(lengths) + 1024)
+    told = parser.parse_args()
+    device = choose_device(told.device)
+    lengths = told.length or [32768]
+    subject = subject_of(told.shape, device, max(lengths) + 1024)
     print(
         f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True
     )
+    names = told.suite or ["needle:needle", "needle:needle-rank"]
     for length in lengths:
-        rows = max(1, TOKENS.get(device.type, 2**17) // length)
-        names = arguments.suite or ["needle:needle", "needle:needle-rank"]
-        alone: dict[int, float] = {}
-        for name, new in zip(names, (arguments.new or []) + [0] * len(names)):
-            if new not in alone:
-                alone[new] = bare(subject, length, arguments.samples, rows, new) / arguments.samples
-            found = measured(subject, name, length, arguments.samples, rows, arguments.data_root)
-            each = found["seconds"] / found["samples"]
-            found |= {"length": length, "rows": rows, "samples_per_second": 1 / each}
-            found |= {"bare_samples_per_second": 1 / alone[new], "new": new, "share": alone[new] / each}
+        for name, new in zip(names, (told.new or []) + [0] * len(names)):
+            found = beside(subject, name, length, new, told)
             print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
 
 

@@ -15,7 +15,7 @@ whatever `count` function is passed in (default: words, digits and punctuation m
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -23,6 +23,7 @@ from surgery.recipes.papers.lexicon import WORDS
 from surgery.recipes.papers.world import World, between, pick
 
 Count = Callable[[str], int]
+Counts = Callable[[Sequence[str]], list[int]]  # of many texts at once, as fast tokenizers like it
 
 END = "<|endoftext|>"
 # What the tokenizer cuts text into before it merges bytes: a word, a digit or a mark, each with its space.
@@ -105,18 +106,39 @@ def mixed_facts(rng: Random, n: int) -> list[Fact]:
     return [Fact("favorite color of", name, pick(rng, WORDS["adjective"][:12])) for name in names]
 
 
+def count_each(texts: Sequence[str]) -> list[int]:
+    return [count_pieces(text) for text in texts]
+
+
+def _sentence(world: World) -> str:
+    return world.person() if len(world.people) < 2 or world.rng.random() < 0.03 else world.event()
+
+
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
     """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
     world = World(rng)
     sentences: list[str] = []
     while True:
-        text = world.person() if len(world.people) < 2 or rng.random() < 0.03 else world.event()
+        text = _sentence(world)
         length -= count(text)
         if length < 0:
             return sentences
         sentences.append(text)
         if ends and length < 24:
             return [*sentences, world.ending()]
+
+
+def long_filler(rng: Random, length: int, counts: Counts) -> list[str]:
+    """The same sentences, counted many at a time; nothing that rng says afterwards is to be relied on."""
+    world = World(rng)
+    sentences: list[str] = []
+    while True:
+        texts = [_sentence(world) for _ in range(8 + length // 32)]
+        for text, size in zip(texts, counts(texts)):
+            length -= size
+            if length < 0:
+                return sentences
+            sentences.append(text)
 
 
 def bury(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
@@ -133,23 +155,23 @@ def _asked(facts: list[Fact]) -> str:
 
 
 def needle_question(
-    rng: Random, length: int, depth: float, distractors: int | None = None, count: Count = count_pieces
+    rng: Random, length: int, depth: float, distractors: int | None = None, counts: Counts = count_each
 ) -> Question:
     """A code hidden at `depth` (0 first sentence, 1 last) of a story, among codes of other things.
 
-    The prompt and its answer together are at most `length` by `count`, and less by one sentence at most.
+    The prompt and its answer together are at most `length` by `counts`, and less by one sentence at most.
     distractors: how many other codes; by default one in 64 of the length, one at least and seven at most.
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"needle_question(depth={depth}): the depth is a share of the story, from 0 to 1")
     others = min(7, max(1, length // 64)) if distractors is None else distractors
     facts = code_facts(rng, 1 + others)
-    used = count("Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer)
+    (used,) = counts(["Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer])
     if used > length:
         raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
     # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
     depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
-    return Question(bury(filler(rng, length - used, count), facts, depths) + facts[0].prompt, facts[0].answer)
+    return Question(bury(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer)
 
 
 def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:

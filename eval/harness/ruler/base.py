@@ -11,11 +11,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from surgery.eval.harness.ruler.fill import Build, Count, Filled, fill
+from surgery.eval.harness.ruler.fill import Build, Count, Filled, Nearby, Sentences, fill
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,13 +52,18 @@ class Room:
     length: int
     seed: int
     texts: Mapping[str, Any]
+    sentences: dict[str, int] = field(default_factory=dict)  # counted before; of many samples of a task
 
     def rng(self, task: str, *parts: Any) -> Random:
         """Of this task, length and sample alone."""
         return Random(" ".join(map(str, ("ruler", self.seed, task, self.length, *parts))))
 
-    def filled(self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "") -> Filled:
-        found = fill(build, self.count, self.length - answer_tokens, least, most, probe, filler)
+    def filled(
+        self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "", mixed: bool = False
+    ) -> Filled:
+        """mixed: the units are in another order for every number of them."""
+        estimate = Nearby(self.count) if mixed else Sentences(self.count, self.sentences)
+        found = fill(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
         if found is None:
             needed = self.count(build(least, "")) + answer_tokens
             raise Unfit(f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer")

@@ -72,7 +72,9 @@ class CommonWords:
             context = _numbered(words[:n], shape.common, shape.other, seed, rest)
             return before + COMMON.format(context=context) + COMMON_PREFIX
 
-        found = room.filled(build, self.answer_tokens, TOP + 1, 4 * room.length, max(1, room.length // 128), filler)
+        found = room.filled(
+            build, self.answer_tokens, TOP + 1, 4 * room.length, max(1, room.length // 128), filler, mixed=True
+        )
         return Question(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(COMMON_PREFIX)],
@@ -122,7 +124,9 @@ class FrequentWords:
             Random(seed).shuffle(text)
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
-        found = room.filled(build, self.answer_tokens, 1, 16 * room.length, max(1, room.length // 32), " ..." * 64)
+        found = room.filled(
+            build, self.answer_tokens, 1, 16 * room.length, max(1, room.length // 32), " ..." * 64, mixed=True
+        )
         times = _times(found.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:
             raise Unfit(

@@ -3,8 +3,9 @@
     fill(build, count, goal, ..): the longest build(n, rest) with count(build(n, rest)) <= goal
 
 A haystack is n units (characters, words, documents) and, where the next one would be too much, `rest`: a beginning of the
-filler. Both are found by secant steps between brackets, some five counts where going up step by step takes hundreds.
-What comes out depends on the arguments alone, never on what was filled before.
+filler. Both are found by secant steps between brackets. Tokenizing is what it costs, so the search goes by estimates: the
+sum of the sentences, each counted once, or, where units are mixed anew for every n, what differs from the text before. What is
+found is counted in full. What comes out depends on the arguments alone, never on what was filled before.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from surgery.eval import encoding
+
 Build = Callable[[int, str], str]
 Count = Callable[[str], int]
 
-EXACT = 1000  # within 1/1000 of the goal: to the token below 1000 tokens
+EXACT = 1000  # within 1/1000 of the goal where no prompt is exactly that long, or estimates fail
 TURNS = 48
+ROUNDS = 4
+BESIDE = 256  # characters, either side of what differs
 
 
 @dataclass(frozen=True)
@@ -28,27 +33,98 @@ class Filled:
 
 
 def counter(tokenizer: Any) -> Count:
-    """Tokens of a prompt as a model gets it, special tokens included. Fast tokenizers count without offsets, and let other
-    threads run meanwhile."""
-    tokenizer("x", truncation=False, padding=False)  # settings of earlier calls stay on a fast tokenizer
-    fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
-    if fast is None:
-        return lambda text: len(tokenizer(text).input_ids)
-    return lambda text: len(fast([text])[0])
+    """Tokens of a prompt as a model gets it, special tokens included."""
+    counts = encoding.counter(tokenizer)
+    return lambda text: counts([text])[0]
 
 
-def fill(build: Build, count: Count, goal: int, least: int, most: int, probe: int, filler: str = "") -> Filled | None:
+class Sentences:
+    """count(text), as the sum of its sentences, each counted where one ended before it. off: what is known to be missing."""
+
+    def __init__(self, count: Count, known: dict[str, int]):
+        self.count, self.known, self.off = count, known, 0
+        self.end = count(".")
+
+    def __call__(self, text: str) -> int:
+        parts, known = text.replace(". ", ".\0 ").replace(".\n", ".\0\n").split(".\0"), self.known
+        for part in {*parts}.difference(known):
+            known[part] = self.count(f".{part}.") - self.end
+        return sum(map(known.__getitem__, parts)) + self.off
+
+    def learn(self, text: str, estimate: int) -> int:
+        """Counted in full."""
+        tokens = self.count(text)
+        self.off += tokens - estimate
+        return tokens
+
+
+class Nearby:
+    """count(text), by what differs from the text that was counted last."""
+
+    def __init__(self, count: Count):
+        self.count, self.text, self.tokens = count, "", 0
+
+    def __call__(self, text: str) -> int:
+        start, end = _same(self.text, text)
+        old, new = self.text[start : len(self.text) - end], text[start : len(text) - end]
+        if len(old) + len(new) > len(text):
+            return self.learn(text, 0)
+        return self.tokens + self.count(new) - self.count(old)
+
+    def learn(self, text: str, estimate: int) -> int:
+        if text != self.text:
+            self.text, self.tokens = text, self.count(text)
+        return self.tokens
+
+
+def _same(a: str, b: str) -> tuple[int, int]:
+    """Characters that both begin with, and that both end with, less BESIDE."""
+    most = min(len(a), len(b))
+    start = _reach(lambda n: a[:n] == b[:n], most)
+    end = _reach(lambda n: a[len(a) - n :] == b[len(b) - n :], most - start)
+    return max(0, start - BESIDE), max(0, end - BESIDE)
+
+
+def _reach(same: Callable[[int], bool], most: int) -> int:
+    """The largest n up to `most` with same(n), which holds up to it and not beyond."""
+    low, high = 0, most
+    while low < high:
+        n = (low + high + 1) // 2
+        low, high = (n, high) if same(n) else (low, n - 1)
+    return low
+
+
+def fill(
+    build: Build,
+    count: Count,
+    goal: int,
+    least: int,
+    most: int,
+    probe: int,
+    filler: str = "",
+    estimate: Sentences | Nearby | None = None,
+) -> Filled | None:
     """None: build(least, "") alone is too long. probe: units of about an eighth of the goal; filler: longer than a unit,
-    or nothing where a unit is a character."""
-    slack = goal // EXACT
-    units, tokens = largest(lambda n: count(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
-    if tokens > goal:
+    or nothing where a unit is a character; estimate: how the search counts."""
+    shortest = build(least, "")
+    estimate = estimate or Nearby(count)
+    if estimate.learn(shortest, estimate(shortest)) > goal:
         return None
+    for turn in range(ROUNDS):
+        found = _filled(build, estimate, goal, least, most, probe, filler, 0)
+        tokens = estimate.learn(found.text, found.tokens)
+        if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // EXACT):
+            return Filled(found.text, found.units, tokens)
+    return _filled(build, count, goal, least, most, probe, filler, goal // EXACT)
+
+
+def _filled(build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int) -> Filled:
+    units, tokens = largest(lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
     rest, missing = "", goal - tokens
     if missing > slack and filler:
-        guess = round(missing * len(filler) / max(1, count(filler)))
+        guess = round(missing * len(filler) / max(1, size(filler)))
         characters, tokens = largest(
-            lambda n: count(build(units, filler[:n])), goal, 0, len(filler), guess, tokens, slack, False
+            lambda n: size(build(units, filler[:n])), goal, 0, len(filler), guess, tokens, slack, False
         )
         rest = filler[:characters]
     return Filled(build(units, rest), units, tokens)

@@ -110,7 +110,7 @@ class Documents:
             return TEMPLATE.format(context=f"{shown} {rest}".rstrip(" "), question=asked.question) + PREFIX
 
         most = 4 * room.length if others else 0
-        found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4)
+        found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4, mixed=True)
         return Question(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(PREFIX)],
