@@ -1,4 +1,5 @@
-"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed.
+"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed, or for each
+length of training (--by tokens).
 
 python -m surgery.recipes.papers.healing_plot FIGURE.png ROWS.json ..          as healing.py --json wrote them
 """
@@ -33,7 +34,36 @@ def original(paths: list[Path]) -> float | None:
     return float(losses[0]) if losses else None
 
 
-def draw(found: dict[str, list[dict[str, Any]]], base: float | None, out: Path) -> None:
+def styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
+    """(label, colour) of each line; a label once."""
+    if by == "start":
+        named = [(LABELS[row["start"]], COLOURS[row["start"]]) for row in rows]
+    else:
+        told = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
+        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(told))}
+        named = [(label, colours[label]) for label in told]
+    before = [[label for label, _ in named[:i]] for i in range(len(named))]
+    return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
+
+
+def panel(axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None) -> None:
+    for row, (label, colour) in zip(rows, styles(rows, by)):
+        tokens, losses = zip(*row["curve"])
+        seen = [math.exp(min(loss, 20.0)) for loss in losses]
+        axes.plot([t / 1e6 for t in tokens], seen, color=colour, marker=".", label=label)
+    axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
+    if base is not None:
+        axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
+        axes.set_ylim(0.9 * math.exp(base), HIGHEST * math.exp(base))
+        if aim is not None:
+            axes.axhline(aim * math.exp(base), color="grey", linestyle=":", label=f"x {aim:g}")
+    axes.grid(True, which="both", linewidth=0.3)
+    axes.legend(fontsize="small")
+
+
+def draw(
+    found: dict[str, list[dict[str, Any]]], base: float | None, out: Path, by: str = "start", aim: float | None = None
+) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,21 +72,7 @@ def draw(found: dict[str, list[dict[str, Any]]], base: float | None, out: Path) 
     figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (name, rows) in enumerate(found.items()):
-        axes = figure.add_subplot(lines, columns, place + 1)
-        named: set[str] = set()
-        for row in rows:
-            tokens, losses = zip(*row["curve"])
-            label = None if row["start"] in named else LABELS[row["start"]]
-            named.add(row["start"])
-            seen = [math.exp(min(loss, 20.0)) for loss in losses]
-            axes.plot([t / 1e6 for t in tokens], seen, color=COLOURS[row["start"]], marker=".", label=label)
-        if base is not None:
-            axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
-        axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
-        if base is not None:
-            axes.set_ylim(0.9 * math.exp(base), HIGHEST * math.exp(base))
-        axes.grid(True, which="both", linewidth=0.3)
-        axes.legend(fontsize="small")
+        panel(figure.add_subplot(lines, columns, place + 1), name, rows, base, by, aim)
     figure.savefig(str(out), dpi=110)
 
 
@@ -64,9 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="+")
+    parser.add_argument("--by", choices=("start", "tokens"), default="start", help="what tells lines apart")
+    parser.add_argument("--aim", type=float, help="times the original's perplexity: a line there")
     arguments = parser.parse_args()
     found = curves(arguments.rows)
-    draw(found, original(arguments.rows), arguments.out)
+    draw(found, original(arguments.rows), arguments.out, arguments.by, arguments.aim)
     print(f"{arguments.out}: {sum(map(len, found.values()))} curves of {len(found)} conversions")
 
 
