@@ -3,6 +3,8 @@ with BTT in place of its linears. Prefill and decoding, in transformers' own cod
 
     prefill    tokens a second of one call over the prompt, cache included; the head reads the last token alone
     decode     tokens a second after that prompt, one call a token; all but the first row without cuDNN's attention
+    static     the same as generate(cache_implementation="static") makes its calls: a linear mixer's step is one CUDA graph,
+               others' transformers compiles, with room for the tokens to come
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SHAPES["main"] = SHAPES["full"]
 CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
+STATIC = {"full": (2048, 32768), "main": (8192,), "small": (64,)}  # contexts; compiled anew for each
+ROOM = 512  # tokens of a static cache behind its context
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
 ORIGINAL, WITHOUT = "original, SDPA", " without cuDNN"
 STEPS = {"full": 6, "main": 6, "small": 2}
@@ -70,6 +74,14 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
         yield Heat("model, prefill", length, where, prefills, launches=True)
         yield Heat("model, decode", length, where, steps, launches=True)
         caches.clear()
+        if length in STATIC[sizes]:
+            yield Heat(
+                "model, decode, static cache",
+                length,
+                where,
+                _static(models, length, sizes, device, dtype),
+                launches=True,
+            )
 
 
 def changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
@@ -146,6 +158,55 @@ def cudnn(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _static(models: dict[str, Any], length: int, sizes: str, device: torch.device, dtype: torch.dtype) -> list[Rival]:
+    rivals = []
+    for name, choice, change in changes(sizes):
+        if name.startswith("MLR") or choice == "reference" or name.endswith(WITHOUT):  # MLR attention's cache grows
+            continue
+        made = lambda n=name, c=change: _model(models, n, c, sizes, device, dtype)  # noqa: E731
+        kind = _in_a_graph if name.startswith("log-linear") else _compiled
+        make = lambda m=made, k=kind: k(m(), length, STEPS[sizes], device)  # noqa: E731
+        op = "original" if name == ORIGINAL else None
+        rivals.append(Rival(name, make, choice, times=STEPS[sizes], op=op))
+    return rivals
+
+
+def _in_a_graph(model: Any, length: int, steps: int, device: torch.device) -> Call:
+    """Steps of surgery.captured, behind a prefill."""
+    from transformers import DynamicCache
+
+    from surgery.captured import Captured
+
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
+    return _stepping(Captured(model, length + ROOM) if device.type == "cuda" else model, cache, length, steps, device)
+
+
+def _compiled(model: Any, length: int, steps: int, device: torch.device) -> Call:
+    """Steps of what transformers compiles, on a cache whose numbers, for time alone, are zeros."""
+    from transformers import StaticCache
+
+    cache, config = StaticCache(config=model.config, max_cache_len=length + ROOM), model.config
+    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(length)
+    call = model.get_compiled_call(None) if device.type == "cuda" else model
+    return _stepping(call, cache, length, steps, device)
+
+
+def _stepping(call: Any, cache: Any, length: int, steps: int, device: torch.device) -> Call:
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
+    place_11 = torch.full_like(token_11, length)
+
+    def run() -> None:
+        for _ in range(steps):
+            call(input_ids=token_11, position_ids=place_11, past_key_values=cache, use_cache=True)
+            place_11.add_(1)
+
+    return forward(run)
 
 
 def _left_by_prefill(caches: dict[str, Any], name: str) -> Any:
