@@ -24,8 +24,14 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-@pytest.mark.parametrize("structure", STRUCTURES.names())
-@pytest.mark.parametrize("family", FAMILIES)
+def pairs():
+    """BTT in every family, and the other structures in turns: every one in several families."""
+    others = [name for name in STRUCTURES.names() if name != "btt"]
+    for n, family in enumerate(FAMILIES):
+        yield from ((family, "btt"), (family, others[n % len(others)]))
+
+
+@pytest.mark.parametrize("family, structure", pairs())
 def test_full_rank_is_exact(family, structure, checkpoints, tmp_path):
     source = checkpoints(family)
     report = convert(str(source), recipe_of(structure=structure, rank="full"), tmp_path / "out")
@@ -77,15 +83,24 @@ def test_calibrated_beats_plain(family, checkpoints, calibration, tmp_path):
     assert errors["fitted"] < errors["plain"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_densified_computes_the_same(family, checkpoints, calibration, tmp_path):
-    source, inputs = checkpoints(family), tiny_inputs(family, 2, seed=7)
-    recipe = recipe_of(structure="auto", keep=0.6, sweeps=1, calibration=calibration(family), fused="split")
-    convert(str(source), recipe, tmp_path / "out")
-    densify(str(tmp_path / "out"), tmp_path / "dense")
-    dense = load(tmp_path / "dense")
+def the_same_densified(folder, dense_folder, inputs):
+    densify(str(folder), dense_folder)
+    dense = load(dense_folder)
     assert not hasattr(dense.config, "quantization_config")
-    assert worst(outputs_of(dense, inputs), outputs_of(load(tmp_path / "out"), inputs)) < 1e-5
+    assert worst(outputs_of(dense, inputs), outputs_of(load(folder), inputs)) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_densified_computes_the_same(family, converted, tmp_path):
+    """Every structure somewhere in every family, fused linears split."""
+    the_same_densified(converted(family), tmp_path / "dense", tiny_inputs(family, 2, seed=7))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "t5-gated"])
+def test_what_auto_chose_densified_computes_the_same(family, checkpoints, calibration, tmp_path):
+    recipe = recipe_of(structure="auto", keep=0.6, sweeps=1, calibration=calibration(family), fused="split")
+    convert(str(checkpoints(family)), recipe, tmp_path / "out")
+    the_same_densified(tmp_path / "out", tmp_path / "dense", tiny_inputs(family, 2, seed=7))
 
 
 def test_unknown_family_by_path(tmp_path):
