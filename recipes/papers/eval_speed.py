@@ -4,7 +4,8 @@ python -m surgery.recipes.papers.eval_speed --length 32768 --samples 64 --suite 
 
 The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
 generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
-length alike.
+length alike. `accelerate launch --num_processes 2 -m surgery.recipes.papers.eval_speed ..` shares the samples, and the bare loop runs in
+every process at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from surgery.calibrate import load_tokenizer
 from surgery.devices import choose_device, device_name
 from surgery.eval.batching import TOKENS
 from surgery.eval.harness.lm import generation_tokens
-from surgery.eval.ranks import Ranks
+from surgery.eval.ranks import Ranks, device_of, start_ranks
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import RichProgress
 
@@ -33,8 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
-    """Random weights; the embedded checkpoint's tokenizer."""
+def subject_of(shape: str, device: torch.device, longest: int, ranks: Ranks | None = None) -> Subject:
+    """Random weights, the same in every process; the embedded checkpoint's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = Path(str(importlib.resources.files("surgery.data.tiny")))
@@ -45,6 +46,7 @@ def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -53,7 +55,17 @@ def subject_of(shape: str, device: torch.device, longest: int) -> Subject:
     finally:
         torch.set_default_dtype(before)
     return Subject(
-        "converted", f"random-{shape}", folder, shape, model, tokenizer, device, dtype, longest, Ranks(), RichProgress()
+        "converted",
+        f"random-{shape}",
+        folder,
+        shape,
+        model,
+        tokenizer,
+        device,
+        dtype,
+        longest,
+        ranks or Ranks(),
+        RichProgress(),
     )
 
 
@@ -101,16 +113,18 @@ def measured(
 def beside(subject: Subject, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
     """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
     tokens = generation_tokens(subject.device) if new else TOKENS.get(subject.device.type, 2**17)
-    rows = told.rows or max(1, min(told.samples, tokens // length))
+    own = -(-told.samples // subject.ranks.count)
+    rows = told.rows or max(1, min(own, tokens // length))
     bare(subject, length - new + min(new, 2), 1, rows, min(new, 2))  # a warm-up
     times = bare(subject, length, told.bare_batches, rows, new)
     found = measured(subject, name, length, told.samples, rows, told.data_root)
     times += bare(subject, length, told.bare_batches, rows, new)
-    rates = [rows / seconds for seconds in times]
+    every = subject.ranks.gather(times)  # the processes' rates, added turn by turn
+    rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
     mean = statistics.fmean(rates)
     error = statistics.stdev(rates) / len(rates) ** 0.5
     rate = found["samples"] / found["seconds"]
-    found |= {"length": length, "rows": rows, "new": new, "samples_per_second": rate}
+    found |= {"processes": subject.ranks.count, "length": length, "rows": rows, "new": new, "samples_per_second": rate}
     return found | {"bare_samples_per_second": mean, "bare_error": error, "share": rate / mean}
 
 
@@ -126,17 +140,17 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
     told = parser.parse_args()
-    device = choose_device(told.device)
+    ranks = start_ranks(told.device)
+    device = choose_device(device_of(ranks, told.device))
     lengths = told.length or [32768]
-    subject = subject_of(told.shape, device, max(lengths) + 1024)
-    print(
-        f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True
-    )
+    subject = subject_of(told.shape, device, max(lengths) + 1024, ranks)
+    say = print if ranks.main else lambda *_, **__: None
+    say(f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True)
     names = told.suite or ["needle:needle", "needle:needle-rank"]
     for length in lengths:
         for name, new in zip(names, (told.new or []) + [0] * len(names)):
             found = beside(subject, name, length, new, told)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+            say(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
 
 
 if __name__ == "__main__":
