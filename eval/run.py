@@ -14,11 +14,11 @@ from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.eval.compare import Row, rows_of
 from surgery.eval.limits import Limit, Verdict, judge, parse_limits
-from surgery.eval.ranks import Ranks, device_of, start_ranks
 from surgery.eval.results import Store, key_of
 from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
 from surgery.eval.suites import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
 from surgery.progress import Progress
+from surgery.ranks import Ranks, device_of, start_ranks
 
 __all__ = ["Evaluation", "evaluate", "load"]
 

@@ -13,9 +13,9 @@ import torch
 
 from surgery.calibrate import load_tokenizer
 from surgery.errors import SurgeryError, nearest
-from surgery.eval.ranks import Ranks
 from surgery.eval.suites import Role, Subject
 from surgery.progress import Progress
+from surgery.ranks import Ranks
 from surgery.skeleton import model_class
 from surgery.source import open_converted
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # torch comes when something is measured
     import torch
     from torch import Tensor
 
-    from surgery.eval.ranks import Ranks
     from surgery.progress import Progress
+    from surgery.ranks import Ranks
 
 Role = Literal["base", "converted"]
 

@@ -18,6 +18,7 @@ from surgery.mixers import AttentionShape, Inputs, State
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
 from surgery.mlr_start import EVERYWHERE, Damage, allocate, balanced_basis, ladder
+from surgery.parts import Turn
 from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
@@ -97,6 +98,9 @@ class Watching:
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
+
+    def fold(self, turn: Turn) -> None:
+        """The forms are added to as windows go by; one process sees them all."""
 
     def record(self) -> None:
         """Nothing is written: the forms are small, and what follows from them goes into the journal."""

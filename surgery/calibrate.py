@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
+from surgery.parts import Turn
+from surgery.ranks import Ranks
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, inner
 
@@ -209,6 +211,17 @@ class Moments:
                 y_NO += gap_NO
             target.energy += inner(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
+
+    def fold(self, part: Moments, turn: Turn, ranks: Ranks, first: bool) -> None:
+        """+= the parts of a turn, in order; with others, each process adds some of the rows."""
+        for mine, other in zip(self.held(), part.held()):
+            ranks.fold_(mine, other, turn.holders, first)
+        energies = {name: target.energy for name, target in part.targets.items()}
+        said = ranks.gather((part.count, part.diverged, energies))
+        for count, diverged, found in (said[holder] for holder in turn.holders):
+            self.count, self.diverged = self.count + count, self.diverged or diverged
+            for name, energy in found.items():
+                self.targets[name].energy += energy
 
     def means(self) -> Moments:
         assert self.summing

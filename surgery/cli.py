@@ -257,6 +257,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(args=argv, standalone_mode=True)
     except SurgeryError as error:
+        if error.elsewhere and not DEBUG["on"]:
+            sys.exit(2)
         _fail(str(error), 2)
     except SystemExit as left:
         if left.code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing

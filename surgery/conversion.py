@@ -20,22 +20,23 @@ from typing import Any
 
 import torch
 
+from surgery.admission import batch_of, fingerprint_of, partial_of, refuse_out, refuse_small_disk, refuse_unlike
 from surgery.assemble import assemble, copy_companions, out_config
-from surgery.batch import Batch, refuse_unfit
+from surgery.batch import Batch
 from surgery.budget import budgets
-from surgery.calibrate import calibration_inputs
 from surgery.checkpoint import write_shims
 from surgery.datafree import layers_without_text
 from surgery.devices import choose_device, device_name
-from surgery.errors import SurgeryError
+from surgery.errors import Interrupted, SurgeryError
 from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
-from surgery.journal import LOCK, Journal, refuse_begun
+from surgery.journal import LOCK, Journal
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
 from surgery.planning import Plan, make_plan
 from surgery.precision import float32_products
 from surgery.progress import Progress
+from surgery.ranks import Ranks, device_of, start_ranks
 from surgery.recipe import Recipe
 from surgery.score import Score
 from surgery.seating import settled
@@ -62,85 +63,59 @@ def convert(
 ) -> dict[str, Any]:
     """Convert a checkpoint; the report, as written to OUT/surgery_report.json.
 
-    Raises SurgeryError, leaving nothing but what was there before, or OUT.partial for `resume`.
+    Raises SurgeryError, leaving nothing but what was there before, or OUT.partial for `resume`. Of several processes
+    (surgery.ranks) all call it, and all get the report.
     """
-    progress, out = progress or Progress(), Path(out)
+    ranks = start_ranks(device)
+    with ranks.together():
+        device, progress = device_of(ranks, device), (progress if ranks.main else None) or Progress()
+        return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
+
+
+def _convert(
+    source: str,
+    recipe: Recipe,
+    out: Path,
+    device: str | None,
+    resume: bool,
+    trust_remote_code: bool,
+    revision: str | None,
+    progress: Progress,
+    ranks: Ranks,
+) -> dict[str, Any]:
     began = time.perf_counter()
     return_freed_memory()
-    _refuse_out(out, resume)
+    ranks.by_main(lambda: refuse_out(out, resume))
     opened = open_source(source, trust_remote_code, revision=revision)
     skeleton = Skeleton(opened, trust_remote_code)
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
-    batch = _batch(opened, skeleton, recipe)
-    _refuse_small_disk(opened, plan, recipe, out)
+    batch = batch_of(opened, skeleton, recipe)
+    ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
     partial = partial_of(out)
     place = choose_device(device)
-    with Journal(partial, _fingerprint(opened, recipe, batch), resume) as journal, float32_products(place):
+    begun = fingerprint_of(opened, recipe, batch)
+    refuse_unlike(ranks, begun)
+    with Journal(partial, begun, resume, ranks) as journal, float32_products(place):
         try:
-            _refuse_out(out, True)  # another conversion may have ended there meanwhile
+            ranks.by_main(lambda: refuse_out(out, True))  # another conversion may have ended there meanwhile
             report = _Run(skeleton, plan, batch, partial, journal, place, progress).everything(began)
+        except Interrupted:
+            raise
         except SurgeryError:
-            if journal.made:  # what is refused now will be refused again: there is nothing to resume
+            if journal.made and ranks.main:  # what is refused now will be refused again: there is nothing to resume
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        _refuse_out(out, True)
-        for leftover in (journal.path.name, LOCK):
-            (partial / leftover).unlink(missing_ok=True)
-        os.replace(partial, out)
+        ranks.by_main(lambda: _moved(partial, out, journal))
     return report
 
 
-def partial_of(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
-
-
-def _refuse_out(out: Path, resume: bool) -> None:
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
-    if partial_of(out).exists() and not resume:
-        refuse_begun(partial_of(out))
-    if not out.parent.is_dir():
-        raise SurgeryError(f"{out.parent} is not a folder; make it first")
-
-
-def _batch(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:
-    if recipe.calibration is None:
-        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
-            raise SurgeryError(
-                "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
-            )
-        return None
-    inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
-    refuse_unfit(inputs, skeleton.model)
-    return Batch.of(inputs, recipe.holdout)
-
-
-def _fingerprint(source: Source, recipe: Recipe, batch: Batch | None) -> dict[str, Any]:
-    return {
-        "source": source.fingerprint(),
-        "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
-        "version": __version__,
-        "seed": recipe.seed,
-        "calibration": batch.digest() if batch else None,
-    }
-
-
-def _refuse_small_disk(source: Source, plan: Plan, recipe: Recipe, out: Path) -> None:
-    """Before starting: what is written at the peak, against what is free."""
-    rest = source.nbytes - sum(4 * cut.numel for cut in plan.replaced()) // 2
-    needed = max(rest, 0) + sum(int(4 * cut.budget()) for cut in plan.replaced())
-    if recipe.calibration and recipe.curvature != "none":
-        limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
-        needed += sum(4 * (cut.out**2 if cut.out <= limit else cut.out) for cut in plan.replaced())
-    place = partial_of(out) if partial_of(out).exists() else out.parent
-    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_of(out).rglob("*") if f.is_file())
-    if needed > free:
-        raise SurgeryError(
-            f"{out.parent} has {free / 1e9:.1f} GB free, the conversion writes up to {needed / 1e9:.1f} GB; "
-            "free some, or choose --out on another disk"
-        )
+def _moved(partial: Path, out: Path, journal: Journal) -> None:
+    refuse_out(out, True)
+    for leftover in (*journal.files(), partial / LOCK):
+        leftover.unlink(missing_ok=True)
+    os.replace(partial, out)
 
 
 class _Run:
@@ -157,6 +132,7 @@ class _Run:
         self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
         self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
         self.pieces, self.grams = partial / "pieces", partial / "curvature"
+        self.ranks, self.main = journal.ranks, journal.ranks.main
         self.pieces.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
         self.peaks = {"moments": 0, "hidden_states": 0}
@@ -165,11 +141,17 @@ class _Run:
     def everything(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
         hybrid = self._seats()
-        if (rest := self.journal.find("piece", piece=REST)) is None:
+        if self.journal.find("piece", piece=REST) is None:
             given, allocation = self._budgets()
-            rest = self._convert(given, allocation)
-        lines = [line for line in self.journal.lines if line["step"] == "piece"]
-        assert {line["piece"] for line in lines} == {REST, *self.plan.body.layers}
+            self._convert(given, allocation)
+        return self.ranks.by_main(lambda: self._whole(hybrid, began))
+
+    def _whole(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
+        """Pieces to a checkpoint with its report."""
+        found = [self.journal.find("piece", piece=piece) for piece in (*self.plan.body.layers, REST)]
+        lines = [line for line in found if line is not None]
+        assert len(lines) == len(found)
+        rest = lines[-1]
         with self._timed("write"):
             weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal)
             table = {path: spec for line in lines for path, spec in line["table"].items()}
@@ -207,25 +189,29 @@ class _Run:
                 self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.progress
             )
         self._count(stream)
+        given, allocation = self.ranks.agreed((given, allocation))
         self.journal.add("budgets", budgets=given, allocation=allocation)
         return given, allocation
 
-    def _convert(self, given: dict[str, float], allocation: dict[str, Any]) -> dict[str, Any]:
-        """All layers, then the rest; the journal's last line of them."""
+    def _convert(self, given: dict[str, float], allocation: dict[str, Any]) -> None:
+        """All layers, then the rest."""
         with self._timed("layers"), self.progress.bar("converting layers", len(self.plan.body.layers)) as tick:
             if self.batch is None:
                 held, head = None, self._without_text(given, tick)
             else:
                 result, head = self._with_text(self.batch, given, tick)
                 held = result.to_dict()
+        self.journal.merge()
         with self._timed("rest"):
-            return self._write(REST, head, held_out=held, allocation=allocation)
+            if self.main:
+                self._write(REST, head, held_out=held, allocation=allocation)
 
     def _with_text(self, batch: Batch, given: dict[str, float], tick: Any) -> tuple[Score, Grafts]:
         """Every layer and the head; finished layers are taken from disk."""
 
         def write(path: str, grafts: Grafts, seconds: float) -> None:
-            self._write(path, grafts, seconds=round(seconds, 3))
+            if self._writes(path):
+                self._write(path, grafts, seconds=round(seconds, 3))
             tick()
 
         stream = self._stream()
@@ -242,14 +228,20 @@ class _Run:
         )
         todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
         tick(len(self.plan.body.layers) - len(todo))
-        for path, grafts, seconds in layers_without_text(self.skeleton, self.plan, given, todo, self.device):
+        own = todo[self.ranks.index :: self.ranks.count]
+        for path, grafts, seconds in layers_without_text(self.skeleton, self.plan, given, own, self.device):
             self._write(path, grafts, seconds=round(seconds, 3))
-            tick()
+            tick(min(self.ranks.count, len(todo)))
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
 
     # -- pieces ------------------------------------------------------------------------------------
     def _stream(self) -> Stream:
-        return Stream(self.skeleton, self.plan.body.layers, self.plan.body.head, self.device, scratch=self.partial)
+        body = self.plan.body
+        return Stream(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
+
+    def _writes(self, path: str) -> bool:
+        """Whether a layer that all have is this process's to write."""
+        return self.plan.body.layers.index(path) % self.ranks.count == self.ranks.index
 
     def _count(self, stream: Stream) -> None:
         for what, size in (("moments", stream.moment_bytes), ("hidden_states", stream.hidden_bytes)):
@@ -267,7 +259,7 @@ class _Run:
             return None
         return reload_grafts(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
 
-    def _write(self, unit: str, grafts: Grafts, **said: Any) -> dict[str, Any]:
+    def _write(self, unit: str, grafts: Grafts, **said: Any) -> None:
         """The unit's tensors: stand-ins, and everything else as it was."""
         replaced = {f"{file_name(self.skeleton, path)}.weight" for path in grafts.modules}
         split = {
@@ -281,7 +273,6 @@ class _Run:
         write_shard(self._piece(unit), entries)
         mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
         self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **mixers, **said)
-        return self.journal.lines[-1]
 
     # -- the report --------------------------------------------------------------------------------
     @contextmanager
@@ -327,6 +318,7 @@ class _Run:
                 "layers": {line["piece"]: line["seconds"] for line in lines if "seconds" in line},
                 "device": device_name(self.device),
                 "threads": torch.get_num_threads(),
+                "processes": self.ranks.count,
             },
             "memory": {"peak_rss": peak_rss(), "calibration": self.peaks, "largest_layer": self._largest_layer()},
         }

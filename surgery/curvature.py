@@ -17,21 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
 from surgery.batch import Batch, real_rows
 from surgery.fit import damped_gram
+from surgery.goingback import Gather
 from surgery.head import ROWS, Head
 from surgery.memory import trim
+from surgery.parts import PARTS
+from surgery.phases import run_phases
 from surgery.planning import Cut, Plan
 from surgery.recipe import Recipe
 from surgery.shards import Entry, read_header, read_tensor, write_shard
 from surgery.skeleton import Skeleton
-from surgery.stream import LayerCall, Stream, run_phases, spans
+from surgery.stream import LayerCall, Stream
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.metric import add_moment_, damp_
+from surgery.structures.metric import damp_
 from surgery.weights import gram_of, matrix_of
 
 
@@ -59,8 +62,11 @@ class Survey:
         rows = next(iter(inputs.values()))
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
         with torch.enable_grad():
-            final_BTD = self.stream.run(inputs, self._visit)
-            final_BTD.backward(self._cotangent(final_BTD.detach()))
+            final_BTD = self.stream.run(inputs, self._visit, [(0, batch.fit_rows, PARTS)])
+            whole_BTD = final_BTD.detach()
+            if self.stream.ranks.count > 1:
+                whole_BTD = self.stream.complete(whole_BTD.contiguous().clone())
+            final_BTD.backward(self._cotangent(whole_BTD))
         return self.options
 
     def _visit(self, call: LayerCall) -> Any:
@@ -76,7 +82,7 @@ class Survey:
 
     def gathering(self, call: LayerCall) -> Any:
         """A context around the way back through a layer, and `record()` behind it."""
-        return _Gather(self, call)
+        return Gather(self, call)
 
     def _cotangent(self, final_BTD: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.recipe.seed)
@@ -96,7 +102,7 @@ class Survey:
                 energy = energy + share if len(energy) else share
         if cut:
             moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.stream.device)
-            self._record(body.head, {body.head: self._metric(moment_II)}, {body.head: energy})
+            self.store(body.head, {body.head: self.metric(moment_II)}, {body.head: energy})
         if self.head_mask_BT is None:
             return torch.cat(grads).view_as(final_BTD)
         out_BTD = torch.zeros_like(final_BTD)
@@ -110,23 +116,26 @@ class Survey:
             return grad_BTD
         return grad_BTD * mask_BT[..., None].to(grad_BTD)
 
-    def _metric(self, moment_II: Tensor) -> Metric:
+    def metric(self, moment_II: Tensor) -> Metric:
         """The input's side, for all linears that share the input; damps in place."""
         damp_(moment_II, self.recipe.damping)
         return Metric(moment_II)
 
-    def _record(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
+    def store(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
         """Options of every cut of a layer's linears, from their input's metric and output Gram matrix."""
-        saved = []
-        for path, metric in metrics.items():
-            for cut in self.plan.cuts[path]:
-                gram = self._kept(gram_of(cut, grams[path]))
+        ranks, cuts = self.stream.ranks, [(cut, m) for path, m in metrics.items() for cut in self.plan.cuts[path]]
+        kept = {cut.name: self._kept(gram_of(cut, grams[cut.linear.path])) for cut, _ in cuts}
+        if ranks.main:
+            saved = [Entry.of(name, gram) for name, gram in kept.items()] if self.recipe.curvature != "none" else []
+            write_shard(self.folder / f"{unit}.safetensors", saved)
+        found = {}
+        for (cut, metric), owner in zip(cuts, ranks.shares([cut.numel for cut, _ in cuts])):
+            if owner == ranks.index:
                 weight_OI = matrix_of(self.skeleton, cut, self.stream.device)
-                two_sided = Metric(metric.c_II, damped_gram(gram), metric.of_c)
-                self.options[cut.name] = options_of(cut, weight_OI, two_sided)
-                if self.recipe.curvature != "none":
-                    saved.append(Entry.of(cut.name, gram))
-        write_shard(self.folder / f"{unit}.safetensors", saved)
+                two_sided = Metric(metric.c_II, damped_gram(kept[cut.name]), metric.of_c)
+                found[cut.name] = options_of(cut, weight_OI, two_sided)
+        for theirs in ranks.gather(found):
+            self.options |= theirs
 
     def _kept(self, gram: Tensor) -> Tensor:
         """With curvature: none, outputs count alike: the mean of the energies keeps the unit."""
@@ -173,9 +182,8 @@ class _Layer(torch.autograd.Function):
         ]
         # Half the memory; what is estimated from it bears far more noise than this rounding (2^-9).
         ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers), torch.bfloat16)
-        step = survey.stream.chunk_rows(hidden.shape[1])
         phases = [(0, len(hidden), survey.going_there(call))]
-        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, step)
+        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, survey.stream)
         ctx.mark_non_differentiable(*(t for t in _tuple(out)[1:] if isinstance(t, Tensor)))
         return out if isinstance(out, Tensor) else tuple(out)
 
@@ -184,11 +192,14 @@ class _Layer(torch.autograd.Function):
         survey, call = ctx.survey, ctx.call
         gathered = survey.gathering(call)
         grads: list[Tensor | None] = [None] * len(ctx.leaves)
-        out_BTD = torch.empty_like(grad_BTD)  # the hidden states may lie in a file
+        out_BTD = torch.zeros_like(grad_BTD)  # the hidden states may lie in a file
         survey.skeleton.fill(call.path, call.device)
         with gathered:
-            for first, last in spans(0, len(ctx.hidden), survey.stream.chunk_rows(ctx.hidden.shape[1])):
-                _back(ctx, first, last, grad_BTD, out_BTD, grads)
+            step = survey.stream.chunk_rows(ctx.hidden.shape[1])
+            for turn in survey.stream.turns(0, len(ctx.hidden)):
+                for first, last in turn.spans(step):
+                    _back(ctx, first, last, grad_BTD, out_BTD, grads)
+                gathered.fold(turn)
         gathered.record()
         survey.skeleton.empty(call.path)
         trim()
@@ -217,68 +228,3 @@ def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, gr
 
 def _tuple(out: Any) -> tuple[Any, ...]:
     return (out,) if isinstance(out, Tensor) else tuple(out)
-
-
-class _Gather:
-    """Hooks on the layer's linears to be cut: input moments (one for linears that share an input) and the
-    outputs' gradients."""
-
-    def __init__(self, survey: Survey, call: LayerCall):
-        self.survey, self.path = survey, call.path
-        self.paths = list(survey.plan.of_layer(call.path))
-        self.moments: dict[str, Tensor] = {}
-        self.grams: dict[str, Tensor] = {}
-        self.same: dict[str, str] = {}  # linear -> the linear whose input it shares
-        self.rows: dict[str, int] = {}
-        self._seen: list[tuple[Tensor, str]] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for path in self.paths:
-            module = self.survey.skeleton.module(path)
-            self._handles.append(module.register_forward_hook(self._hook(path)))
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._seen.clear()
-
-    def _hook(self, path: str) -> Callable[..., None]:
-        survey = self.survey
-
-        def real(x: Tensor) -> Tensor:
-            return real_rows(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
-
-        def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            x = args[0].detach()
-            first = next((p for t, p in self._seen if t.data_ptr() == x.data_ptr() and t.shape == x.shape), None)
-            self.same[path] = first or path
-            if first is None:
-                self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
-                add_outer(self.moments, path, real(x), full=True)
-            self.rows[path] = self.rows.get(path, 0) + len(real(x[..., :1]))
-            out.register_hook(lambda grad: add_outer(self.grams, path, real(grad), self._full(path)))
-
-        return hook
-
-    def _full(self, path: str) -> bool:
-        rule, out = self.survey.recipe.curvature, self.survey.plan.cuts[path][0].linear.out
-        return rule == "full" or (rule == "auto" and 4 * out <= self.survey.tokens)
-
-    def record(self) -> None:
-        if not self.paths:
-            return
-        self.survey.stream.count_moments([*self.moments.values(), *self.grams.values()])
-        seen = [path for path in self.paths if path in self.grams]
-        shared = {path: self.survey._metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
-        metrics = {path: shared[self.same[path]] for path in seen}
-        self.survey._record(self.path, metrics, {path: self.grams[path].div_(self.rows[path]) for path in seen})
-
-
-@torch.no_grad()
-def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) -> None:
-    """sums[key] += rows^T rows, or its diagonal."""
-    if full:
-        add_moment_(sums.setdefault(key, rows_NX.new_zeros(rows_NX.shape[1], rows_NX.shape[1])), rows_NX)
-    else:
-        sums[key] = sums.get(key, 0) + rows_NX.square().sum(0)

@@ -10,6 +10,12 @@ from collections.abc import Iterable
 class SurgeryError(Exception):
     """Something the user can put right: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
 
+    elsewhere = False  # whether another process of this run says so already
+
+
+class Interrupted(SurgeryError):
+    """Nothing is wrong with what was asked: what is done is kept, and --resume goes on."""
+
 
 def nearest(word: str, valid: Iterable[str], count: int = 1) -> str:
     """A tail for a message: `; did you mean 'low_rank'?`, or the valid names when none is close."""

@@ -205,7 +205,7 @@ def _swept(start: Attempt, metric: Metric, arbiter: Arbiter, sweeps: int) -> Att
 
 def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fitted:
     linear = None if isinstance(best.b, Tensor) else round_to(best.b, stored)
-    dense_OI = best.b.to(stored).float() if isinstance(best.b, Tensor) else None
+    dense_OI = best.b.to(stored).float().contiguous() if isinstance(best.b, Tensor) else None
     params, macs = linear.cost() if linear is not None else (cut.numel, cut.numel)
     record = Record(
         name=cut.name,
@@ -228,5 +228,5 @@ def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fit
 def round_to(linear: StructuredLinear, dtype: torch.dtype) -> StructuredLinear:
     """Float32 holding exactly what `dtype` will store, so that later layers see what will be loaded."""
     for parameter in linear.parameters():
-        parameter.data = parameter.data.to(dtype).float()
+        parameter.data = parameter.data.to(dtype).float().contiguous()
     return linear

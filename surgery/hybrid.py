@@ -16,13 +16,15 @@ import torch
 from surgery.attention_recipe import Hybrid
 from surgery.batch import Batch
 from surgery.mixers import Mixer
+from surgery.phases import Phase, run_phases
 from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.recipe import Recipe
 from surgery.score import Score, score
+from surgery.sharing import shared_start
 from surgery.skeleton import Skeleton
-from surgery.starts.base import blank, start_of
-from surgery.stream import LayerCall, Phase, Stream, run_phases
+from surgery.starts.base import Started, blank, start_of
+from surgery.stream import LayerCall, Stream
 from surgery.windows import Windows, all_seated
 
 STEPS = 0.25  # of the local steps a start takes when it is kept
@@ -33,10 +35,17 @@ class SeatTrial:
     by layer, are started on the original's inputs when first met, and kept from trial to trial."""
 
     def __init__(self, skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream):
-        self.skeleton, self.plan, self.recipe, self.batch, self.stream = skeleton, plan, recipe, batch, stream
+        self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, recipe, batch
+        self.stream, self.ranks = stream.alone(), stream.ranks
         self.mixers: dict[str, Mixer] = {}
         self.contenders: dict[str, set[str]] = {}
         self.done: Callable[[], None] = lambda: None
+
+    def shared(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, Score]:
+        """`run`, every process with contenders of its own: none waits for another's mixers."""
+        own = {name: contenders[name] for name in list(contenders)[self.ranks.index :: self.ranks.count]}
+        found = self.ranks.gather(self.ranks.all_or_none(lambda: self.run(own, done) if own else {}))
+        return {name: scores[name] for name in contenders for scores in found if name in scores}
 
     @torch.no_grad()
     def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, Score]:
@@ -53,18 +62,26 @@ class SeatTrial:
     def _visit(self, call: LayerCall) -> Any:
         call.hidden_BTD = self.stream.own(call.hidden_BTD)
         batch, seat = self.batch, self.plan.seats.get(call.path)
-        if seat is not None and call.path not in self.mixers:
+        wanted = any(call.path in layers for layers in self.contenders.values())
+        if seat is not None and wanted and call.path not in self.mixers:
             self.mixers[call.path] = self._started(call)
         held = batch.rows - batch.fit_rows
         phases: list[Phase] = [(0, batch.rows, nullcontext())]
-        here = {seat.path: self.mixers[call.path]} if seat is not None else {}
+        here = {seat.path: self.mixers[call.path]} if seat is not None and wanted else {}
         for i, layers in enumerate(self.contenders.values()):
             mixers = here if call.path in layers else {}
             first = batch.rows + i * held
             phases.append((first, first + held, all_seated(self.skeleton, mixers)))
-        out = run_phases(call, phases, self.stream.chunk_rows(call.hidden_BTD.shape[1]))
+        out = run_phases(call, phases, self.stream)
         self.done()
         return out
+
+    def exchange(self, layers: list[str]) -> None:
+        """After `shared` with one layer a contender: everybody has every mixer."""
+        for i, layer in enumerate(layers if self.ranks.count > 1 else ()):
+            seat, owner, device = self.plan.seats[layer], i % self.ranks.count, self.stream.device
+            started = shared_start(self.ranks, owner, seat, lambda at=layer: Started(self.mixers[at], {}), device)  # type: ignore[misc]
+            self.mixers[layer] = started.mixer.eval().requires_grad_(False)
 
     def _started(self, call: LayerCall) -> Mixer:
         seat, settings = self.plan.seats[call.path], self.recipe.attention
@@ -85,13 +102,14 @@ def choose_hybrid(
     trial, layers = SeatTrial(skeleton, plan, recipe, batch, stream), list(plan.seats)
     count = hybrid.count(len(layers))
     with progress.bar("measuring what each mixer costs", len(plan.body.layers)) as tick:
-        alone = trial.run({layer: {layer} for layer in layers}, tick)
+        alone = trial.shared({layer: {layer} for layer in layers}, tick)
+    trial.exchange(layers)
     by_damage = set(sorted(layers, key=lambda layer: -alone[layer].converted)[:count])
     numbers = hybrid.model_copy(update={"by": "every"}).fixed(list(plan.seats.values()))
     evenly = {layer for layer, seat in plan.seats.items() if seat.index in numbers}
     kept = {"sensitivity": by_damage, "every": evenly}
     with progress.bar("trying which layers keep softmax", len(plan.body.layers)) as tick:
-        scores = trial.run({name: set(layers) - layers_kept for name, layers_kept in kept.items()}, tick)
+        scores = trial.shared({name: set(layers) - layers_kept for name, layers_kept in kept.items()}, tick)
     best = min(scores, key=lambda name: scores[name].converted)
     told: dict[str, Any] = {"kept": best, "softmax": [layer for layer in layers if layer in kept[best]]}
     told["alone"] = {layer: result.to_dict() for layer, result in alone.items()}

@@ -2,6 +2,8 @@
 
 A line is written after its files are on disk, so what the journal says is there is there; a line cut short
 by a kill is dropped. A journal of another source, recipe, version, seed or text is refused.
+Of several processes each has its own file for the layers it writes (journal-1.jsonl ..); the first one's holds all
+other steps, and it reads them all.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from surgery.errors import SurgeryError
+from surgery.ranks import Ranks
 
 NAME, LOCK = "journal.jsonl", "lock"
 
@@ -19,36 +22,58 @@ NAME, LOCK = "journal.jsonl", "lock"
 class Journal:
     """Use as a context manager: the folder is locked against a second conversion meanwhile."""
 
-    def __init__(self, folder: Path, fingerprint: dict[str, Any], resume: bool):
-        self.folder, self.fingerprint = folder, fingerprint
-        self.path = folder / NAME
+    def __init__(self, folder: Path, fingerprint: dict[str, Any], resume: bool, ranks: Ranks | None = None):
+        self.folder, self.fingerprint, self.ranks = folder, fingerprint, ranks or Ranks()
+        self.path = folder / (NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
         self.lines: list[dict[str, Any]] = []
+        self.made = self.ranks.by_main(lambda: self._make(resume))
+
+    def _make(self, resume: bool) -> bool:
         try:
-            folder.mkdir(parents=True)  # of two that try, one makes it
-            self.made = True
+            self.folder.mkdir(parents=True)  # of two that try, one makes it
+            return True
         except FileExistsError:
-            self.made = False
             if not resume:
-                refuse_begun(folder)
+                refuse_begun(self.folder)
+            return False
 
     def __enter__(self) -> Journal:
-        self._lock = locked(self.folder, "conversion")
-        self._read()
-        if not self.lines:
-            self._start()
+        self._lock: TextIO | None = None
+        self.ranks.all_or_none(lambda: self._open() if self.ranks.main else None)
+        self.lines = self.ranks.agreed(self.lines)
+        self.ranks.all_or_none(self._refuse_unseen)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def files(self) -> list[Path]:
+        return [self.folder / NAME, *sorted(self.folder.glob("journal-*.jsonl"))]
+
+    def _open(self) -> None:
+        self._lock = locked(self.folder, "conversion")
+        for path in self.files():
+            self._read(path)
+        self._refuse_other()
+        if not self.lines:
+            self._start()
+
+    def _refuse_unseen(self) -> None:
+        if not (self.folder / NAME).is_file():
+            raise SurgeryError(
+                f"{self.folder}: process {self.ranks.index} does not see what process 0 writes there; give an --out on "
+                "a file system that all machines of the run share, by a path that is the same on all of them"
+            )
 
     def _start(self) -> None:
         self.add("start", **self.fingerprint)
 
-    def _read(self) -> None:
-        if not self.path.is_file():
+    def _read(self, path: Path) -> None:
+        if not path.is_file():
             return
         good = 0
-        for raw in self.path.read_bytes().splitlines(keepends=True):
+        for raw in path.read_bytes().splitlines(keepends=True):
             try:
                 line = json.loads(raw)
             except ValueError:
@@ -57,9 +82,8 @@ class Journal:
                 break
             self.lines.append(line)
             good += len(raw)
-        with open(self.path, "r+b") as file:
+        with open(path, "r+b") as file:
             file.truncate(good)
-        self._refuse_other()
 
     def _refuse_other(self) -> None:
         start = self.lines[0] if self.lines else {}
@@ -71,12 +95,21 @@ class Journal:
                 )
 
     def add(self, step: str, **what: Any) -> None:
+        """By all processes, of which the first one writes it down; a piece, by the one that has written the piece."""
         line = {"step": step, **what}
+        if not (self.ranks.main or step == "piece"):
+            self.lines.append(line)
+            return
         with open(self.path, "ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.lines.append(line)
+
+    def merge(self) -> None:
+        """Everybody's pieces are known to all."""
+        for lines in self.ranks.gather([line for line in self.lines if line["step"] == "piece"]):
+            self.lines += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
 
     def find(self, step: str, **what: Any) -> dict[str, Any] | None:
         """The line of a step done earlier."""

@@ -8,7 +8,7 @@ execution, so that the MLP already sees the converted attention.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,13 +24,17 @@ from surgery.curvature import load_grams
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.grafts import Grafts, fold_output, graft, grafted, multiplied_out, seat_mixer, stored_dtype
 from surgery.headcut import convert_head
+from surgery.parts import PARTS, Turn
+from surgery.phases import Phase, run_phases
 from surgery.planning import Cut, Plan
+from surgery.ranks import Ranks
 from surgery.recipe import Recipe
 from surgery.score import Score, score
 from surgery.seats import Seat
+from surgery.sharing import shared_fits, shared_start
 from surgery.skeleton import Skeleton
 from surgery.starts.base import blank, start_of
-from surgery.stream import LayerCall, Stop, Stream, run_phases, spans
+from surgery.stream import LayerCall, Stop, Stream
 from surgery.weights import matrix_of
 from surgery.windows import Windows, all_seated
 
@@ -70,7 +74,8 @@ class Layerwise:
     @torch.no_grad()
     def run(self) -> tuple[Score, Grafts]:
         """Every layer, then the head: the held-out score of the whole, and the head's grafts."""
-        final_BTD = self.stream.run(self.batch.twice(), self.visit)
+        segments = [(0, self.fit_rows, PARTS), (self.fit_rows, self.rows, 1)]
+        final_BTD = self.stream.complete(self.stream.run(self.batch.twice(), self.visit, segments, self.rows))
         given, device = self.budgets, self.stream.device
         head = convert_head(self.skeleton, self.plan, self.recipe, given, self.batch, final_BTD, self.grams, device)
         linear = next(iter(head.modules.values()), None)
@@ -85,14 +90,13 @@ class Layerwise:
         else:
             grafts = self._convert(call)
             self.write(call.path, grafts, time.perf_counter() - began)
-        step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
         self.diverged = self.diverged or bool(grafts.modules) or bool(grafts.mixers)
         # While the streams are one the second half is still run: its extra outputs may be wanted further on.
-        phases = [
-            (0, self.rows, nullcontext()),
-            (self.rows, 2 * self.rows, self._converted(call, grafts)),
-        ]
-        return run_phases(call, phases, step)  # type: ignore[arg-type]
+        phases: list[Phase] = []
+        for first, last in ((0, self.fit_rows), (self.fit_rows, self.rows)):
+            phases.append((first, last, nullcontext()))
+            phases.append((first + self.rows, last + self.rows, self._converted(call, grafts)))
+        return run_phases(call, phases, self.stream)
 
     @contextmanager
     def _converted(self, call: LayerCall, grafts: Grafts) -> Iterator[None]:
@@ -120,7 +124,14 @@ class Layerwise:
             Windows(self.skeleton, call, seat, first, last, behind, rotated)
             for first, last in ((0, self.fit_rows), (self.fit_rows, self.rows))
         )
-        started = start_of(seat.config, settings).start(seat, settings, fit, held)
+        self.stream.complete(call.hidden_BTD)  # a start looks at all windows, one after the other
+        started = shared_start(
+            self.stream.ranks,
+            seat.index % self.stream.ranks.count,
+            seat,
+            lambda: start_of(seat.config, settings).start(seat, settings, fit, held),
+            call.device,
+        )
         seat_mixer(self.skeleton, seat, started, grafts)
 
     def _fit_stages(self, call: LayerCall, cuts: dict[str, tuple[Cut, ...]], grafts: Grafts) -> None:
@@ -135,10 +146,18 @@ class Layerwise:
             fit = gather(0, self.fit_rows)
             # Gathered when first asked for: by then the factor of a wide input's C is gone again.
             held = cache(partial(gather, self.fit_rows, self.rows, besides=fit)) if self.judged else None
+            if held is not None and self.stream.ranks.count > 1:
+                held()  # by all together, not by whoever fits
             judge = Judge(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
+            fits = {
+                cut.name: (cut, partial(self._fit, cut, weights[cut.name][0], judge, grams))
+                for path in stage.paths
+                for cut in cuts[path]
+            }
+            fitted = shared_fits(self.stream.ranks, fits, call.device)
             for path in stage.paths:
-                fitted = [self._fit(cut, weights[cut.name][0], judge, grams) for cut in cuts[path]]
-                graft(self.skeleton, list(cuts[path]), fitted, call.device, grafts)
+                found = [fitted[cut.name] for cut in cuts[path]]
+                graft(self.skeleton, list(cuts[path]), found, call.device, grafts)
                 grafts.modules[path] = multiplied_out(grafts.modules[path])
             del fit, held, judge  # before the next stage's are gathered
 
@@ -157,16 +176,19 @@ class Layerwise:
         besides: Moments | None = None,
     ) -> Moments:
         """Of rows first:last, to fit to or held out."""
-        moments = Moments(weights)
-        for start, stop in spans(first, last, self.stream.chunk_rows(call.hidden_BTD.shape[1])):
-            x0, r0 = self._inputs(call, stage, start, stop, Grafts())
-            x, r = x0, r0
-            if self.recipe.calibrate == "sequential" and (self.diverged or grafts.modules or grafts.mixers):
-                x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, grafts)
-            gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
-            moments.add(x, x0, gap)
-        self.stream.count_moments(moments.held() + (besides.held() if besides else []))
-        return moments.means()
+        step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
+
+        def add(moments: Moments, turn: Turn) -> None:
+            for start, stop in turn.spans(step):
+                x0, r0 = self._inputs(call, stage, start, stop, Grafts())
+                x, r = x0, r0
+                if self.recipe.calibrate == "sequential" and (self.diverged or grafts.modules or grafts.mixers):
+                    x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, grafts)
+                gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
+                moments.add(x, x0, gap)
+            self.stream.count_moments(moments.held() + (besides.held() if besides else []))
+
+        return gathered(weights, self.stream.turns(first, last), self.stream.ranks, add).means()
 
     def _inputs(
         self, call: LayerCall, stage: Stage, start: int, stop: int, grafts: Grafts
@@ -205,6 +227,26 @@ class Layerwise:
             return None
         first = start % self.rows  # the converted stream's rows follow the original's
         return real_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
+
+
+def gathered(
+    weights: dict[str, tuple[Tensor, bool]],
+    turns: Sequence[Turn],
+    ranks: Ranks,
+    add: Callable[[Moments, Turn], None],
+) -> Moments:
+    """The moments of all rows: `add` puts in those of this process's part of a turn, and parts are added in order."""
+    total = Moments(weights)
+    for i, turn in enumerate(turns):
+        part = Moments(weights) if i or ranks.count > 1 else total
+        add(part, turn)
+        if part is not total:
+            total.fold(part, turn, ranks, first=i == 0)
+        del part
+    if ranks.count > 1:
+        for tensor in total.held():
+            ranks.complete_(tensor)
+    return total
 
 
 def stages_of(skeleton: Skeleton, plan: Plan, call: LayerCall) -> list[Stage]:

@@ -4,6 +4,7 @@ cache buys. Both go into the journal."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ def settled(
         plan = replace(plan, seats={k: seat for k, seat in plan.seats.items() if k not in told["softmax"]})
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:
-            journal.add("arranged", chosen=arrange(skeleton, plan, recipe, batch, stream, folder, progress))
+            alone = stream.alone()  # what is gathered is a sum over windows that has no parts
+            look = partial(arrange, skeleton, plan, recipe, batch, alone, folder, progress)
+            journal.add("arranged", chosen=stream.ranks.by_main(look))
+            stream.hidden_bytes = max(stream.hidden_bytes, alone.hidden_bytes)
         plan = replace(plan, seats=arranged_seats(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
     return plan, told

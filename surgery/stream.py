@@ -9,8 +9,7 @@ library's own, whatever the family, and never more than one layer is in memory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from surgery.batch import refuse_unfit
 from surgery.errors import SurgeryError
 from surgery.memory import trim
+from surgery.parts import Rota, Segment, Turn
+from surgery.ranks import Ranks
 from surgery.shards import gather_rows
 from surgery.skeleton import Skeleton, place
 
@@ -30,6 +31,9 @@ CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 def default_limit(device: torch.device) -> int:
     """Two GiB of hidden states; on a GPU as much as a quarter of what is free there."""
     return max(2 << 30, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0)
+
+
+EVERYWHERE = 2**62
 
 
 class Stop(Exception):
@@ -76,7 +80,8 @@ Visitor = Callable[[LayerCall], Any]
 
 class Stream:
     """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes leave the GPU,
-    and on the CPU go to a file under `scratch`, which the operating system can write out."""
+    and on the CPU go to a file under `scratch`, which the operating system can write out. Of rows shared by `ranks` a
+    process runs its own; its buffers have room for all."""
 
     def __init__(
         self,
@@ -86,19 +91,35 @@ class Stream:
         device: torch.device,
         limit: int | None = None,
         scratch: Path | None = None,
+        ranks: Ranks | None = None,
     ):
         self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
-        self.limit, self.scratch = limit or default_limit(device), scratch
+        self.limit, self.scratch, self.ranks = limit or default_limit(device), scratch, ranks or Ranks()
+        self.rota, self.row = Rota(self.ranks, 1, (), 1), 0  # row: where the chunk begins that is run right now
         self.hidden_bytes = self.moment_bytes = 0  # the most held at once
         self._buffers: list[Tensor] = []
         self.home = torch.device("cpu")
 
+    def alone(self) -> Stream:
+        """One of this process alone, all rows its own."""
+        return Stream(self.skeleton, self.layers, self.head, self.device, self.limit, self.scratch)
+
     def chunk_rows(self, length: int) -> int:
         return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))
 
-    def run(self, inputs: dict[str, Tensor], visit: Visitor) -> Tensor:
-        """What reaches the head (or, without one, the model's first output), (B, T, D)."""
+    def run(
+        self,
+        inputs: dict[str, Tensor],
+        visit: Visitor,
+        segments: Sequence[Segment] = (),
+        period: int = EVERYWHERE,
+    ) -> Tensor:
+        """What reaches the head (or, without one, the model's first output), (B, T, D). segments, period: how rows
+        are shared (surgery.parts); of those of others the result is meaningless until `complete`."""
         refuse_unfit(inputs, self.skeleton.model)
+        assert segments or self.ranks.count == 1
+        rows = next(iter(inputs.values()))
+        self.rota = Rota(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
         self.home = self._home(inputs)
         restore = self._prepare(inputs)
         try:
@@ -113,6 +134,15 @@ class Stream:
             for undo in reversed(restore):
                 undo()
             self._buffers.clear()
+
+    def complete(self, x_BTD: Tensor) -> Tensor:
+        """With everybody's rows, in place."""
+        for first, last, owner in self.rota.owned(len(x_BTD)) if self.ranks.count > 1 else ():
+            self.ranks.passed_(x_BTD[first:last], owner)
+        return x_BTD
+
+    def turns(self, first: int, last: int) -> list[Turn]:
+        return self.rota.turns(first, last)
 
     def _call(self, inputs: dict[str, Tensor]) -> Any:
         try:
@@ -229,37 +259,3 @@ def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
 
     module.forward = forward
     return lambda: module.__dict__.pop("forward", None)
-
-
-Phase = tuple[int, int, AbstractContextManager[Any]]
-
-
-def run_phases(call: LayerCall, phases: list[Phase], step: int) -> Any:
-    """Run rows first:last of each phase through the layer, in steps, inside the phase's context, writing over
-    their hidden states. The layer's output, whole, in the shape it gave it; tensors besides the hidden
-    states are joined along the batch where they have one."""
-    extras: list[tuple[Any, ...]] = []
-    kind: type | None = None
-    size = 0
-    for first, last, context in phases:
-        with context:
-            for start, stop in spans(first, last, step):
-                out = call.apply(start, stop)
-                if not isinstance(out, Tensor):
-                    kind, size = type(out), size or stop - start
-                    extras.append(tuple(out[1:]))
-                    out = out[0]
-                call.hidden_BTD[start:stop] = out.to(call.hidden_BTD.device)
-    if kind is None:
-        return call.hidden_BTD
-    return kind([call.hidden_BTD, *(_joined(values, size) for values in zip(*extras))])
-
-
-def _joined(values: tuple[Any, ...], rows: int) -> Any:
-    if isinstance(values[0], Tensor) and values[0].dim() > 1 and values[0].shape[0] == rows:
-        return torch.cat(values)
-    return values[0]
-
-
-def spans(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + step, last)) for start in range(first, last, step))

@@ -162,7 +162,7 @@ def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch,
             for early in (False, True):
                 with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
                     if early:
-                        patch.setattr("surgery.conversion._refuse_out", lambda out, resume: None)
+                        patch.setattr("surgery.conversion.refuse_out", lambda out, resume: None)
                     convert(str(source), recipe, tmp_path / "out", resume=resume)
                 said.append(str(error.value))
             assert sorted(p.name for p in self.folder.rglob("*")) == before
@@ -343,6 +343,6 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
     source, inputs = deep
     recipe = recipe_of(structure="low_rank", calibration=inputs)
     convert(str(source), recipe, tmp_path / "kept", device="cpu")
-    monkeypatch.setattr(stream.Stream.__init__, "__defaults__", (1000, None))
+    monkeypatch.setattr(stream.Stream.__init__, "__defaults__", (1000, None, None))
     convert(str(source), recipe, tmp_path / "spilled", device="cpu")
     assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")

@@ -15,11 +15,11 @@ from surgery.eval import suites
 from surgery.eval.batching import in_batches
 from surgery.eval.command import options_of
 from surgery.eval.limits import parse_limits
-from surgery.eval.ranks import Ranks
 from surgery.eval.run import evaluate
 from surgery.eval.subject import Opened
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult
 from surgery.progress import Progress
+from surgery.ranks import Ranks
 
 ACCURACY = Metric("accuracy", "accuracy", scale=100, floor=0.1)
 LOSS = Metric("nll", "ppl", higher_is_better=False, title="perplexity")

@@ -18,10 +18,10 @@ from surgery.eval.harness.long import SCORE, asked_counter, usual_lengths
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.eval.harness.retrieval import field, question, sentence
 from surgery.eval.harness.tasks import OwnTask
-from surgery.eval.ranks import Ranks
 from surgery.eval.run import load
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import Progress
+from surgery.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY, MIRROR = ROOT / "surgery" / "data" / "tiny", ROOT / "eval" / "mirror"

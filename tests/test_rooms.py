@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a module imports from its own floor and those below it. A new module is added to the
 # lowest floor that serves it.
 FLOORS = [
-    "errors version registry op hooks memory devices precision progress options console data recipes",
+    "errors version ranks registry op hooks memory devices precision progress options console data recipes",
     "structures",
     "mixers",
     "anatomy",
@@ -26,8 +26,8 @@ FLOORS = [
     "shards standins checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
     "ranges attention_recipe mlr_start recipe walk seats planning",
     # conversion and back
-    "allocate weights batch calibrate stream windows starts head fit curvature score grafts layerwise headcut trial hybrid arrange datafree budget"
-    " journal seating assemble conversion rewrite densifying toeplitz",
+    "allocate weights batch parts calibrate stream phases windows starts head fit goingback curvature score grafts sharing layerwise headcut trial hybrid arrange datafree budget"
+    " journal admission seating assemble conversion rewrite densifying toeplitz",
     "report_shape mixer_report reports tables",
     "share page",
     "eval papers kernels bench training",

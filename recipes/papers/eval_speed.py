@@ -24,7 +24,7 @@ from surgery.calibrate import load_tokenizer
 from surgery.devices import choose_device, device_name
 from surgery.eval.batching import TOKENS
 from surgery.eval.harness.lm import generation_tokens
-from surgery.eval.ranks import Ranks, device_of, start_ranks
+from surgery.ranks import Ranks, device_of, start_ranks
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import RichProgress
 
