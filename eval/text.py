@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from surgery.calibrate import document_stream, special_tokens, text_windows
+from surgery.calibrate import FILES, HUB_DATASET, document_stream, special_tokens, text_windows
 from surgery.errors import SurgeryError
 from surgery.eval.suites import EvalOptions, Subject, stable_id
 
@@ -33,7 +33,7 @@ def check_text(suite: str, text: str | None, mirror: Path | None) -> str:
             f"--suite {suite} reads text: --text FILE (.txt, .jsonl, .parquet) or --text org/name of a Hub data set"
             + (f"; {mirror} has no {WIKITEXT}" if mirror else "")
         )
-    if not Path(text).suffix and not Path(text).exists() and text.count("/") != 1:
+    if not Path(text).exists() and (not HUB_DATASET.fullmatch(text) or Path(text).suffix in FILES):
         raise SurgeryError(f"--text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     return text
 

@@ -100,12 +100,29 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         )
     _refuse_links_out(folder)
     if not path.is_file():
-        raise SurgeryError(f"{name} has no config.json; give the folder of a Hugging Face checkpoint, or a Hub id")
+        raise SurgeryError(f"{name} has no config.json; {_instead(folder)}")
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _refuse_enormous(config, path)
     return config
+
+
+def _instead(folder: Path) -> str:
+    """What to give in place of a folder that is no checkpoint, by what lies in it."""
+    if (folder / "adapter_config.json").is_file():
+        told = read_json(folder / "adapter_config.json")
+        base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+        return (
+            f"it is a PEFT adapter of {str(base)[:100]}: merge it first (load it with peft, merge_and_unload(), "
+            "save_pretrained to a new folder) and give that folder"
+        )
+    if any(folder.glob("*.gguf")):
+        return (
+            "it holds GGUF files: give the checkpoint that they were made from, or write one (load it with "
+            "transformers' gguf_file=, save_pretrained to a new folder)"
+        )
+    return "give the folder of a Hugging Face checkpoint, or a Hub id"
 
 
 def _refuse_links_out(folder: Path) -> None:
@@ -162,18 +179,18 @@ def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
     pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
     if pickles:
         raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLED}")
-    raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}")
+    raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {_instead(folder)}")
 
 
 def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (SurgeryError, KeyError, TypeError, AttributeError):
         raise SurgeryError(f"{index} is not a shard index (a table with a weight_map)") from None
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not is_beside(shard):
             raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
         if not (folder / shard).is_file():
             raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
@@ -182,6 +199,12 @@ def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
         if tensor not in tensors or tensors[tensor].file.name != shard:
             raise SurgeryError(f"{name}: the index puts tensor {tensor!r} in {shard}, whose header does not have it")
     return tensors
+
+
+def is_beside(name: Any) -> bool:
+    """Whether it is the name of a .safetensors file in the folder of what names it."""
+    whole = isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+    return whole and len(name.encode()) <= 255  # what file systems take
 
 
 def refuse_dtype(info: TensorInfo) -> None:
@@ -209,7 +232,13 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
 
 
 def _unreachable(name: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if isinstance(error, RevisionNotFoundError):
         return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a whole commit hash"
@@ -217,6 +246,11 @@ def _unreachable(name: str, revision: str | None, error: Exception) -> str:
         return f"{name} is gated: accept its terms on its page of the Hub, then `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, `hf auth login`"
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        return (
+            f"{name} is neither a local folder nor a Hub id in the cache of this machine, and the Hub cannot be reached "
+            "from here; give the path of the folder, or try again with a network (and without HF_HUB_OFFLINE)"
+        )
     reason = " ".join(str(error).split())[:200]
     return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 

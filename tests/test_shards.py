@@ -147,7 +147,10 @@ LLAMA = {"model_type": "llama"}
 @pytest.mark.parametrize(
     "config, files, says",
     [
-        (None, {}, "has no config.json"),
+        (None, {}, "has no config.json; give the folder"),
+        (None, {"adapter_config.json": b'{"base_model_name_or_path": "org/base"}'}, "adapter of org/base: merge it"),
+        (None, {"adapter_config.json": b"[]"}, "adapter of None: merge it"),
+        (LLAMA, {"model-q4.gguf": b"GGUF"}, "neither model.safetensors .* GGUF files: give the checkpoint"),
         ("{", {}, "is not JSON"),
         ({"a": 1}, {}, "names no model_type"),
         (LLAMA, {}, "has neither model.safetensors nor"),

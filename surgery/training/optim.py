@@ -152,10 +152,18 @@ def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, 
             hit = {n for n in known if fnmatchcase(n, word) or fnmatchcase(n.rpartition(".")[0], word)}
             hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _plays(r, word))}
         if not hit:
-            words = [*KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})]
-            raise SurgeryError(f"trains: {word!r} selects no parameter of {type(model).__name__}{nearest(word, words)}")
+            raise SurgeryError(_selects_none(word, model, {k.kind for k in known.values()}, roles))
         found |= hit
     return found
+
+
+def _selects_none(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]]) -> str:
+    said = f"trains: {word!r} selects no parameter of {type(model).__name__}"
+    if word == "mixers" and "structured" in there:
+        return f"{said}, whose attention was left alone; --recipe weights-only heals its structured linears"
+    if word in (*KINDS, "new"):
+        return f"{said}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
+    return said + nearest(word, [*KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})])
 
 
 def _plays(roles: tuple[str, ...], word: str) -> bool:
