@@ -87,11 +87,12 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @dataclass
 class Timed:
-    """ms of a step, one for every look; bytes at the peak; losses of the first looks."""
+    """ms of a step, one for every look; bytes at the peak; of all looks the losses and the share of time spent waiting for text."""
 
     ms: list[float] = field(default_factory=list)
     peak: int | None = None
     losses: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
 
 
 def train(
@@ -172,7 +173,7 @@ class _Duel:
     # -- surgery's -----------------------------------------------------------------------------------
     def _ours(self, model: Any, timed: Timed) -> None:
         from surgery.training.checkpoints import Checkpoints, Position
-        from surgery.training.devices import unwrapped
+        from surgery.training.devices import prepared, unwrapped
         from surgery.training.log import Log
         from surgery.training.loop import Loop, Setting
         from surgery.training.optim import make_groups, make_optimiser
@@ -181,12 +182,15 @@ class _Duel:
         recipe, data = self._recipe(), self._data()
         config = recipe.stages[0]
         groups = make_groups(model, {name for name, _ in model.named_parameters()}, config)
-        run, optimiser = self.accelerator.prepare(model, make_optimiser(groups, config.optimiser))
+        run, optimiser = prepared(
+            self.accelerator, model, make_optimiser(groups, config.optimiser), config, recipe.precision
+        )
         marks: list[float] = []
 
         def report(line: dict[str, Any]) -> None:
             marks.append(time.perf_counter())
             timed.losses.append(line["loss"])
+            timed.waited.append(line["waited"])
 
         setting = Setting(
             self.accelerator, recipe, data, Log(self.folder), Checkpoints(self.folder / "none", 1), report, lambda _: None
@@ -292,5 +296,5 @@ def _figures(who: str, timed: Timed, positions: int) -> dict[str, Any]:
     ms = median(timed.ms)
     told = {"ms": ms, "every_ms": timed.ms, "tokens_per_second": positions / ms * 1e3, "peak": timed.peak}
     if timed.losses:
-        told["losses"] = timed.losses
-    return {f"{who}_{key}" if key != "losses" else key: value for key, value in told.items()}
+        told |= {"losses": timed.losses, "waited": timed.waited}
+    return {key if key in ("losses", "waited") else f"{who}_{key}": value for key, value in told.items()}

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.shards import Entry, read_header, read_tensor, write_json, write_shard
-from surgery.training.sharding import fill, whole
+from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_json, write_shard
+from surgery.training.sharding import Spread, fill, whole
 
-STATE = "state.json"
+STATE, EMA = "state.json", "ema"
+Stored = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
 
 
 @dataclass
@@ -42,23 +44,47 @@ class Position:
 
 
 @dataclass
+class TorchMemory:
+    """What an optimiser of torch's remembers; names: of the parameters of its groups."""
+
+    optimiser: Any
+    names: list[list[str]]
+
+    def states(self) -> dict[str, Spread]:
+        """<state>.<parameter> -> tensor."""
+        found: dict[str, Spread] = {}
+        for name, p in self._named():
+            for key, value in self.optimiser.state.get(p, {}).items():
+                found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return found
+
+    def restore(self, stored: Stored) -> None:
+        for name, p in self._named():
+            for key, info in stored.get(name, {}).items():
+                if info.shape not in ((), tuple(p.shape)):
+                    raise SurgeryError(
+                        f"{info.file} holds {info.name!r} {list(info.shape)}, its parameter is {list(p.shape)}; remove that "
+                        "folder to go on from the checkpoint before"
+                    )
+                self.optimiser.state[p][key] = _like(p, read_tensor(info, check=False))
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for group, names in zip(self.optimiser.param_groups, self.names):
+            yield from zip(names, group["params"])
+
+
+@dataclass
 class Held:
-    """What is saved, by name: parameters; the optimiser and the names of its groups' parameters; the running mean."""
+    """What is saved, by name: parameters; what the optimiser remembers; the running mean."""
 
     parameters: dict[str, Tensor]
-    optimiser: Any = None
-    names: list[list[str]] = field(default_factory=list)
+    memory: Any = None
     ema: dict[str, Tensor] = field(default_factory=dict)
 
-    def states(self) -> dict[str, Tensor]:
-        """<state>.<parameter> -> tensor, of what the optimiser remembers."""
-        found = {f"ema.{name}": t for name, t in self.ema.items()}
-        if self.optimiser is not None:
-            for group, names in zip(self.optimiser.param_groups, self.names):
-                for p, name in zip(group["params"], names):
-                    for key, value in self.optimiser.state.get(p, {}).items():
-                        found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        return found
+    def states(self) -> dict[str, Spread]:
+        """<state>.<parameter> -> tensor, and ema.<parameter>."""
+        means: dict[str, Spread] = {f"ema.{name}": t for name, t in self.ema.items()}
+        return {**means, **(self.memory.states() if self.memory is not None else {})}
 
 
 class Checkpoints:
@@ -95,12 +121,12 @@ class Checkpoints:
         self.wait()
         return target
 
-    def _gathered(self, path: Path, tensors: dict[str, Tensor]) -> None:
+    def _gathered(self, path: Path, tensors: Mapping[str, Spread]) -> None:
         entries = []
         for name in sorted(tensors):
             values = whole(tensors[name])
             if self.rank == 0:
-                entries.append(Entry.of(name, values))
+                entries.append(Entry.of(name, values.cpu()))  # the device need not hold all of them at once
         if self.rank == 0:
             write_shard(path, entries)
 
@@ -132,19 +158,12 @@ class Checkpoints:
 
     def restore(self, folder: Path, held: Held) -> None:
         """The optimiser, the running mean and the random states; weights are restored before they are spread."""
-        stored = read_header(folder / "optimiser.safetensors")
+        stored = _by_parameter(read_header(folder / "optimiser.safetensors"))
         for name, mean in held.ema.items():
-            if f"ema.{name}" in stored:
-                fill(mean, read_tensor(stored[f"ema.{name}"]))
-        for group, names in zip(held.optimiser.param_groups, held.names):
-            for p, name in zip(group["params"], names):
-                keys = [key for key in stored if key.endswith(f".{name}") and not key.startswith("ema.")]
-                for key in keys:
-                    if "." in key.removesuffix(f".{name}"):
-                        continue  # of a parameter whose name ends alike
-                    held.optimiser.state[p][key.removesuffix(f".{name}")] = _like(
-                        p, read_tensor(stored[key], check=False)
-                    )
+            if EMA in stored.get(name, {}):
+                fill(mean, read_tensor(stored[name].pop(EMA)))
+        if held.memory is not None:
+            held.memory.restore(stored)
         self._restore_rng(folder)
 
     def _restore_rng(self, folder: Path) -> None:
@@ -157,6 +176,15 @@ class Checkpoints:
             torch.cuda.set_rng_state(read_tensor(stored["cuda"]))
         version, numbers, gauss = json.loads((folder / STATE).read_text(encoding="utf-8"))["python"]
         random.setstate((version, tuple(numbers), gauss))
+
+
+def _by_parameter(stored: dict[str, TensorInfo]) -> Stored:
+    """States have no dot in their names, parameters do."""
+    found: Stored = {}
+    for key, info in stored.items():
+        state, _, name = key.partition(".")
+        found.setdefault(name, {})[state] = info
+    return found
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:

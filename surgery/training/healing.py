@@ -17,8 +17,8 @@ from surgery.progress import Progress
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.data import make_data
-from surgery.training.devices import make_accelerator, unwrapped
-from surgery.training.feed import Shares, on_device, stacked
+from surgery.training.devices import make_accelerator, prepared, shares_of, spread, unwrapped
+from surgery.training.feed import on_device, stacked
 from surgery.training.log import CURVE, Log, draw
 from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
@@ -55,7 +55,7 @@ class Healing:
         self.reporter = Reporter(self.progress, self.main)
         self.trained: set[str] = set()
         self.stages: list[dict[str, Any]] = []
-        self.fsdp = bool(getattr(self.accelerator, "is_fsdp2", False))
+        self.spread = bool(spread(self.accelerator))
 
     def everything(self) -> dict[str, Any]:
         began = time.perf_counter()
@@ -110,11 +110,11 @@ class Healing:
             teacher = opening.load_teacher(
                 self.teacher_name, student, recipe.teacher, self.accelerator.device, self.trust
             )
-        if not self.fsdp:
+        if not self.spread:
             student.to(self.accelerator.device)
         models = Models(student, student, teacher, cache)
         changing = self._changing(models)
-        if teacher is not None and not self.fsdp:
+        if teacher is not None and not self.spread:
             saved = opening.share_frozen(student, teacher, changing)
             if saved:
                 self.progress.say(f"teacher and student share {saved / 1e6:,.1f} MB of weights that nothing changes")
@@ -126,7 +126,7 @@ class Healing:
         for number, config in enumerate(self.recipe.stages):
             stage = STAGES[config](config)
             refuse_unknown_kinds(config.rates)
-            Shares.of(config.batch, config.rows, self.accelerator.process_index, self.accelerator.num_processes)
+            shares_of(self.accelerator, config)
             found |= stage.changes(models, self.roles)
             if (
                 isinstance(stage, LoraStage)
@@ -157,7 +157,7 @@ class Healing:
         if not lines and self.validation:
             if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
                 found["original"] = self.validation.loss(models.teacher)
-            if not self.fsdp:
+            if not self.spread:
                 found["before"] = self.validation.loss(models.student)
             self._note(found)
         return found
@@ -169,7 +169,7 @@ class Healing:
 
     def _measured_now(self, models: Models, number: int, at: Position) -> None:
         """The converted model, where it had to be spread over devices first."""
-        if self.fsdp and self.validation and (number, at.step) == (0, 0):
+        if self.spread and self.validation and (number, at.step) == (0, 0):
             self._note({**self.measured, "before": self.validation.of_models(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Healing:
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
         if (
-            self.fsdp and number
+            self.spread and number
         ):  # what is spread over devices is not spread anew: opened again, filled from the checkpoint
             models.student = models.run = opening.load_student(self.source, self.trust)
         torch.manual_seed(self.recipe.seed + 1000 * number)  # every process makes the same new parameters
@@ -197,7 +197,7 @@ class Healing:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
         if config.memory == "checkpoint":
             opening.recompute(models.student)
-        models.run, optimiser = self.accelerator.prepare(models.student, optimiser)
+        models.run, optimiser = prepared(self.accelerator, models.student, optimiser, config, self.recipe.precision)
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
         if self.accelerator.num_processes > 1:

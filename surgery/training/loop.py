@@ -6,7 +6,7 @@ The device is asked for numbers only when the log is written; between looks loss
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from surgery.training.ahead import TOKENS, reading
 from surgery.training.checkpoints import Checkpoints, Held, Position
+from surgery.training.devices import descent_by, shares_of
 from surgery.training.ema import RunningMean
-from surgery.training.feed import Shares, Step, on_device, steps_of
-from surgery.training.guard import SKIPS_IN_A_ROW, BadSteps, Divergence, blamed, stop
+from surgery.training.feed import Step, on_device, steps_of
+from surgery.training.guard import SKIPS_IN_A_ROW, Divergence, blamed, stop
 from surgery.training.interrupt import first_one_waits
 from surgery.training.log import Log
 from surgery.training.optim import Group
@@ -47,29 +48,25 @@ class Loop:
         self, setting: Setting, stage: Stage, models: Models, groups: list[Group], optimiser: Any, at: Position
     ):
         self.setting, self.stage, self.models, self.at = setting, stage, models, at
-        self.accelerator, self.config, self.optimiser = setting.accelerator, stage.config, optimiser
-        inner = getattr(optimiser, "optimizer", optimiser)
-        self.inner = inner
-        names = [group.names for group in groups]
-        self.parameters = {n: p for ns, g in zip(names, inner.param_groups) for n, p in zip(ns, g["params"])}
-        self.ema = RunningMean(self.parameters, self.config.ema) if self.config.ema else None
-        means = self.ema.means if self.ema else {}
-        self.held = Held({**setting.earlier, **self.parameters}, inner, names, means)
-        self.shares = Shares.of(
-            self.config.batch, self.config.rows, self.accelerator.process_index, self.accelerator.num_processes
+        self.accelerator, self.config = setting.accelerator, stage.config
+        self.shares = shares_of(self.accelerator, self.config)
+        self.descent = descent_by(self.accelerator)(
+            self.accelerator, models.run, optimiser, groups, self.shares, self.config.clip, setting.skip_bad_steps
         )
+        parameters = self.descent.parameters
+        self.ema = RunningMean(parameters, self.config.ema) if self.config.ema else None
+        means = self.ema.means if self.ema else {}
+        self.held = Held({**setting.earlier, **parameters}, self.descent.memory, means)
         guard = setting.recipe.guard
-        self.bad = BadSteps(optimiser, setting.skip_bad_steps, self.accelerator.device)
         self.divergence = Divergence(guard.diverged, guard.patience, at.notes.get("best"))
         self.losses: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
-        self.seconds, self.positions, self.skipped = 0.0, 0, 0
+        self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
         self.last: list[Step] = []
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> Position:
         """To the stage's end."""
-        self.accelerator.gradient_accumulation_steps = self.shares.forwards
         self._resume()
         state = self.at.notes.get("data")
         steps = lambda: steps_of(self.setting.data, self.at.examples, self.shares, self.stage.counted, state)  # noqa: E731
@@ -81,10 +78,7 @@ class Loop:
             interrupted = stack.enter_context(first_one_waits(alone))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
-                step = next(ready, None)
-                if step is None:
-                    raise self._data_ended()
-                self._step(step)
+                self._step(self._next(ready))
                 if self._due(self.setting.recipe.log):
                     self._look(began)
                     began = time.perf_counter()
@@ -94,20 +88,28 @@ class Loop:
         self._end()
         return self.at
 
+    def _next(self, ready: Iterator[Step]) -> Step:
+        asked = time.perf_counter()
+        step = next(ready, None)
+        self.waited += time.perf_counter() - asked
+        if step is None:
+            raise self._data_ended()
+        return step
+
     def _due(self, every: int) -> bool:
         return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
 
     def _step(self, step: Step) -> None:
-        factor = self.config.schedule.factor(self.at.step, self.config.steps)
-        for group in self.inner.param_groups:
-            group["lr"] = group["peak"] * factor
+        self.descent.rates(self.config.schedule.factor(self.at.step, self.config.steps))
         totals: dict[str, Any] = {}
-        for batch in step.batches:
-            with self.accelerator.accumulate(self.models.run):
+        for number, batch in enumerate(step.batches, 1):
+            with self.descent.forward(number == len(step.batches)):
                 parts = self._losses(on_device(batch, self.accelerator.device), step.counted)
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0) + part.detach()
-        self._descend()
+        norm = self.descent.step()
+        if norm is not None:
+            self.norms.append(norm)
         self.losses.append(totals)
         self.last.append(step)
         if self.ema is not None:
@@ -118,32 +120,11 @@ class Loop:
         self.at.notes["data"] = step.after
 
     def _losses(self, batch: Batch, counted: int) -> dict[str, Tensor]:
-        """Shares of the step's mean over all that counts; backwards too. Accelerate divides by the forwards of a step and by
-        the processes, which is undone."""
+        """Shares of the step's mean over all that counts; backwards too."""
         sums = self.stage.losses(self.models, batch)
         parts = {name: part / counted for name, part in sums.items()}
-        self.accelerator.backward(parts["total"] * (self.shares.forwards * self.shares.world))
+        self.descent.backward(parts["total"])
         return parts
-
-    def _descend(self) -> None:
-        norm = self._clipped()
-        if norm is not None:
-            self.norms.append(norm.detach())
-        if norm is None or self.accelerator.scaler is not None or self.bad.see(norm):
-            self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-
-    def _clipped(self) -> Tensor | None:
-        limit = self.config.clip if self.config.clip is not None else float("inf")
-        parameters = list(self.parameters.values())
-        if self.bad.asks:  # Accelerate's would compare the list with the model's parameters, number by number
-            self.accelerator.unscale_gradients()
-            norm: Any = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        else:
-            norm = self.accelerator.clip_grad_norm_(parameters, limit)
-        if norm is None or isinstance(norm, float):
-            return None
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     # -- looking -------------------------------------------------------------------------------------
     def _look(self, began: float) -> None:
@@ -172,12 +153,12 @@ class Loop:
         notes["last_loss"] = line["loss"]
         notes["seconds"] = notes.get("seconds", 0.0) + self.seconds
         notes["positions"] = notes.get("positions", 0) + self.positions
-        self.positions, self.seconds = 0, 0.0
+        self.positions, self.seconds, self.waited = 0, 0.0, 0.0
 
     def _judged(self, rows: list[list[float]], norms: list[float], steps: list[Step], total: int) -> list[list[float]]:
         """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
         bad = [i for i, (row, norm) in enumerate(zip(rows, norms)) if not _finite(row[total]) or not _finite(norm)]
-        if self.accelerator.scaler is not None:  # infinite norms are how a scaler finds its scale
+        if self.descent.scaled:  # infinite norms are how a scaler finds its scale
             bad = [i for i in bad if not _finite(rows[i][total])]
         if bad and not self.setting.skip_bad_steps:
             first = self.at.step - len(rows) + bad[0] + 1
@@ -202,22 +183,22 @@ class Loop:
             "tokens": self.at.tokens,
             "loss": means["total"],
             **parts,
-            "rate": max(group["lr"] for group in self.inner.param_groups),
+            "rate": self.descent.rate,
             "gradient_norm": _mean(norms),
             "tokens_per_second": round(self.positions / max(self.seconds, 1e-9), 1),
+            "waited": round(self.waited / max(self.seconds, 1e-9), 4),
             "seconds_left": round((self.config.steps - self.at.step) * self.seconds * self.config.batch * self.config.length / max(1, self.positions)),
             "memory": memory,
         }  # fmt: skip
 
     def _stopped(self, what: str, step: int, loss: float, bad: Step) -> Exception:
-        if getattr(self.bad.inner, "found_inf", None) is not None:
-            self.bad.inner.found_inf = None
+        self.descent.forget_bad()
 
         def again() -> None:
             for batch in bad.batches:
                 self.stage.losses(self.models, on_device(batch, self.accelerator.device))["total"].backward()
 
-        alone = self.accelerator.num_processes == 1
+        alone = self.accelerator.num_processes == 1 and self.descent.again
         blame = blamed(self.models.student, again) if alone else ""
         return stop(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), self.config.rate)
 
@@ -257,8 +238,8 @@ class Loop:
         self.setting.report(line)
 
     def _save(self) -> None:
-        if self.accelerator.scaler is not None:
-            self.at.notes["scaler"] = self.accelerator.scaler.state_dict()
+        if (scale := self.descent.scale()) is not None:
+            self.at.notes["scaler"] = scale
         self.setting.checkpoints.save(self.at, self.held)
 
     def _resume(self) -> None:
@@ -266,8 +247,8 @@ class Loop:
         if folder is None or self.at.step == 0:
             return
         self.setting.checkpoints.restore(folder, self.held)
-        if self.accelerator.scaler is not None and "scaler" in self.at.notes:
-            self.accelerator.scaler.load_state_dict(self.at.notes["scaler"])
+        if "scaler" in self.at.notes:
+            self.descent.restore_scale(self.at.notes["scaler"])
 
     def _end(self) -> None:
         """The running mean takes the weights' place."""

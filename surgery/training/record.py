@@ -6,6 +6,7 @@ from typing import Any
 
 from surgery.devices import device_name
 from surgery.training.checkpoints import Position
+from surgery.training.devices import precision_of, spread
 from surgery.training.recipe import HealingRecipe
 from surgery.training.validation import perplexity
 from surgery.version import __version__
@@ -32,7 +33,7 @@ def circumstances(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "recipe": recipe.model_dump(mode="json"),
         "processes": accelerator.num_processes,
-        "spread": "FSDP2" if getattr(accelerator, "is_fsdp2", False) else accelerator.distributed_type.value,
+        "spread": spread(accelerator) or accelerator.distributed_type.value,
         "device": device_name(accelerator.device),
-        "precision": accelerator.mixed_precision,
+        "precision": precision_of(accelerator, recipe.precision),
     }

@@ -22,7 +22,7 @@ def groups_table(title: str, groups: list[Group]) -> list[Any]:
 
 
 FIXED = {"stage", "kind", "step", "steps", "total_steps", "tokens", "loss", "rate", "gradient_norm"}
-FIXED |= {"tokens_per_second", "seconds_left", "memory"}
+FIXED |= {"tokens_per_second", "waited", "seconds_left", "memory"}
 
 
 def said(line: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ class CoreNorm(nn.Module):
         """blank: size of a core of zeros."""
         super().__init__()
         own = rms(core.detach())
-        self.gamma = nn.Parameter(torch.ones((), dtype=core.dtype, device=core.device))
-        self.size = nn.Parameter(torch.where(core.detach().any(), own, blank).to(own), requires_grad=False)
+        self.gamma = nn.Parameter(torch.ones(1, dtype=core.dtype, device=core.device))  # numbers alone cannot be spread
+        self.size = nn.Parameter(torch.where(core.detach().any(), own, blank).to(own).reshape(1), requires_grad=False)
 
     def forward(self, core: Tensor) -> Tensor:
         return self.gamma * (self.size / rms(core)).clamp(max=1.0) * core
