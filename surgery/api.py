@@ -37,19 +37,16 @@ class Told(dict[str, Any]):
         self._parts = parts
 
     def __repr__(self) -> str:
-        return self._printed().file.getvalue().rstrip()
-
-    def _repr_html_(self) -> str:
-        style = "overflow-x:auto;font-family:ui-monospace,Menlo,Consolas,monospace;line-height:1.35"
-        frame = '<pre style="' + style + '">{code}</pre>'
-        return self._printed().export_html(inline_styles=True, code_format=frame)
-
-    def _printed(self) -> Any:
         from rich.console import Console
 
-        console = Console(record=True, width=WIDE, file=io.StringIO(), force_jupyter=False)
+        console = Console(width=WIDE, file=io.StringIO(), force_jupyter=False)
         console.print(*self._parts(), sep="\n", soft_wrap=True)
-        return console
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _repr_html_(self) -> str:
+        from surgery.tables import html
+
+        return html(self._parts())
 
 
 def plan(

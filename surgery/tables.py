@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape as as_html
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from surgery.reports import describe, inspect_rows
 
@@ -198,3 +201,27 @@ def parcel_table(parcel: dict[str, Any]) -> list[Any]:
         f"{len(parcel['files'])} files, {parcel['bytes'] / 1e6:,.1f} MB; licence: {licence['id']} ({licence['origin']})"
     ]
     return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]
+
+
+def html(parts: Sequence[Any]) -> str:
+    """The same for a notebook: tables as tables, which a screen reader knows, and in the notebook's own colours."""
+    return f'<div style="overflow-x:auto">{"".join(map(_html_of, parts))}</div>'
+
+
+def _html_of(part: Any) -> str:
+    if not isinstance(part, Table):
+        return f'<div style="max-width:60em">{_plain(part)}</div>'
+    side = [
+        f'style="text-align:{"left" if c.justify == "left" else "right"};padding:2px 8px;white-space:nowrap"'
+        for c in part.columns
+    ]
+    head = "".join(f'<th scope="col" {how}>{_plain(c.header)}</th>' for c, how in zip(part.columns, side))
+    rows = zip(*([_plain(cell) for cell in column.cells] for column in part.columns))
+    body = "".join(f"<tr>{''.join(f'<td {how}>{cell}</td>' for cell, how in zip(row, side))}</tr>" for row in rows)
+    caption = f'<caption style="text-align:left;font-weight:bold">{_plain(part.title)}</caption>' if part.title else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _plain(text: Any) -> str:
+    """Without rich's marks, and as text of HTML."""
+    return as_html(Text.from_markup(text).plain if isinstance(text, str) else str(text))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.markup import escape
 
 import surgery
 from surgery import api
 from surgery.cli import main
 from surgery.errors import SurgeryError
 
+EVIL = "<b>[bold]<script>alert(1)</script>"
 MIXED = {"structure": "btt", "blocks": [2, 2], "keep": 0.5}
 
 
@@ -33,11 +36,30 @@ def test_plan_is_the_command(checkpoints, capsys):
     )
 
 
+class Tags(HTMLParser):
+    """Opened and closed in turn; what a notebook gets has no colours of its own, for it may be dark."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.seen.append(tag)
+        assert "color" not in dict(attrs).get("style", "")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
 def test_a_table_is_shown(checkpoints):
     told = api.plan(checkpoints("llama"), MIXED)
     assert "attention.query" in repr(told) and "kept" in repr(told)
-    html = told._repr_html_()
-    assert html.startswith("<pre") and "attention.query" in html and "<script" not in html
+    shown = api.Told(told, lambda: [*told._parts(), escape(EVIL)])._repr_html_()
+    tags = Tags()
+    tags.feed(shown)
+    assert not tags.open and {"table", "caption", "thead", "th", "td"} <= set(tags.seen)
+    assert "attention.query" in shown and "&lt;b&gt;[bold]" in shown and "script" not in tags.seen
 
 
 def test_a_chain(checkpoints, tmp_path):
