@@ -62,11 +62,8 @@ def _interval(found: Interval | None) -> str:
 
 def remarks(done: Evaluation) -> list[str]:
     """What a reader must know beside the numbers."""
-    flagged: dict[str, dict[str, None]] = defaultdict(dict)
-    for row in done.rows:
-        for flag in row.flags if row.speaks else []:
-            flagged[flag][f"{row.task} {row.metric.called}"] = None
-    said = [f"{flag}: {', '.join(where)}" for flag, where in flagged.items()]
+    spoken = [row for row in done.rows if row.speaks]
+    said = [f"{flag}: {_where(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)]
     for suite, by_role in done.results.items():
         said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
     said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]
@@ -74,6 +71,19 @@ def remarks(done: Evaluation) -> list[str]:
         ratio = "no ratio to the base" if v.ratio is None else f"{v.ratio:.4g} of the base"
         said.append(f"limit {v.limit}: {'held' if v.held else 'MISSED'}, {v.task} {v.metric} is {ratio}")
     return said
+
+
+def _where(flag: str, rows: list[Row]) -> str:
+    """The rows that have it; of a suite whose every row has it, the suite's name."""
+    by_suite: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_suite[row.suite].append(row)
+    where: dict[str, None] = {}
+    for suite, held in by_suite.items():
+        found = [f"{row.task} {row.metric.called}" for row in held if flag in row.flags]
+        whole = len(found) == len(held) > 2
+        where |= dict.fromkeys([f"all of {suite}"] if whole else found)
+    return ", ".join(where)
 
 
 def eval_table(done: Evaluation) -> list[Any]:
