@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from forked import processes
 from small_training import EMBEDDED, losses, recipe
 
 from surgery.training.checkpoints import Checkpoints
@@ -50,38 +49,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
 
 
 # -- another number of processes -------------------------------------------------------------------------------
-def processes(count, run):
-    """`run` in so many processes of one group over gloo; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(count):
-        if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                _grouped(rank, count, port)
-                run(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-
-
-def _grouped(rank, count, port):
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_num_threads(1)
-    if count > 1:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        os.environ.update({name: str(value) for name, value in told.items()})
-
-
 @pytest.fixture(scope="module")
 def whole(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
