@@ -28,11 +28,11 @@ class QuickPython:
         self.address = str(folder / "socket")
         command = [sys.executable, __file__, "serve", self.address]
         self.server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-        for _ in range(1200):
+        while self.server.poll() is None:  # a busy machine takes minutes to import
             if os.path.exists(self.address):
                 return
             time.sleep(0.1)
-        raise TimeoutError("the server of commands did not start")
+        raise RuntimeError(f"the server of commands ended with {self.server.returncode}")
 
     def write(self, path: Path, words: str = "") -> None:
         # -I -S: nothing but the standard library, which starts in a few hundredths of a second.

@@ -93,10 +93,15 @@ def outputs_of(model, inputs):
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_python(code: str, cwd: Path | None = None, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+def start_python(code: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
     """A fresh interpreter that finds this checkout's package, and has imported nothing of it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=cwd, input=stdin
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=cwd, **pipes)
+
+
+def run_python(code: str, cwd: Path | None = None, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    process = start_python(code, cwd, **environment)
+    out, err = process.communicate(stdin)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_standin import HubStandIn
-from small import run_python, tiny_config
+from small import start_python, tiny_config
 from test_calibrate import DOCUMENTS, words_tokenizer
 
 TOKEN = "hf_ThisMustNeverBePrinted"
@@ -40,17 +40,18 @@ CODE = """
 import contextlib, io, json, sys
 from surgery.cli import main
 
-told = {}
-for name, words in json.loads(sys.stdin.read()).items():
-    out, err = io.StringIO(), io.StringIO()
-    code = None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(words)
-        except SystemExit as left:
-            code = left.code or 0
-    told[name] = [code, out.getvalue(), err.getvalue()]
-print(json.dumps(told))
+for line in sys.stdin:
+    told = {}
+    for name, words in json.loads(line).items():
+        out, err = io.StringIO(), io.StringIO()
+        code = None
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main(words)
+            except SystemExit as left:
+                code = left.code or 0
+        told[name] = [code, out.getvalue(), err.getvalue()]
+    print(json.dumps(told), flush=True)
 """
 
 
@@ -90,9 +91,10 @@ def told(checkpoints, converted, tmp_path_factory):
             "HF_HUB_OFFLINE": "0",
         }
         plans = {k: v for k, v in COMMANDS.items() if v[0] == "plan"}
-        found = _run(plans, work, environment)
-        found["served"] = {k: v for k, v in hub.served.items() if k.endswith(".safetensors")}
-        found |= _run({k: v for k, v in COMMANDS.items() if k not in plans}, work, environment)
+        with start_python(CODE, cwd=work, **environment) as process:
+            found = _ask(process, plans)
+            found["served"] = {k: v for k, v in hub.served.items() if k.endswith(".safetensors")}
+            found |= _ask(process, {k: v for k, v in COMMANDS.items() if k not in plans})
         found["commit"] = {branch: hub.commit("models", "org/llama", branch) for branch in ("main", "narrow")}
     found["work"] = work
     return found
@@ -107,10 +109,12 @@ def _checkpoint(folder: Path) -> Path:
     return folder
 
 
-def _run(commands, work: Path, environment):
-    done = run_python(CODE, cwd=work, stdin=json.dumps(commands), **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def _ask(process, commands):
+    process.stdin.write(json.dumps(commands) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return json.loads(line)
 
 
 def _sharded(source: Path, target: Path) -> None:

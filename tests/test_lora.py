@@ -77,12 +77,16 @@ def test_saved_and_loaded_again(family, converted, tmp_path):
 
 
 def test_an_adapter_loads_whichever_library_is_imported_first(converted, tmp_path):
+    """`import surgery` is light, and enough: for the checkpoint, and for its adapter."""
     model = get_peft_model(base_of(converted("llama")), config_of("llama"))
     trained(model, 1)
     model.save_pretrained(tmp_path / "adapter")
     code = f"""
 import surgery, sys
-assert "peft" not in sys.modules
+assert not {{"torch", "transformers", "pydantic", "peft"}} & set(sys.modules)
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained({str(converted("llama"))!r})
+print(*[name for name in ("recipe", "planning", "conversion") if f"surgery.{{name}}" in sys.modules])
 from peft import AutoPeftModelForCausalLM
 from small import outputs_of, tiny_inputs
 import torch
@@ -91,6 +95,7 @@ torch.save(outputs_of(model, tiny_inputs("llama", 2)), {str(tmp_path / "logits.p
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
     expected = outputs_of(model, tiny_inputs("llama", 2))
     assert torch.allclose(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
 
