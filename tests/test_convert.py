@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+import killing
 import pytest
 import random_llama
 import torch
@@ -51,29 +52,14 @@ def deep(tmp_path_factory):
     return folder, inputs
 
 
-KILLING = """
-import sys
-from pathlib import Path
-import transformers, accelerate
-import killing
-from small import recipe_of
-from surgery.conversion import convert
-
-source, inputs, folder = map(Path, {paths!r})
-transformers.LlamaForCausalLM  # imported now, for all children
-recipe = recipe_of(structure="btt", blocks=[2, 2], calibration=inputs, allocate="spread", sweeps=2)
-outs = killing.run(lambda out, resume: convert(str(source), recipe, out, resume=resume) and None, folder, kills=10)
-print(*outs, sep="\\n")
-"""
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path):
-    done = run_python(KILLING.format(paths=[str(p) for p in (*deep, tmp_path)]))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.split()
-    assert lines.count("killed") == 10
-    whole, *resumed = (Path(line) for line in lines if line != "killed")
+def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path, capfd):
+    source, inputs = deep
+    recipe = recipe_of(structure="btt", blocks=[2, 2], calibration=inputs, allocate="spread", sweeps=2)
+    whole, *resumed = killing.run(
+        lambda out, resume: convert(str(source), recipe, out, resume=resume), tmp_path, kills=10
+    )
+    assert capfd.readouterr().out.split().count("killed") == 10
     assert resumed and all(bytes_of(out) == bytes_of(whole) for out in resumed)
     assert not list(tmp_path.glob("*.partial"))
 
@@ -326,7 +312,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setitem(random_llama.SHAPES, "large", (24, 512, 4608, 8, 2, 200_000, True))
     monkeypatch.setitem(random_llama.SHAPES, "small", (2, 64, 128, 8, 2, 500, True))
     for size in ("small", "large"):
-        random_llama.make(tmp_path / size, size, tokens=128, length=64)
+        random_llama.make(tmp_path / size, size, tokens=32, length=16)
     (tmp_path / "keys.yaml").write_text(KEYS)
     done = run_python(MEMORY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
