@@ -24,9 +24,9 @@ from surgery.calibrate import load_tokenizer
 from surgery.devices import choose_device, device_name
 from surgery.eval.batching import TOKENS
 from surgery.eval.harness.lm import generation_tokens
-from surgery.ranks import Ranks, device_of, start_ranks
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import RichProgress
+from surgery.ranks import Ranks, device_of, start_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
