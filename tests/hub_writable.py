@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlparse
 
 from hub_standin import Served
 
+READ = re.compile(r"/api/models/([^/]+/[^/]+)(?:/tree/([^/]+))?$")
 REPO = re.compile(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/([^/]+)$")
 BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
@@ -61,6 +62,19 @@ class _Handler(BaseHTTPRequestHandler):
             getattr(self, f"_{found[2]}")(found[1], found[3], body)
         else:
             self._send(404, {"error": "Repository not found"})
+
+    def do_GET(self) -> None:
+        """What is there, and what is in it."""
+        found = READ.match(unquote(urlparse(self.path).path))
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self._send(401, {"error": "Invalid username or password."})
+        elif not found or found[1] not in self.hub.repos:
+            self._send(404, {"error": "Repository not found"})
+        elif found[2]:
+            files = self.hub.repos[found[1]][found[2]]
+            self._send(200, [{"type": "file", "oid": "0" * 40, "size": len(b), "path": p} for p, b in files.items()])
+        else:
+            self._send(200, {"id": found[1], "private": found[1] in self.hub.private, "siblings": []})
 
     def do_PUT(self) -> None:
         """A large file, to an address that was signed for it."""
@@ -117,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, repo: str, branch: str, body: bytes) -> None:
         """All of it or nothing, as the Hub does."""
         new: dict[str, bytes] = {}
+        gone: set[str] = set()
         for line in body.decode().splitlines():
             item = json.loads(line)
             value = item["value"]
@@ -124,14 +139,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.messages.append(value["summary"])
             elif item["key"] == "file":
                 new[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "deletedFile":
+                gone.add(value["path"])
             else:
                 assert item["key"] == "lfsFile"
                 new[value["path"]] = self.hub.stored[value["oid"]]
-        self.hub.repos[repo][branch].update(new)
+        assert gone <= self.hub.repos[repo][branch].keys() - new.keys()
+        kept = {path: content for path, content in self.hub.repos[repo][branch].items() if path not in gone}
+        self.hub.repos[repo][branch] = kept | new
         oid = hashlib.sha1(body).hexdigest()
         self._send(200, {"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
 
-    def _send(self, status: int, said: dict[str, Any]) -> None:
+    def _send(self, status: int, said: Any) -> None:
         body = json.dumps(said).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

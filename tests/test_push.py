@@ -123,6 +123,33 @@ def test_a_repository_that_is_there_and_a_branch_of_it(hub, pushed, out):
     assert hub.files("me/small", "v2").keys() == hub.files("me/small").keys()
 
 
+def test_what_an_earlier_push_left_is_taken_away(hub, pushed, out):
+    """Its other shards would be loaded, its measurements read, beside the new ones; what is not ours stays."""
+    again = (out, "me/small", "--license", "mit")
+    assert pushed(*again)[0] == 0
+    hub.repos["me/small"]["main"] |= {"eval/table.md": b"old", "notes.md": b"mine"}
+    _split(out)
+    code, said, _ = pushed(*again, "--json")
+    there = hub.files("me/small")
+    assert code == 0 and json.loads(said)["removed"] == ["eval/table.md", "model.safetensors"]
+    assert "notes.md" in there and "model.safetensors.index.json" in there and "eval/table.md" not in there
+
+
+def test_another_model_is_not_overwritten(hub, pushed, out):
+    hub.repos["me/original"] = {"main": {"model.safetensors": b"the original", "config.json": b"{}"}}
+    code, _, said = pushed(out, "me/original", "--license", "mit")
+    assert code == 2 and "holds another model" in said and "me/original-surgery" in said
+    assert pushed(out, "me/original", "--license", "mit", "--revision", "surgery")[0] == 0
+    assert hub.files("me/original")["model.safetensors"] == b"the original"
+    assert hub.files("me/original", "surgery")["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_a_public_repository_does_not_take_what_shall_be_private(hub, pushed, out):
+    hub.repos["me/small"] = {"main": {}}
+    code, _, said = pushed(out, "me/small", "--license", "mit", "--private")
+    assert code == 2 and "public" in said and hub.files("me/small") == {} and not hub.sent
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,20 @@ from surgery.tables import count, share
 MADE = "<!-- written by surgery push; a README.md of your own in the folder takes its place -->"
 ASIDE = ("eval/", "training/")
 
-# Whom to cite for what stands in a checkpoint: a word of its table -> the paper.
+# Whom to cite for what stands in a checkpoint: a name in its table -> the paper.
 PAPERS = {
     "btt": "Qiu et al. 2024, Compute Better Spent: Replacing Dense Layers with Structured Matrices, arXiv:2406.06248",
     "monarch": "Dao et al. 2022, Monarch: Expressive Structured Matrices for Efficient and Accurate Training, arXiv:2204.00595",
+    "pivoted_low_rank": "Zhao et al. 2025, Pivoting Factorization (PIFA)",
+    "low_rank": "Wang et al. 2024, SVD-LLM: Truncation-aware Singular Value Decomposition for Large Language Model Compression, arXiv:2403.07378",
+    "kronecker": "Van Loan and Pitsianis 1993, Approximation with Kronecker Products",
     "mlr": "Kuang et al. 2025, Customizing the Inductive Biases of Softmax Attention using Structured Matrices",
     "decay": "Sun et al. 2023, Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621",
     "gates": "Dao and Gu 2024, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality, arXiv:2405.21060",
     "delta": "Yang et al. 2024, Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464",
     "hierarchical": "Guo et al. 2025, Log-Linear Attention, arXiv:2506.04761",
+    "toeplitz": "Guo et al. 2025, Log-Linear Attention, arXiv:2506.04761",
+    "blocks": "Zhang et al. 2026, MHLA",
     "hedgehog": "Zhang et al. 2024, The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry, arXiv:2402.04347",
 }
 PAPERS |= dict.fromkeys(("bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
@@ -188,11 +193,21 @@ def _made_by(report: dict[str, Any]) -> str:
 
     recipe = {key: value for key, value in report["recipe"].items() if value not in (None, [], {})}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"## Recipe\n\n```yaml\n{text}\n```\n\nSeed {report['seed']}; surgery {report['surgery']}, {versions}."
+    versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
+    told = ", ".join(part for part in (f"surgery {report['surgery']}", versions) if part)
+    return f"## Recipe\n\n```yaml\n{text}\n```\n\nSeed {report['seed']}; {told}."
 
 
 def _papers(source: Source) -> str:
-    table = json.dumps(source.config["quantization_config"])
-    cited = dict.fromkeys(paper for word, paper in PAPERS.items() if f'"{word}"' in table)
+    named = set(_texts(source.config["quantization_config"]))
+    cited = dict.fromkeys(paper for word, paper in PAPERS.items() if word in named)
     return "\n".join(["## Papers", "", *(f"- {paper}" for paper in cited)]) if cited else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text that a table holds, without its keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)

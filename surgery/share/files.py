@@ -16,8 +16,8 @@ from typing import Any
 from surgery.checkpoint import SHIM
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
-from surgery.shards import read_json
 from surgery.source import COPIED, INDEX, Source
+from surgery.storage import read_json
 
 CARD = "README.md"
 PAGE = "report.html"
@@ -29,9 +29,10 @@ BESIDE = (
     *("eval/results.json", "eval/*.png", "eval/table.md"),
 )
 STAYS = ("eval/*/**", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
-# A token of the Hub, of GitHub, of OpenAI; a private key.
+# A token of the Hub, of GitHub, of OpenAI; a key of Amazon, of Google; a private key.
 SECRET = re.compile(
-    rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bsk-[A-Za-z0-9_-]{32,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+    rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
+    rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 LOCAL = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
 
@@ -63,9 +64,9 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if _matches(name, STAYS):
+        if matches(name, STAYS):
             continue
-        if not _matches(name, known):
+        if not matches(name, known):
             unknown.append(name)
             continue
         _stays_inside(path, folder, source.revision)
@@ -90,7 +91,7 @@ def _measured(folder: Path) -> list[Item]:
     return [Item(f"eval/{path.name}", path) for path in files if path.is_file()]
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
     """A pattern has as many parts as the name, or ends in **: all that lies below."""
     path = PurePosixPath(name)
     for pattern in patterns:

@@ -1,7 +1,8 @@
 """A converted checkpoint to the Hub: weights first, each once, then all of it in one commit.
 
 What is on the Hub is therefore whole or as it was. A push that broke off goes on by the same command: the Hub has
-the weights that arrived, by their hash, and takes only those that it lacks.
+the weights that arrived, by their hash, and takes only those that it lacks. What an earlier push left there and this
+one does not have (other shards, other measurements) goes in the same commit, for it would be loaded or read with it.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.progress import Progress
 from surgery.reports import read_report
 from surgery.share.card import card
-from surgery.share.files import CARD, Item, cleaned_paths, items_of
+from surgery.share.files import BESIDE, CARD, Item, cleaned_paths, items_of, matches
 from surgery.share.licence import Licence, licence_of
-from surgery.source import Source, open_converted
+from surgery.source import INDEX, Source, open_converted
 from surgery.version import __version__
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+REPLACED = ("*.safetensors", "*.bin", INDEX, "*.bin.index.json", *BESIDE)  # of an earlier push, or of the branch's root
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,11 @@ def push(
     message: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Uploads; {"url", "commit", "uploaded"}. The token is that of `hf auth login` or HF_TOKEN.
+    """Uploads; {"url", "commit", "uploaded", "removed"}. The token is that of `hf auth login` or HF_TOKEN.
 
     private: of a repository that is made now; that of one there stays as it is. revision: a branch, made if it is not there.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
     if get_token() is None:
         raise SurgeryError(
@@ -88,8 +93,17 @@ def push(
     api = HfApi(library_name="surgery", library_version=__version__)
     with _said(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
         repo = api.create_repo(parcel.repo, private=private or None, exist_ok=True).repo_id
+        if private and not api.repo_info(repo).private:
+            raise SurgeryError(
+                f"{repo} is there already, and public; --private is for a repository that is made now. Make it private in "
+                "its settings first, or push without --private"
+            )
+        there = set(api.list_repo_files(repo))
+        _refuse_another_model(repo, there, revision)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
+            there = set(api.list_repo_files(repo, revision=revision))
+        stale = sorted(name for name in there - {i.name for i in parcel.items} if matches(name, REPLACED))
         additions = []
         for item in parcel.items:
             content = item.path if item.path is not None else (item.text or "").encode()
@@ -97,10 +111,22 @@ def push(
             if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
                 api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
             tick(item.nbytes)
+        changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
         said = api.create_commit(
-            repo, additions, commit_message=message or f"Converted by surgery {__version__}", revision=revision
+            repo, changes, commit_message=message or f"Converted by surgery {__version__}", revision=revision
         )
-    return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": [i.name for i in parcel.items]}
+    sent = [item.name for item in parcel.items]
+    return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": sent, "removed": stale}
+
+
+def _refuse_another_model(repo: str, there: set[str], revision: str | None) -> None:
+    """The main branch of the original, say, by a slip of the name."""
+    weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHTS)
+    if weights and REPORT not in there and revision in (None, "main"):
+        raise SurgeryError(
+            f"{repo} holds another model ({weights[0]}, and no {REPORT}), which this would overwrite; push to a name of its "
+            f"own, for example {repo}-surgery, or to a branch: --revision surgery"
+        )
 
 
 def _check_name(repo: str) -> None:
