@@ -33,6 +33,7 @@ def test_a_column_for_each_conversion(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"needle": {"rows": second}}))
     found = healed_shown.read([tmp_path / "b.json", tmp_path / "a.json"])
     head, _, needles, recall = healed_shown.markdown(found).splitlines()
+    assert healed_shown.changes(found).splitlines()[-1] == "| a | +0 [-9, 1] |  |"
     assert head == "| | n | original | b | a |"
     assert needles == "| `needle`, % | 1,200 | 90 ± 0.5 | 75 ± 0.5, -15 [-9, 1] | 90 ± 0.5, +0 [-9, 1] |"
     assert recall.startswith("| `mqar`, 256, % | 1,200 | 1 ± 0.5 (no evidence: guesses) | 1 ± 0.5") and recall.endswith(

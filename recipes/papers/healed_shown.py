@@ -1,4 +1,5 @@
-"""What healed_suites.py measured: a table with a column for each conversion, needle maps, losses by position."""
+"""What healed_suites.py measured: a table with a column for each conversion and one with a line for each, needle maps, losses by
+position."""
 
 from __future__ import annotations
 
@@ -79,6 +80,18 @@ def markdown(found: dict[str, Parts]) -> str:
     return "\n".join(lines)
 
 
+def changes(found: dict[str, Parts]) -> str:
+    """A line for each conversion: what it differs by from the original, whose own values come first."""
+    table = {key: by_name for key, by_name in kept(found).items() if key[0] != "speed"}
+    firsts = [next(iter(by_name.values())) for by_name in table.values()]
+    lines = ["| | " + " | ".join(map(called, firsts)) + " |", "|" + " --- |" * (1 + len(firsts))]
+    lines.append("| original | " + " | ".join(value(row, "base") for row in firsts) + " |")
+    for name in found:
+        cells = [change(by_name[name]) if name in by_name else "" for by_name in table.values()]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
 # -- figures ---------------------------------------------------------------------------------------
 def maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[float, float], float]]:
     """Model -> (length, depth) -> share of the questions answered; the original first."""
@@ -145,7 +158,7 @@ def draw_positions(found: dict[str, Parts], path: Path) -> None:
 
 def show(places: list[Path], figures: str | None) -> None:
     found = read(places)
-    print(markdown(found))
+    print(markdown(found), changes(found), sep="\n\n")
     if figures is None:
         return
     draw_positions(found, Path(f"{figures}-position.png"))
