@@ -262,7 +262,10 @@ def main(argv: list[str] | None = None) -> None:
         _fail(str(error), 2)
     except SystemExit as left:
         if left.code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
-            _fail("interrupted; what is done is kept, the same command with --resume goes on", INTERRUPTED)
+            _fail(
+                "interrupted; what is done is kept, and the same command goes on (with --resume, where it has one)",
+                INTERRUPTED,
+            )
         raise
     except BrokenPipeError:
         sys.exit(1)

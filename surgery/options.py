@@ -7,8 +7,15 @@ from typing import Annotated, Optional
 
 import typer
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id.")]
-Converted = Annotated[str, typer.Argument(metavar="OUT", help="A converted checkpoint.")]
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id, org/name or org/name@revision.")
+]
+Converted = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT", help="A converted checkpoint: a local folder or a Hub id, org/name or org/name@revision."
+    ),
+]
 RecipeName = Annotated[
     str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")
 ]

@@ -10,7 +10,8 @@ from typing import Any
 
 from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
-from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header, read_json
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+from surgery.storage import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
@@ -71,10 +72,7 @@ def open_source(
     Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
     already converted, remote code without leave.
     """
-    local = Path(name).exists()
-    if local and revision is not None:
-        raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
-    folder, commit = (Path(name), None) if local else _download(name, weights, revision)
+    name, folder, commit = _found(name, weights, revision)
     config = read_config(folder, name)
     _refuse_quantised(config, name)
     if config.get("auto_map") and not trust_remote_code:
@@ -82,14 +80,26 @@ def open_source(
             f"{name} needs code from its own repository ({str(config['auto_map'])[:100]}); read that code, "
             "then pass --trust-remote-code"
         )
-    tensors = _headers(folder, name) if local or weights else _remote_headers(name, commit)
+    tensors = _headers(folder, name) if commit is None or weights else _remote_headers(name, commit)
     return Source(name, folder, config, tensors, commit)
 
 
-def open_converted(name: str, revision: str | None = None) -> Source:
-    """A checkpoint that `surgery convert` wrote, local or on the Hub."""
-    folder, commit = (Path(name), None) if Path(name).exists() else _download(name, True, revision)
+def open_converted(name: str) -> Source:
+    """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
+    name, folder, commit = _found(name, True, None)
     return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
+
+
+def _found(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
+    """(name, folder, commit); the name without the revision it may end in."""
+    if Path(name).exists():
+        if revision is not None:
+            raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
+        return name, Path(name), None
+    bare, _, pinned = name.partition("@")
+    if pinned and revision is not None:
+        raise SurgeryError(f"{name} names a revision, and --revision {revision} another; give one of them")
+    return bare, *_download(bare, weights, revision or pinned or None)
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:

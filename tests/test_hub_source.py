@@ -19,10 +19,11 @@ CONVERT = (*RECIPE, "--set", "tokens=128", "--set", "length=16", "--set", "alloc
 COMMANDS = {
     "plan": ("plan", "org/llama", *RECIPE, "--json"),
     "plan, sharded": ("plan", "org/sharded", *RECIPE, "--json"),
-    "plan, a branch": ("plan", "org/llama", *RECIPE, "--revision", "narrow", "--json"),
+    "plan, a branch": ("plan", "org/llama@narrow", *RECIPE, "--json"),
     "plan, pickled": ("plan", "org/pickled", *RECIPE),
     "plan, nowhere": ("plan", "org/nowhere", *RECIPE),
     "plan, no such revision": ("plan", "org/llama", *RECIPE, "--revision", "v9"),
+    "plan, two revisions": ("plan", "org/llama@narrow", *RECIPE, "--revision", "main"),
     "plan, gated": ("plan", "org/gated", *RECIPE),
     "plan, private": ("plan", "org/private", *RECIPE, "--json"),
     "plan, not a name": ("plan", "no such name", *RECIPE),
@@ -34,7 +35,7 @@ COMMANDS = {
     "convert, no such split": ("convert", "org/llama", "--calibration", "org/lines::dev", *CONVERT, "x"),
     "convert, no such data": ("convert", "org/llama", "--calibration", "org/nothing", *CONVERT, "x"),
     "convert, nowhere": ("convert", "org/nowhere", *CONVERT, "x"),
-    "inspect": ("inspect", "org/converted", "--json"),
+    "inspect": ("inspect", "org/converted@main", "--json"),
 }
 CODE = """
 import contextlib, io, json, sys
@@ -174,6 +175,7 @@ def test_a_converted_checkpoint_on_the_hub_is_inspected(told):
         ("plan, pickled", "convert pickled weights to safetensors first"),
         ("plan, nowhere", "org/nowhere is neither a local folder nor a Hub id that you may read"),
         ("plan, no such revision", "org/llama on the Hub has no revision 'v9'"),
+        ("plan, two revisions", "org/llama@narrow names a revision, and --revision main another"),
         ("plan, gated", "org/gated is gated: accept its terms"),
         ("plan, not a name", "neither a local folder nor a Hub id"),
         ("convert, nowhere", "org/nowhere"),
