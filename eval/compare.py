@@ -109,7 +109,7 @@ def _cut(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[s
     for key in keys:
         group = dict(key[1])
         cells[tuple(group.get(name) for name in names)].append(key)
-    for values in sorted(cells, key=lambda v: tuple((isinstance(x, str), x) for x in v)):
+    for values in sorted(cells, key=lambda v: tuple((isinstance(x, str), x is not None, x or 0) for x in v)):
         yield task, dict(zip(names, values)), cells[values]
 
 

@@ -11,6 +11,7 @@ A suite whose result.json was written by the same version, model, options, preci
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,12 +19,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter
+
 from surgery.errors import SurgeryError
 from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
 from surgery.version import __version__
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
 LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
+
+
+class _Said(BaseModel):
+    """result.json."""
+
+    key: dict[str, Any]
+    metrics: dict[str, Metric]
+    floors: dict[str, dict[str, float]]
+    notes: list[str]
+    info: dict[str, Any]
+    seconds: float
 
 
 class Store:
@@ -54,14 +68,16 @@ class Store:
         if place is None or not (place / RESULT).is_file():
             return None
         try:
-            said = json.loads((place / RESULT).read_text(encoding="utf-8"))
-            if said.pop("key") != key:
+            said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
+            if said.key != key:
                 return None
-            lines = (place / SAMPLES).read_text(encoding="utf-8").splitlines()
-            samples = [Sample(**json.loads(line)) for line in lines]
-            metrics = {name: Metric(**fields) for name, fields in said.pop("metrics").items()}
-            return SuiteResult(samples, metrics, arrays=_arrays(place / ARRAYS), **said)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, SafetensorError):
+            read = TypeAdapter(Sample)
+            samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
+            found = SuiteResult(samples, **{name: getattr(said, name) for name in _Said.model_fields if name != "key"})
+            found.arrays = _arrays(place / ARRAYS)
+            named = all(name == metric.name for name, metric in found.metrics.items())
+            return found if named and all(0 <= s.weight < math.inf for s in samples) else None
+        except (ValueError, RecursionError, OSError, SafetensorError):
             return None  # damaged: measured again
 
     def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from surgery.checkpoint import quantization_table
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
-from surgery.shards import Entry, TensorInfo, read_header, write_json, write_shard
+from surgery.shards import Entry, TensorInfo, read_header, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import INDEX, SINGLE, Source
+from surgery.storage import write_json
 
 SHARD_BYTES = 5_000_000_000
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from surgery.cache import MixerLayer, mixed_modules
 from surgery.errors import SurgeryError
 from surgery.mixers import Mixer, State
+from surgery.storage import parsed
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
@@ -59,6 +60,7 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
         if mixer is not None:
             cache.layers[i] = _mixer_layer(entry, held, mixer, i)
         elif held:
+            _refuse_other(i, held, {"keys": 4, "values": 4})
             _fill(cache.layers[i], held, entry["seen"])
     return cache
 
@@ -66,10 +68,27 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
 def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     try:
         with safe_open(str(path), framework="pt") as file:
-            layers = json.loads((file.metadata() or {})["surgery"])
-            return layers, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            layers = parsed((file.metadata() or {})["surgery"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise SurgeryError(f"{path} is not a saved cache: {error}") from None
+    if not isinstance(layers, list) or not all(_is_layer(entry) for entry in layers):
+        raise SurgeryError(f"{path} is not a saved cache: its list of layers is damaged")
+    return layers, tensors
+
+
+def _is_layer(entry: Any) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("seen")) is not int or not 0 <= entry["seen"] < 2**40:
+        return False
+    return entry.get("kind") == "softmax" or (entry.get("kind") == "mixer" and "config" in entry)
+
+
+def _refuse_other(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> None:
+    found = {name: tensor.dim() for name, tensor in held.items()}
+    if found != dims:
+        raise SurgeryError(
+            f"layer {index} of this cache holds {found} (axes of each), {dims} are wanted; it is damaged"
+        )
 
 
 def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, index: int) -> MixerLayer:
@@ -78,6 +97,8 @@ def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, i
     layer = MixerLayer()
     layer.seen, layer._mixer = entry["seen"], mixer
     if held:
+        fresh = mixer.empty_state(1, "cpu")
+        _refuse_other(index, held, {"seen_B": 1, **{name: tensor.dim() for name, tensor in fresh.tensors.items()}})
         layer.state, layer.is_initialized = State(held.pop("seen_B"), held, entry["seen"]), True
     return layer
 

@@ -40,9 +40,10 @@ from surgery.ranks import Ranks, device_of, start_ranks
 from surgery.recipe import Recipe
 from surgery.score import Score
 from surgery.seating import settled
-from surgery.shards import Entry, read_header, write_json, write_shard
+from surgery.shards import Entry, read_header, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
+from surgery.storage import write_json
 from surgery.stream import Stream
 from surgery.version import __version__
 

@@ -63,12 +63,16 @@ def output_path(model: Any, path: str) -> str:
 
 def attention_shape(model: Any, path: str) -> AttentionShape:
     """What a mixer there must know."""
-    anatomy, module = anatomy_for(model), model.get_submodule(path)
+    anatomy, layer = anatomy_for(model), None
+    module = dict(model.named_modules()).get(path)
+    if module is not None:
+        layer = _layer_of(anatomy, path)
+    if module is None or layer is None:
+        raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}, which is to have a mixer")
     config = getattr(module, "host", module.config)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     key = getattr(module, anatomy.head_dim)
-    layer = _layer_of(anatomy, path)
     value_out = _width(model, anatomy, f"{layer}.{anatomy.attention[0]}", (heads, groups, key))
     return AttentionShape(
         dim=config.hidden_size,

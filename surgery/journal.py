@@ -1,7 +1,7 @@
 """The journal of a conversion under way: OUT.partial/journal.jsonl, one durable line a finished step.
 
 A line is written after its files are on disk, so what the journal says is there is there; a line cut short
-by a kill is dropped. A journal of another source, recipe, version, seed or text is refused.
+by a kill, or damaged, is dropped with all that follow it. A journal of another source, recipe, version, seed or text is refused.
 Of several processes each has its own file for the layers it writes (journal-1.jsonl ..); the first one's holds all
 other steps, and it reads them all.
 """
@@ -15,8 +15,9 @@ from typing import Any, NoReturn, TextIO
 
 from surgery.errors import SurgeryError
 from surgery.ranks import Ranks
+from surgery.storage import checksum
 
-NAME, LOCK = "journal.jsonl", "lock"
+NAME, LOCK, SUM = "journal.jsonl", "lock", "crc32"
 
 
 class Journal:
@@ -74,11 +75,8 @@ class Journal:
             return
         good = 0
         for raw in path.read_bytes().splitlines(keepends=True):
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                break
-            if not raw.endswith(b"\n") or not isinstance(line, dict) or "step" not in line:
+            line = _whole(raw)
+            if line is None:
                 break
             self.lines.append(line)
             good += len(raw)
@@ -101,7 +99,7 @@ class Journal:
             self.lines.append(line)
             return
         with open(self.path, "ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps({**line, SUM: checksum(line)}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.lines.append(line)
@@ -117,6 +115,16 @@ class Journal:
             if line["step"] == step and all(line.get(k) == v for k, v in what.items()):
                 return line
         return None
+
+
+def _whole(raw: bytes) -> dict[str, Any] | None:
+    """A line as it was written, by its checksum; None: cut short or damaged, and all after it is done again."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    written = raw.endswith(b"\n") and isinstance(line, dict) and "step" in line
+    return line if written and line.pop(SUM, None) == checksum(line) else None
 
 
 def refuse_begun(folder: Path) -> NoReturn:

@@ -23,6 +23,7 @@ from surgery.anatomy import ROLES
 from surgery.attention_recipe import Attention
 from surgery.errors import SurgeryError, nearest
 from surgery.ranges import layer_selected, slice_text
+from surgery.storage import refuse_halves
 from surgery.structures import STRUCTURES
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -195,9 +196,11 @@ def read_yaml(text: str) -> Any:
     try:
         loader = _NoAliases(text)
         try:
-            return loader.get_single_data()
+            data = loader.get_single_data()
         finally:
             loader.dispose()
+        refuse_halves(data)
+        return data
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -8,7 +8,7 @@ import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from surgery.errors import SurgeryError, nearest
 
@@ -28,6 +28,45 @@ def load_plugins() -> None:
                 f"plugin {point.name} ({point.value}) fails as it is imported, {type(error).__name__}: {error}; mend it or "
                 "uninstall the package that brings it"
             ) from error
+
+
+LARGEST = 2**31  # of a number among options
+
+
+def typed(config_type: Any, options: dict[str, Any]) -> Any:
+    """A config from options as JSON or YAML have them, each of the type that its field says; SurgeryError, by name,
+    otherwise. Options that are configs themselves are the config's own business (Any)."""
+    from pydantic import ValidationError
+
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    for name, value in options.items():
+        try:
+            _types(config_type)[name].validate_python(value, strict=True)
+        except ValidationError as error:
+            _refuse_by_itself(config_type, options)
+            said = " or ".join(dict.fromkeys(e["msg"].lower() for e in error.errors()))
+            raise SurgeryError(f"{config_type.name!r}: {name}: {said} (got {str(value)[:100]!r})") from None
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(n, (int, float)) and not abs(n) <= LARGEST for n in numbers):
+            raise SurgeryError(f"{config_type.name!r}: {name}: no option is as large as {str(value)[:50]}")
+    return config_type(**options)
+
+
+def _refuse_by_itself(config_type: Any, options: dict[str, Any]) -> None:
+    """With the config's own words, where it has some."""
+    try:
+        config_type(**options)
+    except ValueError as error:
+        raise SurgeryError(f"{config_type.name!r}: {error}") from None
+    except (TypeError, ArithmeticError, AttributeError):
+        pass
+
+
+@cache
+def _types(config_type: Any) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(config_type).items() if name != "name"}
 
 
 class Registry(Generic[T]):

@@ -13,9 +13,9 @@ from surgery.heads import attention_shape
 from surgery.mixer_report import mixer_rows
 from surgery.mixers import mixer_config
 from surgery.planning import Cut, Plan
-from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
+from surgery.storage import read_json
 from surgery.structures import STRUCTURES
 from surgery.toeplitz import block_fits
 from surgery.walk import Body, walk
@@ -80,9 +80,10 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
     path = folder / REPORT
     if not path.is_file():
         raise SurgeryError(f"{name} has no {REPORT}; `surgery convert` writes one beside the weights")
-    report = read_json(path)
-    if not isinstance(report, dict) or not isinstance(report.get("modules"), list):
-        raise SurgeryError(f"{path} is not a surgery report")
+    from surgery.report_shape import refuse_no_report
+
+    report: dict[str, Any] = read_json(path)
+    refuse_no_report(report, str(path))
     return report
 
 

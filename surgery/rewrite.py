@@ -12,8 +12,8 @@ from surgery.assemble import assemble, copy_companions
 from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
 from surgery.journal import Journal
-from surgery.shards import write_json
 from surgery.source import Source
+from surgery.storage import write_json
 
 
 def refuse_existing(out: Path) -> None:

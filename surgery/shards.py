@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
+from surgery.storage import parsed, whole
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -81,10 +81,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise lie(f"its header claims {length:,} bytes, the file has {size:,}")
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_once)
+            header = parsed(file.read(length).decode("utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise lie("its header is not JSON, or names something twice") from None
     if not isinstance(header, dict):
         raise lie("its header is not a table")
@@ -239,31 +239,8 @@ def write_shard(path: Path, entries: Iterable[Entry]) -> None:
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as file:
+    with whole(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             for chunk in entry.chunks():
                 file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def read_json(path: Path) -> Any:
-    """What lies there; SurgeryError where that is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise SurgeryError(f"{path} is not JSON") from None
-
-
-def write_json(path: Path, data: Any) -> None:
-    """As write_shard: whole or absent."""
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -10,7 +10,8 @@ from typing import Any
 
 from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
-from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header, read_json
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+from surgery.storage import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"

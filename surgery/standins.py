@@ -87,11 +87,11 @@ def empty_standin(
     "heads": ..}."""
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
+        _refuse_no_split(spec)
         parts = {name: empty_standin(entry, device, dtype) for name, entry in spec["parts"].items()}
         sizes = tuple(entry["out_features"] for entry in spec["parts"].values())
         return SplitLinear(next(iter(spec["parts"].values()))["in_features"], parts, sizes, spec.get("heads", 0))
-    if not {"structure", "in_features", "out_features", "bias"} <= spec.keys():
-        raise SurgeryError(f"the surgery table in config.json is damaged: an entry reads {str(spec)[:100]}")
+    _refuse_damaged(spec)
     in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     if spec["structure"] == "dense":
@@ -99,4 +99,30 @@ def empty_standin(
     if spec["structure"] == "folded":
         return FoldedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
-    return STRUCTURES[config](in_, out, config, bias=bias, **factory)
+    structure: Any = STRUCTURES[config]
+    rank, full = getattr(config, "rank", 1), structure.full_rank(structure.resolve(config, out, in_), out, in_)
+    if rank is None or rank == "full" or not 1 <= rank <= full:
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
+    return structure(in_, out, config, bias=bias, **factory)
+
+
+DAMAGED = "the surgery table in config.json is damaged"
+LARGEST = 2**26  # features: more than any model has
+
+
+def _refuse_damaged(spec: dict[str, Any]) -> None:
+    sizes = [spec.get("in_features"), spec.get("out_features")]
+    whole = all(type(n) is int and 1 <= n <= LARGEST for n in sizes)
+    if not whole or type(spec.get("bias")) is not bool or not isinstance(spec.get("structure"), str):
+        raise SurgeryError(f"{DAMAGED}: an entry reads {str(spec)[:100]}")
+
+
+def _refuse_no_split(spec: dict[str, Any]) -> None:
+    parts, heads = spec.get("parts"), spec.get("heads", 0)
+    whole = isinstance(parts, dict) and parts and all(isinstance(entry, dict) for entry in parts.values())
+    named = whole and all(isinstance(name, str) and name.isidentifier() for name in parts)
+    if not named or any(entry.get("structure") == "split" for entry in parts.values()):
+        raise SurgeryError(f"{DAMAGED}: a split entry reads {str(spec)[:100]}")
+    outs = [entry.get("out_features") for entry in parts.values()]
+    if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):
+        raise SurgeryError(f"{DAMAGED}: {heads} heads of parts that are {outs} wide")

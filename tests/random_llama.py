@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from surgery.shards import Entry, write_json, write_shard
+from surgery.shards import Entry, write_shard
 from surgery.source import INDEX
+from surgery.storage import write_json
 
 # layers, width, MLP width, heads, key/value heads, vocabulary, tied
 SHAPES = {

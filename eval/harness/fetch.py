@@ -137,9 +137,16 @@ def _header(place: Path) -> list[dict[str, Any]]:
     readme = place / "README.md"
     if not readme.is_file():
         return []
-    parts = readme.read_text(encoding="utf-8").split("---\n", 2)
+    parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
     try:
         found = read_yaml(parts[1]) if len(parts) == 3 else None
     except ValueError as error:
         raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
-    return list(found["configs"]) if isinstance(found, dict) and "configs" in found else []
+    configs = found.get("configs", []) if isinstance(found, dict) else []
+    if not isinstance(configs, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
+    ):
+        raise SurgeryError(
+            f"the head of {readme} lists no configs, each with a config_name; remove {place}, then fetch it again"
+        )
+    return configs

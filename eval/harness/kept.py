@@ -62,11 +62,11 @@ class Kept:
         if self.folder.exists() and not self.folder.is_dir():
             raise SurgeryError(f"--use-cache {self.folder} is a file; give a folder for answers")
         for path in sorted(self.folder.glob(f"{self.name}.*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     said = json.loads(line)
                     answers[said["key"]] = said["answer"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue  # the line that was being written
         return answers
 

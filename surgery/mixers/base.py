@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import SurgeryError, nearest
-from surgery.registry import Registry
+from surgery.registry import Registry, typed
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def from_options(config_type: Any, options: dict[str, Any]) -> Any:
         if key not in known:
             raise SurgeryError(f"{config_type.name!r} has no option {key!r}{nearest(key, known)}")
     try:
-        return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        return typed(config_type, options)
     except (TypeError, ValueError) as error:
         raise SurgeryError(f"{config_type.name!r}: {error}") from None
 

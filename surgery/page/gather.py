@@ -15,9 +15,9 @@ from surgery.heads import attention_paths, attention_shape
 from surgery.mixer_report import describe_mixer, softmax_cache, softmax_macs
 from surgery.mixers import MIXERS, mixer_config
 from surgery.reports import describe, macs_per_token, read_report
-from surgery.shards import read_json
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
+from surgery.storage import read_json
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
 LARGE = 64 * 2**20  # bytes of a log or of results that a page still shows

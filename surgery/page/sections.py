@@ -93,9 +93,8 @@ def _box(records: list[dict[str, Any]] | None) -> Cell | None:
     before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-    said = (
-        f"{first['name']}{more}: {described(first)}, {after:,} of {before:,} numbers, error {float(first['error']):.3f}"
-    )
+    error = "" if first["error"] is None else f", error {first['error']:.3f}"  # none from scratch
+    said = f"{first['name']}{more}: {described(first)}, {after:,} of {before:,} numbers{error}"
     return Cell(after / max(before, 1), structure_of(first), said)
 
 
@@ -267,8 +266,7 @@ def matrices(facts: Facts) -> str:
                 (f"{before:,}", before),
                 (f"{after:,}", after),
                 (share(after, before), after / max(before, 1)),
-                f"{float(record['error']):.4f}",
-                f"{float(record['start']):.4f}",
+                *("-" if (e := record.get(what)) is None else f"{e:.4f}" for what in ("error", "start")),
             ]
         )
     if not rows:

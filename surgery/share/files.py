@@ -17,7 +17,7 @@ from surgery.checkpoint import SHIM
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.source import COPIED, INDEX, Source
-from surgery.shards import read_json
+from surgery.storage import read_json
 
 CARD = "README.md"
 PAGE = "report.html"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import SurgeryError, nearest
-from surgery.registry import Registry
+from surgery.registry import Registry, typed
 from surgery.structures.metric import Metric
 
 Rank = int | Literal["full"] | None
@@ -74,7 +74,7 @@ def config_from_dict(data: dict[str, Any]) -> StructureConfig:
     for key in data:
         if key not in known:
             raise SurgeryError(f"structure {config_type.name!r} has no option {key!r}{nearest(key, known)}")
-    return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    return typed(config_type, data)
 
 
 class StructuredLinear(nn.Module):

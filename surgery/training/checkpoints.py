@@ -12,7 +12,6 @@ run may go on with another.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -25,10 +24,11 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_json, write_shard
+from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_shard
+from surgery.storage import checksum, read_json, write_json
 from surgery.training.sharding import Spread, fill, whole
 
-STATE, EMA = "state.json", "ema"
+STATE, EMA, SUM = "state.json", "ema", "crc32"
 Stored = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
 
 
@@ -115,7 +115,8 @@ class Checkpoints:
         self._gathered(partial / "optimiser.safetensors", held.states())
         self.wait()
         if self.rank == 0:
-            write_json(partial / STATE, {**position.__dict__, "python": _python_rng()})
+            told = {**position.__dict__, "python": _python_rng()}
+            write_json(partial / STATE, {**told, SUM: checksum(told)})
             _settled(partial, target)
             self._prune()
         self.wait()
@@ -138,14 +139,8 @@ class Checkpoints:
 
     # -- back --------------------------------------------------------------------------------------
     def position(self, folder: Path) -> Position:
-        try:
-            told = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            told.pop("python")
-            return Position(**told)
-        except (OSError, ValueError, TypeError, KeyError):
-            raise SurgeryError(
-                f"{folder / STATE} is damaged; remove that folder to go on from the checkpoint before"
-            ) from None
+        told = _told(folder)
+        return Position(**{name: told[name] for name in Position.__dataclass_fields__})
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
         """Names of what was restored."""
@@ -160,8 +155,12 @@ class Checkpoints:
         """The optimiser, the running mean and the random states; weights are restored before they are spread."""
         stored = _by_parameter(read_header(folder / "optimiser.safetensors"))
         for name, mean in held.ema.items():
-            if EMA in stored.get(name, {}):
-                fill(mean, read_tensor(stored[name].pop(EMA)))
+            if (info := stored.get(name, {}).pop(EMA, None)) is None:
+                continue
+            try:
+                fill(mean, read_tensor(info))
+            except RuntimeError:  # of another shape
+                raise _damaged(info.file) from None
         if held.memory is not None:
             held.memory.restore(stored)
         self._restore_rng(folder)
@@ -171,11 +170,29 @@ class Checkpoints:
         if not path.is_file():  # more processes than before
             return
         stored = read_header(path)
-        torch.set_rng_state(read_tensor(stored["cpu"]))
-        if "cuda" in stored and torch.cuda.is_available():
-            torch.cuda.set_rng_state(read_tensor(stored["cuda"]))
-        version, numbers, gauss = json.loads((folder / STATE).read_text(encoding="utf-8"))["python"]
+        try:
+            torch.set_rng_state(read_tensor(stored["cpu"]))
+            if "cuda" in stored and torch.cuda.is_available():
+                torch.cuda.set_rng_state(read_tensor(stored["cuda"]))
+        except (KeyError, TypeError, RuntimeError):
+            raise _damaged(path) from None
+        version, numbers, gauss = _told(folder)["python"]
         random.setstate((version, tuple(numbers), gauss))
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """state.json, as it was written."""
+    try:
+        told = read_json(folder / STATE)
+    except SurgeryError:
+        told = None
+    if not isinstance(told, dict) or told.pop(SUM, None) != checksum(told):
+        raise _damaged(folder / STATE)
+    return told
+
+
+def _damaged(path: Path) -> SurgeryError:
+    return SurgeryError(f"{path} is damaged; remove that folder to go on from the checkpoint before")
 
 
 def _by_parameter(stored: dict[str, TensorInfo]) -> Stored:

@@ -35,12 +35,25 @@ class Log:
     def lines(self) -> list[dict[str, Any]]:
         """Whole lines: a killed run may leave half of one."""
         found = []
-        for text in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
+        texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.is_file() else ()
+        for text in texts:
             try:
-                found.append(json.loads(text))
-            except ValueError:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
                 continue
+            if _whole(line):
+                found.append(line)
         return found
+
+
+def _whole(line: Any) -> bool:
+    """Whether it is a line that `add` wrote."""
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return False
+    if not all(type(line.get(key)) is int and abs(line[key]) < 2**62 for key in ("stage", "step", "tokens")):
+        return False
+    drawn = [line[key] for key in ("loss", "validation") if line.get(key) is not None]
+    return all(type(n) in (int, float) and abs(n) < 1e30 for n in drawn)
 
 
 def _plain(line: dict[str, Any]) -> dict[str, Any]:

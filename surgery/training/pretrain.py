@@ -20,8 +20,8 @@ from surgery.conversion import REPORT, partial_of, totals
 from surgery.errors import SurgeryError
 from surgery.planning import Plan
 from surgery.progress import Progress
-from surgery.shards import write_json
 from surgery.source import open_converted
+from surgery.storage import write_json
 from surgery.structures import STRUCTURES
 from surgery.training.finetune import finetune, refuse
 from surgery.training.fresh import fresh_model, plan_for

@@ -15,9 +15,10 @@ from surgery.checkpoint import SHIM
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.rewrite import rewrite
-from surgery.shards import DTYPES, Entry, TensorInfo, write_json, write_shard
+from surgery.shards import DTYPES, Entry, TensorInfo, write_shard
 from surgery.skeleton import _parameter_keys
 from surgery.source import Source
+from surgery.storage import write_json
 from surgery.training.log import CURVE, LOG
 
 ADAPTER = "adapter"

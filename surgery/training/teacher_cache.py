@@ -12,8 +12,6 @@ goes on with `resume`. Entry t is about the token at t + 1, at temperature 1.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,13 @@ from torch import Tensor
 from surgery.errors import SurgeryError
 from surgery.journal import LOCK, locked
 from surgery.progress import Progress
-from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_json, write_shard
+from surgery.shards import Entry, TensorInfo, read_tensor, write_shard
+from surgery.storage import write_json
 from surgery.training.data import Data, Example
 from surgery.training.encode import tokenizer_fingerprint
 from surgery.training.packing import check_rows
+from surgery.training.teacher_index import FORMAT, INDEX, VERSION, is_sound, open_shard, read_index, sha256
 
-FORMAT, VERSION, INDEX = "surgery-teacher-cache", 1, "index.json"
 TENSORS = ("tokens", "log_probs", "rest", "input_ids")
 LEAST = -80.0  # a log-probability that counts for nothing and is finite
 NUMBERS = 2**26  # of logits looked at in float32 at once
@@ -80,20 +79,15 @@ def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
         return {**about, "shards": []}
     if not resume:
         raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
-    index = _read_index(out)
+    index = read_index(out)
     for key, value in about.items():
         if index.get(key) != value and key not in ("examples", "teacher", "sources"):
             raise SurgeryError(
                 f"{out} was begun with another {key} ({index.get(key)}, now {value}); resume with what it was begun "
                 "with, or choose another folder"
             )
-    good = [shard for shard in index["shards"] if _sound(out, shard)]
+    good = [shard for shard in index["shards"] if is_sound(out, shard)]
     return {**index, "examples": max(about["examples"], index["examples"]), "shards": good}
-
-
-def _sound(out: Path, shard: dict[str, Any]) -> bool:
-    path = out / shard["file"]
-    return path.is_file() and path.stat().st_size == shard["bytes"] and _sha256(path) == shard["sha256"]
 
 
 def _fill(
@@ -135,7 +129,7 @@ def _written(
     }
     write_shard(out / file, [Entry.of(name, tensor) for name, tensor in tensors.items()])
     size = (out / file).stat().st_size
-    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": _sha256(out / file)}
+    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": sha256(out / file)}
 
 
 @torch.no_grad()
@@ -181,8 +175,8 @@ class TeacherCache:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.index = _read_index(self.folder)
-        self.top_k, self.length = int(self.index["top_k"]), int(self.index["length"])
+        self.index = read_index(self.folder)
+        self.top_k, self.length = self.index["top_k"], self.index["length"]
         self.shards = {shard["first"] // self.index["per_shard"]: shard for shard in self.index["shards"]}
         self._opened: dict[int, dict[str, TensorInfo]] = {}
         self._rows: int | None = None
@@ -242,44 +236,8 @@ class TeacherCache:
 
     def _open(self, at: int, shard: dict[str, Any]) -> dict[str, TensorInfo]:
         if at not in self._opened:
-            path = self.folder / shard["file"]
-            if not _sound(self.folder, shard):
-                raise SurgeryError(
-                    f"{path} is {'damaged' if path.is_file() else 'gone'}: it is not what was written (sha256 "
-                    f"{shard['sha256'][:12]}); write it again with surgery teacher-cache .. --resume"
-                )
-            self._opened[at] = read_header(path)
+            self._opened[at] = open_shard(self.folder, shard, self.length, self.top_k)
         return self._opened[at]
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
-    if not path.is_file():
-        raise SurgeryError(f"{folder} is no teacher cache: it has no {INDEX}; `surgery teacher-cache` writes one")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        good = index["format"] == FORMAT and isinstance(index["shards"], list)
-        version = index["version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good, version = False, None
-    if not good:
-        raise SurgeryError(f"{path} is not the index of a teacher cache")
-    if version != VERSION:
-        raise SurgeryError(f"{path} is of version {version}; this surgery reads {VERSION}")
-    for shard in index["shards"]:
-        if Path(str(shard.get("file"))).name != shard.get("file") or not str(shard["file"]).endswith(".safetensors"):
-            raise SurgeryError(
-                f"{path} points to {shard.get('file')!r}; shards are .safetensors files beside the index"
-            )
-    return index
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(2**22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,131 @@
+"""Files that are whole or absent, JSON that is what it says, and what a disk refuses, in words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import SurgeryError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
+# What libraries written in Rust (safetensors, tokenizers) say of the system's errors.
+NUMBER = re.compile(r"os error (\d+)|\bcode: (\d+)")
+
+
+# -- writing -----------------------------------------------------------------------------------------
+@contextmanager
+def whole(path: Path, mode: str = "wb") -> Iterator[Any]:
+    """A file to be written: beside its place, flushed to disk, then renamed; gone where anything fails."""
+    with beside(path) as partial, open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A path for a library to write a file to, which then takes its place; gone where anything fails."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Whole or absent."""
+    with whole(path, "w") as file:
+        json.dump(data, file, indent=2)
+        file.write("\n")
+
+
+@contextmanager
+def disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
+    """Around all that writes to `place`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
+    again: what to do once there is room."""
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        number = number_of(error)
+        if number not in (*FULL, *DENIED):
+            raise
+        where = getattr(error, "filename", None)
+        raise SurgeryError(_refusal(number, Path(os.fsdecode(where)) if where else place, again)) from error
+
+
+def number_of(error: BaseException) -> int | None:
+    """The system's number of what went wrong, where it was the system."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found else None
+
+
+def is_disk(error: BaseException) -> bool:
+    """Whether it is the disk that refuses, and not what was read or asked."""
+    return number_of(error) in (*FULL, *DENIED)
+
+
+def _refusal(number: int, path: Path, again: str) -> str:
+    if number not in FULL:
+        return f"{path} cannot be written: {os.strerror(number)}; choose an --out that you may write to"
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    usage = shutil.disk_usage(there)
+    return (
+        f"{path} cannot be written: {os.strerror(number)}; its disk has {usage.free / 1e6:,.1f} MB free of "
+        f"{usage.total / 1e6:,.1f}. Free some, then {again}: what is done is kept, nothing half-written is left"
+    )
+
+
+# -- JSON --------------------------------------------------------------------------------------------
+def read_json(path: Path) -> Any:
+    """What lies there; SurgeryError where that is not JSON."""
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise SurgeryError(f"{path} is not JSON") from None
+
+
+def parsed(text: str, **hooks: Any) -> Any:
+    """JSON; ValueError where it is none, is nested too deeply, or holds half a character."""
+    try:
+        data = json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if "\\u" in text:  # or none can be there
+        refuse_halves(data)
+    return data
+
+
+def refuse_halves(data: Any) -> None:
+    """ValueError for half of a pair of UTF-16, which a JSON or YAML escape can write and no file or terminal can hold."""
+    found = [data]
+    while found:
+        value = found.pop()
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, dict):
+            found += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            found += value
+
+
+def checksum(data: Any) -> int:
+    """Of JSON, before it is written and after it was read alike."""
+    return zlib.crc32(json.dumps(data).encode())
