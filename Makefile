@@ -5,11 +5,13 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install -c constraints-cpu.txt
+# Not compiled at once, which takes a minute: Python compiles what it imports, and keeps that.
+INSTALL := $(BIN)/python -m pip install --no-compile -c constraints-cpu.txt
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint style types tests clean
 
 help:  ## say what the targets do
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,13 +19,20 @@ help:  ## say what the targets do
 demo: .venv/installed  ## convert the embedded checkpoint and print before and after, in under two minutes
 	$(BIN)/surgery demo
 
-test: lint  ## lint, types, then the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+test: style  ## lint, then the whole test suite, types checked beside it
+	@$(MAKE) --no-print-directory -j 2 types tests
 
-lint: .venv/installed-test  ## ruff (lint, format) and mypy
+lint: style types  ## ruff (lint, format) and mypy
+
+style: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/installed-test
 	$(BIN)/mypy
+
+tests: .venv/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 clean:  ## remove .venv, caches and the demo's folders
 	rm -rf .venv build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
