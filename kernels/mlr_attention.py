@@ -30,6 +30,7 @@ TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = 64  # queries and heads that share keys, of a step
 DIMS = 256  # of keys and of values, at most
+FIXED = 2048  # slots from which on far scores are not asked for their largest
 
 
 def meta(plan: Plan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: Tiles) -> dict[str, Any]:
@@ -74,13 +75,17 @@ def forward(
     out = new(B, H, T, V, dtype=v.dtype, device=q.device)
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
     (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
-    mlr_forward[triton.cdiv(T, tiles.M) + plan.holes, B * H](
-        q, k, v, out, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
-        A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
-        LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
-        **meta(plan, q, v, biases, tiles),
-    )  # fmt: skip
+    grid = triton.cdiv(T, tiles.M) + plan.holes, B * H
+    fixed = S >= FIXED and q.dtype != torch.float16  # whose exponents are too few
+    again = torch.empty(grid[::-1], dtype=torch.int32, device=q.device) if fixed else None
+    for redo in (False, True)[: 1 + fixed]:
+        mlr_forward[grid](
+            q, k, v, out, again, lse, ends, biases, plan.scaling, plan.window or 0, T, S, H, H // G,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
+            A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
+            LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
+            FIXED=fixed and not redo, REDO=redo, **meta(plan, q, v, biases, tiles),
+        )  # fmt: skip
     return out, lse
 
 
@@ -124,6 +129,8 @@ class Attend(torch.autograd.Function):
         levels = len(parts) // 2
         q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
         values, v = v.shape[-1], aligned(v)
+        ctx.whole = biases if len(plan.ranks) == 1 and plan.softcap is None else None
+        biases = biases if ctx.whole is None else None  # what all scores get more changes nothing
         out, lse = forward(q, k, v, biases, ends, plan)
         ctx.plan, ctx.values, ctx.parts = plan, values, [part.shape[2:] for part in parts[levels:]]
         ctx.save_for_backward(q, k, v, biases, ends, out, lse)
@@ -133,6 +140,7 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, biases, ends, out, lse = ctx.saved_tensors
         dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
+        dbiases = dbiases if ctx.whole is None else torch.zeros_like(ctx.whole)
         (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
         dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
@@ -224,7 +232,7 @@ def mlr_attend(
     plan = Plan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, frame.holes)
     if steps(terms, v_BGSV, frame):
         q_BGJTR, keys = joined(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
-        return decode(q_BGJTR, keys, v_BGSV, summed(terms), frame.end_B, plan)
+        return decode(q_BGJTR, keys, v_BGSV, together(terms), frame.end_B, plan)
     parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], summed(terms)
     plan, gone = plan.merged(frame.slots)
     biases = None if biases is None else biases[:, gone:].contiguous()
@@ -237,6 +245,26 @@ def steps(terms: list[Term], v_BGSV: Tensor, frame: Frame) -> bool:
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     few = frame.queries * terms[0].q_BGJTR.shape[2] <= ROWS and frame.queries < frame.slots
     return few and not learns and len(terms) <= LEVELS
+
+
+def together(terms: list[Term]) -> Tensor | None:
+    """biases_HZ of levels 2 .. L, where one lies: a view where each is a column of it; None where none has any."""
+    given = [term.bias_GJ for term in terms[1:]]
+    if not given or all(bias is None for bias in given):
+        return None
+    first = next(bias for bias in given if bias is not None)
+    groups, each = first.shape
+    columns = all(
+        bias is not None
+        and bias.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and bias.stride() == (each * len(given), len(given))
+        and bias.storage_offset() == first.storage_offset() + level
+        for level, bias in enumerate(given)
+    )
+    if columns:
+        return first.as_strided((groups * each, len(given)), (len(given), 1))
+    nothing = torch.zeros_like(first)
+    return torch.stack([nothing if bias is None else bias for bias in given], -1).flatten(0, 1).contiguous()
 
 
 def summed(terms: list[Term]) -> Tensor | None:

@@ -48,7 +48,7 @@ def add_level(
     k_NP = key_rows(k, s_N, missing, S, CUTS, level, P)
     part = tl.dot(q_RP, tl.trans(k_NP), input_precision=PRECISION)
     if BIASED:
-        part += (tl.load(biases_R + level + 1) - tl.load(biases_R + level))[:, None]
+        part += tl.load(biases_R + level - 1).to(tl.float32)[:, None]
     extent: tl.constexpr = EXTENTS[level]
     low_R = t_R // extent * extent if NESTED else t_R - extent + 1
     return score + tl.where((s_N - lead)[None, :] >= low_R[:, None], part, 0.0)
@@ -131,7 +131,7 @@ def mlr_decode(
     k6 = k6 + at * g6 if L > 6 else k0
     k7 = k7 + at * g7 if L > 7 else k0
     keys, missing = (k0, k1, k2, k3, k4, k5, k6, k7), (m0, m1, m2, m3, m4, m5, m6, m7)
-    biases_R = biases + (at % G * J + tl.minimum(row_R // T, J - 1)) * (L + 1) if BIASED else row_R
+    biases_R = biases + (at % G * J + tl.minimum(row_R // T, J - 1)) * (L - 1) if BIASED else row_R
     acc_RV = tl.zeros([R, DV], tl.float32)
     top_R = tl.full([R], LEAST, tl.float32)
     sum_R = tl.zeros([R], tl.float32)
@@ -179,7 +179,8 @@ def decode(
     q_BGJTR: Tensor, keys: list[Tensor], v: Tensor, biases: Tensor | None, ends: Tensor, plan: Any,
     tile: int = 0, warps: int = 4, stages: int = 3, wanted: int = 0, near: int = 2,
 ) -> Tensor:  # fmt: skip
-    """out_BHTV. keys: of each level its slots, the last ones, side by side in memory."""
+    """out_BHTV. keys: of each level its slots, the last ones, side by side in memory. biases_HZ: what each of levels 2 .. L
+    adds to near scores."""
     B, G, J, T, dims = q_BGJTR.shape
     S, V = v.shape[2:]
     held = [k.shape[2] for k in keys]

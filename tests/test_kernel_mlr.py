@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 import itertools
 
 from surgery.kernels.mlr_attention_plan import Plan
-from surgery.mixers import MIXERS, AttentionShape, Inputs
+from surgery.mixers import MIXERS, AttentionShape, Inputs, slots
 from surgery.mixers.mlr import MLR
 from surgery.mixers.slots import Frame, Room, appended, kept
 from surgery.mixers.softmax import Term, attend
 from surgery.mixers.window import Window
-from surgery.op import choose
+from surgery.op import choose, watched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="slow under the interpreter")
@@ -28,12 +28,14 @@ PAPER = (32, 8, 6, 4, 4, 4, 4, 2)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """The interpreter walks several tiles of a small sequence; and it reads bounds that numpy 2.4 no longer turns into
-    numbers."""
-    if DEVICE == "cuda":
-        return
+    numbers. Far scores are measured against a fixed top however short the sequence."""
     from triton.runtime import interpreter
 
     from surgery.kernels import mlr_attention, mlr_attention_decode
+
+    monkeypatch.setattr(mlr_attention, "FIXED", 0)
+    if DEVICE == "cuda":
+        return
 
     def bounds(*args):
         return range(*(int(a.handle.data.item()) if hasattr(a, "handle") else int(a) for a in args))
@@ -142,6 +144,18 @@ def test_attend(case):
     check(Case(**case))
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")  # of the interpreter; the tiles are computed anew
+def test_far_scores_of_any_size():
+    """Far keys that outweigh every near one by more than float32 holds; their tiles are computed anew."""
+    case = Case(1, 1, 1, 80, (16, 16), (24,), 16)
+    size = (50 / 0.3 / 32) ** 0.5  # scores of -50 and 50: e^100 is too large
+    case.q[:] = size + 0.1 * case.q
+    case.k[:, :, :40] = size + 0.1 * case.k[:, :, :40]
+    case.k[:, :, 40:] = -size + 0.1 * case.k[:, :, 40:]
+    out, expected = (case.gradients(torch.float32, choice)[0] for choice in ("kernel", "reference"))
+    assert error(out, expected) < 1e-4  # float32 holds an exponent of 100 to 1e-5
+
+
 def test_levels_that_all_pairs_have_are_one():
     plan = Plan((32, 8, 6, 2), (64, 30, 12), False, None, None, 1.0, False)
     assert plan.merged(30)[0][:2] == ((46, 2), (12,)) and plan.merged(65) == (plan, 0)
@@ -234,6 +248,14 @@ def test_steps(config, options, padded):
         want = wide.dense(Inputs(q.double(), k.double(), v.double(), x[:, 0].double(), valid))
     real = valid[:, None, :, None]
     assert error(torch.cat(outs, 2) * real, want * real) < 1e-5
+
+
+def test_steps_into_rooms(monkeypatch):
+    """What is new to long caches is written in one launch; shorter ones are copied."""
+    monkeypatch.setattr(slots, "LONG", 3)
+    with watched() as taken:
+        test_steps(*MODELS[0], False)
+    assert "placed" in taken
 
 
 @GPU

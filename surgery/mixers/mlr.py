@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
-from surgery.mixers.slots import Frame, appended, framed, kept, packed, real, take
+from surgery.mixers.slots import Frame, extended, framed, kept, packed, real, take
 from surgery.mixers.softmax import Term, attend, define, grouped, library, library_mask
 
 
@@ -115,8 +115,8 @@ class MLRAttention(Mixer):
         frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = self.levels(packs.k_BGTK), packs.v_BGTV
         if state is not None:
-            keys = [appended(state.tensors[f"keys{level}"], k, count_B) for level, k in enumerate(keys)]
-            values = appended(state.tensors["values"], values, count_B)
+            olds = [state.tensors[f"keys{level}"] for level in range(len(keys))]
+            *keys, values = extended([*olds, state.tensors["values"]], [*keys, values], count_B)
         if self.plain:
             frame = frame._replace(holes=frame.holes and bool((frame.end_B < frame.slots).any()))
             mask = library_mask(frame, self.shape, None, None)

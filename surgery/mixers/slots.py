@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from surgery.mixers.base import Inputs, State
+from surgery.op import op
 
 
 class Frame(NamedTuple):
@@ -80,7 +81,8 @@ def take(x: Tensor, index_BN: Tensor, dim: int) -> Tensor:
     return x.gather(dim, index_BN.view(shape).expand(*x.shape[:dim], index_BN.shape[1], *x.shape[dim + 1 :]))
 
 
-LONG = 1024  # slots; fewer are copied at every call
+LONG = 256  # slots; fewer are copied at every call
+FREE = 64  # slots of a new buffer, at least
 
 
 class Room:
@@ -90,7 +92,9 @@ class Room:
 
     def __init__(self, old_BGSX: Tensor, new_BGTX: Tensor):
         slots = old_BGSX.shape[2] + new_BGTX.shape[2]
-        size = -(-(slots + slots // 32) // 16) * 16  # whole units of 16: rows stay where wide copies can begin
+        size = (
+            -(-(slots + max(FREE, slots // 32)) // 16) * 16
+        )  # whole units of 16: rows stay where wide copies can begin
         self.buffer = new_BGTX.new_empty(*new_BGTX.shape[:2], size, new_BGTX.shape[3])
         self.written = old_BGSX.shape[2]
         self.buffer[:, :, : self.written] = old_BGSX
@@ -100,10 +104,6 @@ class Room:
         ours = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
         return fits and ours and self.buffer.dtype == new_BGTX.dtype and self.buffer.device == new_BGTX.device
 
-    def add(self, new_BGTX: Tensor) -> None:
-        self.buffer[:, :, self.written : self.written + new_BGTX.shape[2]] = new_BGTX
-        self.written += new_BGTX.shape[2]
-
     def view(self, start: int, stop: int) -> Tensor:
         """Those slots, as a tensor that knows where it lies."""
         view = self.buffer[:, :, start:stop]
@@ -111,18 +111,41 @@ class Room:
         return view
 
 
+@op
+def placed(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> None:
+    """Writes each of `news`, of which new_BGTX is the first, into its buffer from its start on."""
+    for buffer, start, new in zip(buffers, starts, news):
+        buffer[:, :, start : start + new.shape[2]] = new
+
+
 def appended(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tensor:
-    """The slots of both, packed again; count_B: real tokens among the new (None: all). Long ones are not copied at
-    every call: they lie in a Room."""
+    return extended([old_BGSX], [new_BGTX], count_B)[0]
+
+
+def extended(olds: list[Tensor], news: list[Tensor], count_B: Tensor | None) -> list[Tensor]:
+    """The slots of each and its new ones, packed again; count_B: real tokens among the new (None: all). Long ones are not
+    copied at every call: they lie in a Room, and what is new to rooms is written at once."""
+    both, rooms = [], []
+    for old, new in zip(olds, news):
+        learns = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
+        if count_B is not None or old.shape[2] < LONG or learns or torch.compiler.is_compiling():
+            both.append(copied(old, new, count_B))
+            continue
+        room, start, stop = getattr(old, "room", (None, 0, 0))
+        if room is None or not room.takes(stop, new):
+            room, start = Room(old, new), 0
+        rooms.append((room.buffer, room.written, new))
+        room.written += new.shape[2]
+        both.append(room.view(start, room.written))
+    if rooms:
+        buffers, starts, late = map(list, zip(*rooms))
+        placed(late[0], buffers, starts, late)
+    return both
+
+
+def copied(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> Tensor:
     if old_BGSX.shape[2] == 0:
         return new_BGTX.clone()  # what is given may be a view of far more: of all levels, of a fused q, k, v
-    learns = torch.is_grad_enabled() and (old_BGSX.requires_grad or new_BGTX.requires_grad)
-    if count_B is None and old_BGSX.shape[2] >= LONG and not learns and not torch.compiler.is_compiling():
-        room, start, stop = getattr(old_BGSX, "room", (None, 0, 0))
-        if room is None or not room.takes(stop, new_BGTX):
-            room, start = Room(old_BGSX, new_BGTX), 0
-        room.add(new_BGTX)
-        return room.view(start, room.written)
     both = torch.cat([old_BGSX.to(new_BGTX.dtype), new_BGTX], 2)
     if count_B is None:
         return both

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
 from surgery.mixers.mlr import MLRAttention
-from surgery.mixers.slots import Frame, appended, framed, kept, packed, positions, take
+from surgery.mixers.slots import Frame, extended, framed, kept, packed, positions, take
 from surgery.mixers.softmax import Term, attend, define, grouped, passes, weigh, weigh_all, wide
 
 
@@ -82,8 +82,7 @@ class WindowAttention(Mixer):
         frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = packs.k_BGTK, packs.v_BGTV
         if state is not None:
-            keys = appended(state.tensors["keys"], keys, count_B)
-            values = appended(state.tensors["values"], values, count_B)
+            keys, values = extended([state.tensors["keys"], state.tensors["values"]], [keys, values], count_B)
         mask, q_BGJTK = packs.mask_BHTS if state is None else None, grouped(packs.q_BHTK, self.shape.groups)
         if self.config.sinks == 0:
             shape = narrowed(self.shape, self.config.window)
