@@ -192,7 +192,8 @@ def _compiled(model: Any, length: int, steps: int, device: torch.device) -> Call
     cache, config = StaticCache(config=model.config, max_cache_len=length + ROOM), model.config
     cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
     for layer in cache.layers:
-        layer.cumulative_length.fill_(length)
+        seen: Any = getattr(layer, "cumulative_length")  # noqa: B009  not every kind of layer has it
+        seen.fill_(length)
     call = model.get_compiled_call(None) if device.type == "cuda" else model
     return _stepping(call, cache, length, steps, device)
 
