@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("surgery", "kernels", "eval", "recipes")
 BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-cpu.txt")
-SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_editable("editable")
+"""
 WORKS = """
 import surgery, surgery.eval.run, surgery.kernels, surgery.recipes.papers.tiny
 from surgery.recipe import shipped_recipes
@@ -30,7 +34,7 @@ def sdist(tmp_path_factory):
     for name in (*PACKAGES, *BESIDE, "docs", "tests"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, place / name)
-    done = subprocess.run([sys.executable, "-c", SDIST, "dist"], cwd=place, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (built,) = (place / "dist").glob("transformer_surgery-*.tar.gz")
     return built
@@ -79,6 +83,15 @@ def test_data_marker_and_licence(wheel):
     assert {"surgery/py.typed", "surgery/kernels/README.md"} <= files
     assert [name for name in files if name.endswith("licenses/LICENSE")]
     assert not [name for name in files if name.split("/")[0] in ("kernels", "eval", "recipes", "tests")]
+
+
+def test_an_editable_install_is_a_path(sdist):
+    """Not a finder, which a folder called surgery in the working directory (a clone) would come before."""
+    place = sdist.parents[1]
+    (built,) = (place / "editable").glob("*.whl")
+    archive = zipfile.ZipFile(built)
+    inside = {name: archive.read(name).decode() for name in archive.namelist() if "dist-info" not in name}
+    assert [Path(text.strip()) for text in inside.values()] == [place] and next(iter(inside)).endswith(".pth")
 
 
 def test_it_works_without_a_checkout(wheel, tmp_path):
