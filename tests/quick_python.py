@@ -58,6 +58,8 @@ def call(address: str, words: list[str]) -> int:
 
 
 def serve(address: str) -> None:
+    """Until it is killed, or whoever started it is gone."""
+    parent = os.getppid()
     import transformers.modeling_utils  # noqa: F401
 
     import surgery.cli
@@ -69,8 +71,13 @@ def serve(address: str) -> None:
         listening.listen()
         os.rename(address + ".new", address)  # there when it answers
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the commands
-        while True:
-            link, _ = listening.accept()
+        listening.settimeout(10.0)
+        while os.getppid() == parent:
+            try:
+                link, _ = listening.accept()
+            except TimeoutError:
+                continue
+            link.setblocking(True)
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listening.close()

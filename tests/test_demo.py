@@ -76,7 +76,8 @@ def test_it_takes_less_than_two_minutes_of_two_cores(run):
 def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("surgery.demo.TOKENS", 2048)
-    monkeypatch.setitem(NEEDLES, "samples", 1)
+    for key, few in {"lengths": (128,), "depths": (0.5,), "samples": 1}.items():
+        monkeypatch.setitem(NEEDLES, key, few)
     (tmp_path / "quick.yaml").write_text(QUICK)
     app(["demo", "--out", "here", "--recipe", "quick.yaml"], standalone_mode=False)
     said = capsys.readouterr().out

@@ -1,12 +1,13 @@
 """The pages are true: their ```bash and ```python blocks run, one after the other, in a folder of their own.
 
-There `SRC` is the embedded checkpoint, `DATA` the small mirror of data sets, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
+There `SRC` is the embedded checkpoint's first layers, `DATA` the small mirror of data sets, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
 converted checkpoint, `OUT` is one. Blocks marked ```console are shown only.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from quick_python import QuickPython
+from safetensors.torch import load_file, save_file
 
 from surgery.conversion import convert
 from surgery.recipe import Recipe, Rule, load_recipe
@@ -27,7 +29,9 @@ MEASURED: set[str] = set()  # pages whose commands take hours
 TAUGHT = [page for page in PAGES if page.name not in MEASURED]
 NEED_OUT = {"benchmarks.md", "checkpoint.md", "evaluate.md", "finetune.md", "push.md", "report.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
-CHARACTERS = 10_000  # of each text, over two windows of tokens: enough to run every command, in little time
+# Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
+# windows of them.
+LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 EMBEDDED = Path(str(importlib.resources.files("surgery.data.tiny")))
 
@@ -41,6 +45,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "SRC"
     shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS))
+    config = json.loads((folder / "config.json").read_text())
+    more = tuple(f"model.layers.{n}." for n in range(LAYERS, config["num_hidden_layers"]))
+    kept = {k: v for k, v in load_file(folder / "model.safetensors").items() if not k.startswith(more)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

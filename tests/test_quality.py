@@ -15,7 +15,8 @@ from surgery.eval.suites import EvalOptions
 from surgery.recipe import validated
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-slow = pytest.mark.skipif(not os.environ.get("SURGERY_SLOW"), reason="takes minutes: set SURGERY_SLOW=1")
+SLOW = bool(os.environ.get("SURGERY_SLOW"))
+slow = pytest.mark.skipif(not SLOW, reason="takes minutes: set SURGERY_SLOW=1")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
     report = convert(str(minilm), recipe, out)
     assert len(report["modules"]) == 36
     assert report["totals"]["kept"] <= recipe.keep + 1e-3
-    options = EvalOptions(text=texts[1], tokens=16384)
+    options = EvalOptions(text=texts[1], tokens=16384 if SLOW else 4096)
     return evaluate(str(out), ["cosine"], options, compare=str(minilm)).row("cosine").values["converted"]
 
 
@@ -54,7 +55,7 @@ def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
     [
         pytest.param(0.25, 0.67, 16384, marks=slow),
         pytest.param(0.5, 0.83, 8192, marks=slow),
-        (0.75, 0.905, 4096),
+        (0.75, 0.905, 4096 if SLOW else 2048),
     ],
 )
 def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
