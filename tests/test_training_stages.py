@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from small_training import EMBEDDED, recipe
 
+from surgery.calibrate import load_tokenizer
 from surgery.errors import SurgeryError
+from surgery.source import Source
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, Models
@@ -173,6 +177,24 @@ def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):
     stages = {"kind": "lora", "targets": ["mlp.up"]}, {"kind": "lm"}
     with pytest.raises(SurgeryError, match="make it the last"):
         finetune(str(btt), recipe(texts, *stages), tmp_path / "out")
+
+
+def test_a_teacher_reads_the_same_tokens(tmp_path):
+    """One may know more words; a word of another number is refused."""
+    tokenizer, folder = load_tokenizer(EMBEDDED), tmp_path / "other"
+    folder.mkdir()
+    opening.same_tokens(tokenizer, Source("without a tokenizer", folder, {}, {}))
+    more = load_tokenizer(EMBEDDED)
+    more.add_tokens(["<more>"])
+    more.save_pretrained(folder)
+    opening.same_tokens(tokenizer, Source("more", folder, {}, {}))
+    written = json.loads((folder / "tokenizer.json").read_text())
+    words = written["model"]["vocab"]
+    (one, first), (two, second), *_ = list(words.items())[100:]
+    words |= {one: second, two: first}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    with pytest.raises(SurgeryError, match=f"of {len(tokenizer):,} words {len(tokenizer) - 2:,} have the same number"):
+        opening.same_tokens(tokenizer, Source("swapped", folder, {}, {}))
 
 
 def test_what_neither_changes_is_shared(btt):

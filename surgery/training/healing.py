@@ -108,7 +108,7 @@ class Healing:
         teacher = None
         if self.teacher_name is not None:
             teacher = opening.load_teacher(
-                self.teacher_name, student, recipe.teacher, self.accelerator.device, self.trust
+                self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust
             )
         if not self.spread:
             student.to(self.accelerator.device)

@@ -51,9 +51,12 @@ def load_student(source: Source, trust_remote_code: bool = False) -> Any:
     return student.requires_grad_(False)
 
 
-def load_teacher(name: str, student: Any, settings: Any, device: torch.device, trust_remote_code: bool = False) -> Any:
-    """Frozen, on its device; settings: recipe.Teacher."""
+def load_teacher(
+    name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False
+) -> Any:
+    """Frozen, on its device; tokenizer: the student's; settings: recipe.Teacher."""
     source = open_source(name, trust_remote_code)
+    same_tokens(tokenizer, source)
     place = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     teacher = load(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
@@ -66,10 +69,17 @@ def load_teacher(name: str, student: Any, settings: Any, device: torch.device, t
         raise SurgeryError(f"teacher.device {place}: {str(error).splitlines()[0]}") from None
 
 
-def same_tokens(student: Any, teacher: Any, name: str) -> None:
-    if student.get_vocab() != teacher.get_vocab():
+def same_tokens(tokenizer: Any, teacher: Source) -> None:
+    """One of the two may know more words than the other. Of a teacher's folder without a tokenizer nothing is known."""
+    try:
+        theirs = load_tokenizer(teacher.folder).get_vocab().items()
+    except SurgeryError:
+        return
+    ours = tokenizer.get_vocab().items()
+    if not (ours <= theirs or theirs <= ours):
         raise SurgeryError(
-            f"--teacher {name} has another tokenizer than the student; give the checkpoint it was converted from"
+            f"--teacher {teacher.name} has another tokenizer than the student: of {len(ours):,} words {len(ours & theirs):,} "
+            "have the same number; give the checkpoint it was converted from"
         )
 
 
