@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 540, 290
+WIDTH, HEIGHT = 440, 270  # on a phone still with letters of ten points
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
-MOST = 300  # points of a line: more cannot be seen
+MOST, FEW = 300, 12  # points of a line: more cannot be seen; so few that each is shown
+WIDE = 480  # a picture that is wider than this keeps its size, and scrolls
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
         marks.append(
             f'<polyline class="line {s.kind}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in places)}"/>'
         )
+        dot = "dot" if len(places) > FEW else "dot few"
         marks += [
-            f'<circle class="dot {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {short(v)} at {short(u)}</title></circle>'
+            f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {short(v)} at {short(u)}</title></circle>'
             for a, b, u, v in places
         ]
     told = "; ".join(f"{s.name} from {short(s.points[0][1])} to {short(s.points[-1][1])}" for s in kept)
@@ -189,7 +191,10 @@ def layers(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Se
 
 
 def _chart(title: str, told: str, inside: str, width: float, height: float) -> str:
-    return (
-        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="max-width:{width * 1.4:.0f}px;min-width:{min(width, 640) * 0.8:.0f}px" aria-label="{escape(told)}">'
+    least = f"min-width:{width * 0.75:.0f}px;" if width > WIDE else ""
+    drawn = (
+        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(told)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"
     )
+    # By keyboard as well.
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">{drawn}</div>' if least else drawn

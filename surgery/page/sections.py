@@ -134,9 +134,9 @@ def costs(facts: Facts) -> str:
     drawn = []
     for what, y, caption in (
         ("macs", "FLOPs of a token", "Linears and attention of the next token, twice the multiply-accumulates."),
-        ("cache", "numbers kept", "Keys, values and states of one sequence, counted; times 2 bytes in bfloat16."),
+        ("cache", "bytes", "Keys, values and states of one sequence, in bfloat16."),
     ):
-        scale = 2 if what == "macs" else 1
+        scale = 2  # operations of a multiply-accumulate, bytes of a number
         series = [
             Series(name, kind, [(float(c), float(scale * facts.costs[c][what][i])) for c in facts.costs])
             for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
