@@ -1,12 +1,14 @@
 """Scores items in batches, longest first, shared over the processes; a batch that does not fit is halved. What must be made before it
-can be scored (a text of 128K tokens) is made in threads meanwhile, a batch ahead: the device does not wait, and memory
-holds two batches."""
+can be scored (a text of 128K tokens) is made in threads meanwhile, a batch ahead: the device waits for the first item alone,
+and memory holds two batches."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -37,12 +39,24 @@ def in_batches(
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[subject.ranks.index :: subject.ranks.count]
     start = tokens or TOKENS.get(subject.device.type, 2**17)
-    batches = _Batches(subject, options.batch_size, items, score, size, start, prepare or (lambda item: item))
+    batches = _Batches(subject, options.batch_size, items, score, size, start, prepare)
     found = subject.ranks.all_or_none(lambda: batches.run(own, title))
     every: dict[int, R] = {}
     for part in subject.ranks.gather(found):
         every |= part
     return [every[i] for i in range(len(items))]
+
+
+@contextlib.contextmanager
+def _turns(seconds: float | None) -> Iterator[None]:
+    """How long a thread keeps Python's lock that another wants: the one that feeds the device gives it away at every operation,
+    and would get it back after 5 ms each time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds or before)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @dataclass
@@ -53,13 +67,14 @@ class _Batches(Generic[T, R]):
     score: Callable[[list[Any]], list[R]]
     size: Callable[[T], int]
     tokens: int
-    prepare: Callable[[T], Any]
+    prepare: Callable[[T], Any] | None
     rows: int | None = None  # what fitted: later batches are of shorter items
 
     def run(self, own: list[int], title: str) -> dict[int, R]:
         found: dict[int, R] = {}
-        with self.subject.progress.bar(title, len(own)) as tick, ThreadPoolExecutor(self._threads()) as threads:
-            batch = self._next(own)
+        bar, pool = self.subject.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
+        with bar as tick, pool as threads, _turns(2e-4 if self.prepare else None):
+            batch = self._next(own)[: 1 if self.prepare else None]
             ready = self._made(threads, batch)
             while batch:
                 left = own[len(found) + len(batch) :]
@@ -84,7 +99,7 @@ class _Batches(Generic[T, R]):
         return max(1, min(8, (os.cpu_count() or 1) // self.subject.ranks.count))
 
     def _made(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
-        return [threads.submit(self.prepare, self.items[i]) for i in batch]
+        return [threads.submit(self.prepare or (lambda item: item), self.items[i]) for i in batch]
 
     def _scored(self, made: list[Any], batch: list[int]) -> list[R]:
         """In as many parts as memory asks for."""

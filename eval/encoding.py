@@ -17,9 +17,9 @@ def encoder(tokenizer: Any, special: bool = True) -> Encode:
     fast = _fast(tokenizer)
     if fast is None:
         return lambda texts: [
-            _ids(tokenizer(text, add_special_tokens=special, verbose=False).input_ids) for text in texts
+            as_array(tokenizer(text, add_special_tokens=special, verbose=False).input_ids) for text in texts
         ]
-    return lambda texts: [_ids(found.ids) for found in fast(list(texts), add_special_tokens=special)]
+    return lambda texts: [as_array(found.ids) for found in fast(list(texts), add_special_tokens=special)]
 
 
 def counter(tokenizer: Any, special: bool = True) -> Counts:
@@ -36,6 +36,6 @@ def _fast(tokenizer: Any) -> Any:
     return getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
 
 
-def _ids(ids: list[int]) -> np.ndarray:
+def as_array(ids: list[int]) -> np.ndarray:
     """Ten times faster than a tensor of a list."""
     return np.fromiter(ids, dtype=np.int32, count=len(ids))

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from surgery.eval.encoding import Counts, counter, encoder
+from surgery.eval.encoding import Counts, as_array, counter, encoder
 from surgery.recipes.papers.stories import Question, needle_question
 
-Encoded = tuple[list[int], int]  # the tokens of prompt and answer, and how many are the prompt's
+Encoded = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
 
 LENGTHS = (64, 128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -113,12 +113,12 @@ def encode(tokenizer: Any, question: Question) -> Encoded:
     if fast is None:
         ids, prompt = encoder(tokenizer)([whole, question.prompt])
         same = min(len(ids), len(prompt))
-        return ids.tolist(), next((i for i in range(same) if ids[i] != prompt[i]), same)
+        return ids, next((i for i in range(same) if ids[i] != prompt[i]), same)
     (found,) = fast([whole])
     start = found.char_to_token(size)  # the first token beyond the prompt has the answer's first character, if any has
     if start is None:
         start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
-    return found.ids, start
+    return as_array(found.ids), start
 
 
 @torch.inference_mode()
@@ -135,7 +135,8 @@ def score(model: torch.nn.Module, batch: list[Encoded], device: torch.device) ->
     guess_BN = logits_BNv.argmax(-1).tolist()
     first = min(start for _, start in batch) - 1  # known here: asking positions_N would wait for the device
     return [
-        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:] for guess, (ids, start) in zip(guess_BN, batch)
+        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:].tolist()
+        for guess, (ids, start) in zip(guess_BN, batch)
     ]
 
 
@@ -143,8 +144,7 @@ def padded(batch: list[Encoded], longest: int) -> torch.Tensor:
     """On the right, with each row's last token."""
     ids_BT = np.empty((len(batch), longest), dtype=np.int64)
     for row, (ids, _) in zip(ids_BT, batch):
-        row[: len(ids)] = np.fromiter(ids, dtype=np.int64, count=len(ids))
-        row[len(ids) :] = ids[-1]
+        row[: len(ids)], row[len(ids) :] = ids, ids[-1]
     return torch.from_numpy(ids_BT)
 
 

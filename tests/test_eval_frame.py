@@ -241,7 +241,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on():
     items = list(range(1, 31))
     found = in_batches(subject(told), EvalOptions(batch_size=16), items, score, lambda i: 8, "t", prepare=lambda i: i)
     assert found == [10 * i for i in items]
-    assert sizes[:4] == [16, 8, 4, 2] and max(sizes[3:]) == 2
+    assert sizes[:5] == [1, 16, 8, 4, 2] and max(sizes[4:]) == 2
     assert told[0] == "out of memory at 16 rows: on with 8" and len(told) == 3
 
 
@@ -273,7 +273,7 @@ def test_batches_are_of_like_lengths_and_prepared_one_ahead():
     found = in_batches(
         subject(), EvalOptions(batch_size=4), items, score, lambda i: i, "t", prepare=lambda i: made.append(i) or i
     )
-    assert found == items and seen == [[100, 90, 60], [40], [3, 3, 2]] and sorted(made) == sorted(items)
+    assert found == items and seen == [[100], [90, 60], [40], [3, 3, 2]] and sorted(made) == sorted(items)
 
 
 def test_auto_holds_as_many_tokens_at_every_length():

@@ -15,6 +15,7 @@ import importlib.resources
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def beside(subject: Subject, name: str, length: int, new: int, told: argparse.Na
     tokens = generation_tokens(subject.device) if new else TOKENS.get(subject.device.type, 2**17)
     own = -(-told.samples // subject.ranks.count)
     rows = told.rows or max(1, min(own, tokens // length))
-    bare(subject, length - new + min(new, 2), 1, rows, min(new, 2))  # a warm-up
+    bare(subject, length, min(1, told.bare_batches), rows, new)  # a warm-up: the memory that it takes is kept
     times = bare(subject, length, told.bare_batches, rows, new)
     found = measured(subject, name, length, told.samples, rows, told.data_root)
     times += bare(subject, length, told.bare_batches, rows, new)
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
     parser.add_argument("--rows", type=int, help="of a batch, of both; default: what --batch-size auto begins with")
     parser.add_argument("--bare-batches", type=int, default=1, help="of the bare loop, before the suite and after it")
+    parser.add_argument("--alone", action="store_true", help="of several processes the first with its share, then all")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
     told = parser.parse_args()
@@ -149,8 +151,16 @@ def main() -> None:
     names = told.suite or ["needle:needle", "needle:needle-rank"]
     for length in lengths:
         for name, new in zip(names, (told.new or []) + [0] * len(names)):
-            found = beside(subject, name, length, new, told)
-            say(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+            if told.alone and ranks.count > 1:
+                if ranks.main:
+                    share = argparse.Namespace(**{**vars(told), "samples": -(-told.samples // ranks.count)})
+                    say(_json(beside(replace(subject, ranks=Ranks()), name, length, new, share)), flush=True)
+                ranks.agreed(None)  # the others wait
+            say(_json(beside(subject, name, length, new, told)), flush=True)
+
+
+def _json(found: dict[str, Any]) -> str:
+    return json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()})
 
 
 if __name__ == "__main__":
