@@ -30,7 +30,9 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
         one["complete"] &= result["complete"]
-    for one in kinds.values():
+    for (kind, dtype), one in kinds.items():
+        dates = sorted({r.get("date", "") for r in results if (r["kind"], r["dtype"]) == (kind, dtype)})
+        one["date"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         got = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
         one["rows"] = [row for row in one["rows"] if row["ms"] or (row["table"], row["x"], row["rival"]) not in got]
     return list(kinds.values())
