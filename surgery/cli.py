@@ -29,6 +29,7 @@ app = typer.Typer(
     name="surgery",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},  # --batch_size, as lm-eval has it
     rich_markup_mode="rich",
     help=(
         "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"

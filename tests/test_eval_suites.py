@@ -282,7 +282,7 @@ def test_the_command(near, tmp_path, capsys):
 
 def test_suites_are_named(capsys):
     with pytest.raises(SystemExit):
-        main(["eval", "--list-suites"])
+        main(["eval", "--list_suites"])
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert {"ppl", "per-position", "mqar", "needle", "cosine", "speed"} <= set(names)
     with pytest.raises(SurgeryError, match="unknown suite 'needel'; did you mean 'needle'"):
