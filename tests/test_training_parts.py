@@ -187,3 +187,21 @@ def test_a_run_may_have_another_precision_than_the_one_before(tmp_path):
 
     assert make_accelerator("cpu", "bf16", "none", tmp_path).mixed_precision == "bf16"
     assert make_accelerator("cpu", "float32", "none", tmp_path).mixed_precision == "no"
+
+
+def test_the_engine_s_loss_scale_follows_torch_s():
+    """Halved at an overflow, doubled after 2,000 good steps, in words that torch's scaler goes on from."""
+    from types import SimpleNamespace
+
+    from surgery.training.zero import SCALE, ZeroDescent
+
+    told = []
+    descent = ZeroDescent.__new__(ZeroDescent)
+    descent.zero = SimpleNamespace(override_loss_scale=told.append)
+    descent.restore_scale(SCALE)
+    for overflow in [True, *[False] * 2000]:
+        descent._rescale(overflow)
+    assert told == [2.0**16, *[2.0**15] * 2000, 2.0**16]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(descent.scale())
+    assert scaler.state_dict() == descent.scale() == SCALE

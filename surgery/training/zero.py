@@ -30,7 +30,7 @@ from surgery.training.sharding import Spread, whole
 
 HALF = {"bf16": "bfloat16", "fp16": "float16"}
 BUCKET = 50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
-FIRST_SCALE, GROWTH, EVERY = 2.0**16, 2.0, 2000  # as torch's GradScaler; halved at an overflow
+SCALE = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 OTHERS = {
     "optimizer": "the optimiser is the recipe's (stages.*.optimiser)",
     "scheduler": "the schedule is the recipe's (stages.*.schedule)",
@@ -171,7 +171,7 @@ class ZeroDescent(Descent):
         self.own_scale: dict[str, Any] | None = None
         if getattr(self.zero, "torch_autocast_gradscaler", None) is not None:
             self.zero.torch_autocast_gradscaler = None  # it unscales neither the norm nor what is clipped by it
-            self.restore_scale({"scale": FIRST_SCALE, "good": 0})
+            self.restore_scale(SCALE)
 
     @property
     def scaled(self) -> bool:
@@ -197,12 +197,13 @@ class ZeroDescent(Descent):
 
     # -- the loss scale ------------------------------------------------------------------------------
     def _rescale(self, overflow: bool) -> None:
-        state = dict(self.own_scale or {})
-        state["good"] = 0 if overflow else state["good"] + 1
+        """By the rule and in the words of torch's GradScaler, so that a run may go on with that, and the other way round."""
+        state: dict[str, Any] = {**(self.own_scale or SCALE)}
+        state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
-            state["scale"] /= 2
-        elif state["good"] == EVERY:
-            state = {"scale": state["scale"] * GROWTH, "good": 0}
+            state["scale"] *= state["backoff_factor"]
+        elif state["_growth_tracker"] == state["growth_interval"]:
+            state |= {"scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
         self.restore_scale(state)
 
     def scale(self) -> dict[str, Any] | None:
