@@ -11,7 +11,7 @@ import torch
 
 from surgery.calibrate import load_tokenizer
 from surgery.errors import SurgeryError
-from surgery.eval.harness import mirror
+from surgery.eval.harness import mirror, retrieval
 from surgery.eval.harness.bridge import run_each
 from surgery.eval.harness.lm import harness_model
 from surgery.eval.harness.long import SCORE, asked_counter, usual_lengths
@@ -197,6 +197,12 @@ def test_retrieval(subject):
     for sample in found.samples:
         assert count(sample.shown["prompt"]) + 48 <= sample.group["length"]
         assert any(answer in sample.shown["prompt"] for answer in sample.shown["target"])
+
+
+def test_an_empty_answer_is_never_said():
+    """Data sets have some, beside others; it would be in every text."""
+    assert retrieval.said("It is Paris.", ["", "paris"]) == 1.0
+    assert retrieval.said("It is Rome.", ["", " ", "paris"]) == 0.0
 
 
 def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):

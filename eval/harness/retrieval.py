@@ -92,8 +92,8 @@ def run_retrieval(subject: Subject, options: EvalOptions) -> SuiteResult:
 
 
 def said(output: str, answers: Sequence[str]) -> float:
-    """In any case, anywhere."""
-    return float(any(answer.lower() in output.lower() for answer in answers))
+    """In any case, anywhere; an empty answer, which is in every text, is none."""
+    return float(any(answer.strip() and answer.lower() in output.lower() for answer in answers))
 
 
 def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> OwnTask:
@@ -102,7 +102,7 @@ def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> Own
     docs = []
     for number, row in enumerate(rows):
         cloze = source.read(row)
-        if not any(cloze.answers):
+        if not any(answer.strip() for answer in cloze.answers):
             continue
         prompt = around(cloze.context, cloze.tail, cloze.answers, subject.tokenizer, count, length - ANSWER_TOKENS)
         docs.append(
