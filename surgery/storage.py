@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
+from surgery.errors import Interrupted, SurgeryError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -64,7 +64,7 @@ def disk_errors(place: Path, again: str = "run the same command again") -> Itera
         if number not in (*FULL, *DENIED):
             raise
         where = getattr(error, "filename", None)
-        raise SurgeryError(_refusal(number, Path(os.fsdecode(where)) if where else place, again)) from error
+        raise Interrupted(_refusal(number, Path(os.fsdecode(where)) if where else place, again)) from error
 
 
 def number_of(error: BaseException) -> int | None:

@@ -30,11 +30,10 @@ HYBRID = {
         "mixer": "linear",
         "mask": "gates",
         "features": "hedgehog",
-        "steps": 2,
+        "steps": 1,
         "hybrid": {"keep": 0.5, "by": "sensitivity"},
     },
 }
-CACHE = {"structure": "low_rank", "attention": {"mixer": "mlr", "cache": 0.5}}
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +55,8 @@ def converted(checkpoint, inputs, out, recipe, count=1, resume=False):
 
 @pytest.mark.parametrize(
     "recipe, family, count",
-    [(MIXED, "llama", 3), (MIXED, "t5", 2), (MIXED, None, 2), (HYBRID, "llama", 2), (CACHE, "llama", 2)],
-    ids=["calibrated", "encoder-decoder", "without text", "hybrid", "cache"],
+    [(MIXED, None, 2), (HYBRID, "llama", 2)],
+    ids=["without text", "hybrid"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None
@@ -81,6 +80,7 @@ def dying(rank, at, signalled):
 def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
     recipe, out = recipe_of(**MIXED, calibration=inputs), tmp_path / "out"
+    alone = converted(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
 
     def killed(rank):
         dying(1, 1, signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
         resumed = converted(checkpoint, inputs, out, MIXED, count=3, resume=True)
     finally:
         Layerwise._convert = before
-    assert resumed == converted(checkpoint, inputs, tmp_path / "alone", MIXED)
+    assert resumed == alone
 
 
 @pytest.mark.parametrize("refused", [True, False])
