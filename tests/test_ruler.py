@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.calibrate import load_tokenizer
+from surgery.eval import encoding
 from surgery.eval.harness.long import _essays
 from surgery.eval.harness.ruler import TASKS, Room, Unfit
 from surgery.eval.harness.ruler.counting import COMMON, LONG, SHORT, _times
@@ -96,6 +97,14 @@ def test_prompts_are_as_long_as_they_say(tokenizer, texts, length):
         read = tokenizer(question.prompt + question.prefix).input_ids  # as a model reads it, not as we count
         assert len(read) + task.answer_tokens == question.tokens
         assert 0.99 * length <= question.tokens <= length, task.name
+
+
+def test_ids_are_the_tokenizers_own(tokenizer):
+    texts = ["", "Mia found a lamp. ", "Ein Öl, 语言\n\n  x", "a" * 300]
+    for special in (True, False):
+        own = [tokenizer(text, add_special_tokens=special).input_ids for text in texts]
+        assert [ids.tolist() for ids in encoding.encoder(tokenizer, special)(texts)] == own
+        assert encoding.counter(tokenizer, special)(texts) == [len(ids) for ids in own]
 
 
 def test_few_counts_fill_a_prompt(texts):
