@@ -141,6 +141,8 @@ def convert(
         revision=revision,
         progress=_progress(as_json),
     )
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes says it
+        return
     speed = report_notes(read(str(out)), context)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
@@ -245,7 +247,7 @@ def bench_speed(
     from surgery.bench.shown import plotted, tables
 
     result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
-    if os.environ.get("RANK", "0") != "0":  # training by several processes
+    if os.environ.get("RANK", "0") != "0":
         return
     print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
     if plot is not None:
