@@ -44,7 +44,8 @@ class Encoder:
         if not documents:
             return []
         texts = [document.content for document in documents]
-        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        unread = {"return_attention_mask": False, "return_token_type_ids": False}  # a list as long for every document
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False, **unread)["input_ids"]
         every: list[int] = []
         lengths: list[int] = []
         for row, document in zip(ids, documents):  # one tensor for all: a small one each would take as long as the rest
