@@ -23,6 +23,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from surgery.errors import SurgeryError
 from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
+from surgery.shards import Entry, write_shard
+from surgery.storage import whole
 from surgery.version import __version__
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
@@ -86,31 +88,33 @@ class Store:
             return
         new = place.with_name(f".{place.name}.{os.getpid()}")
         shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        with open(new / SAMPLES, "w", encoding="utf-8") as file:
+        try:
+            new.mkdir(parents=True)
+            self._fill(new, key, result)
+            if place.exists():
+                shutil.rmtree(place)
+            new.rename(place)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    def _fill(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
+        with whole(new / SAMPLES, "w") as file:
             for sample in result.samples:
                 file.write(json.dumps(sample.to_dict(), ensure_ascii=False, default=str) + "\n")
         if result.arrays:
-            from safetensors.torch import save_file
-
-            save_file({name: array.contiguous() for name, array in result.arrays.items()}, new / ARRAYS)
+            write_shard(new / ARRAYS, [Entry.of(name, array) for name, array in result.arrays.items()])
         said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
         said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds")}
-        (new / RESULT).write_text(json.dumps(said, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
-        if "results" in result.info:
-            (new / LM_EVAL).write_text(
-                json.dumps(result.info, indent=1, ensure_ascii=False, default=str), encoding="utf-8"
-            )
-        if place.exists():
-            shutil.rmtree(place)
-        new.rename(place)
+        for name, data in {RESULT: said, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
+            with whole(new / name, "w") as file:
+                file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
     def write(self, name: str, text: str) -> None:
         """One file of DIR itself."""
         if self.folder is not None:
-            new = self.folder / f".{name}.{os.getpid()}"
-            new.write_text(text, encoding="utf-8")
-            new.replace(self.folder / name)
+            with whole(self.folder / name, "w") as file:
+                file.write(text)
 
 
 def key_of(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from surgery.eval.limits import Limit, Verdict, judge, parse_limits
 from surgery.eval.results import Store, key_of
 from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
 from surgery.eval.suites import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
+from surgery.locks import alone
 from surgery.progress import Progress
 from surgery.ranks import Ranks, device_of, start_ranks
+from surgery.storage import disk_errors, is_disk
 
 __all__ = ["Evaluation", "evaluate", "load"]
 
@@ -86,9 +88,13 @@ def evaluate(
     names: list[tuple[Role, str]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
     run = _Run(chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out)
-    opened = [open_subject(role, name) for role, name in names]
-    run.measure(opened)
-    return run.compared(opened, limits)
+    with ExitStack() as stack:
+        if out is not None:
+            stack.enter_context(disk_errors(out, "run the same command again, which goes on with what is missing"))
+            ranks.all_or_none(lambda: stack.enter_context(alone(out, "evaluation")) if ranks.main else None)
+        opened = [open_subject(role, name) for role, name in names]
+        run.measure(opened)
+        return run.compared(opened, limits)
 
 
 class _Run:
@@ -194,7 +200,7 @@ class _Run:
 
     def _break(self, suite: Suite, one: Opened, error: Exception) -> None:
         """Alone, it is the answer to the command; among others it is reported, and they run."""
-        if len(self.suites) == 1:
+        if len(self.suites) == 1 or is_disk(error):
             raise error
         kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
         self.broken[suite.name] = f"{kind}{' '.join(str(error).split())[:500]} ({one.name})"

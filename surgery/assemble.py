@@ -12,7 +12,7 @@ from surgery.journal import Journal
 from surgery.shards import Entry, TensorInfo, read_header, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import INDEX, SINGLE, Source
-from surgery.storage import write_json
+from surgery.storage import is_disk, write_json
 
 SHARD_BYTES = 5_000_000_000
 
@@ -88,4 +88,6 @@ def copy_companions(source: Source, folder: Path) -> None:
         for path in source.companions():
             shutil.copyfile(path, folder / path.name)
     except OSError as error:
+        if is_disk(error):
+            raise
         raise SurgeryError(f"cannot copy the tokenizer files: {error}") from None

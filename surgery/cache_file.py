@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from surgery.cache import MixerLayer, mixed_modules
 from surgery.errors import SurgeryError
 from surgery.mixers import Mixer, State
-from surgery.storage import parsed
+from surgery.storage import beside, disk_errors, parsed
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
@@ -39,7 +39,8 @@ def save_cache(cache: Cache, path: str | Path) -> None:
         else:
             raise SurgeryError(f"layer {i} of the cache is a {kind.__name__}; only dynamic caches can be saved")
         tensors.update({f"{i}.{name}": t.detach().clone().contiguous() for name, t in held.items()})
-    save_file(tensors, path, metadata={"surgery": json.dumps(layers)})
+    with disk_errors(Path(path)), beside(Path(path)) as partial:
+        save_file(tensors, partial, metadata={"surgery": json.dumps(layers)})
 
 
 def load_cache(path: str | Path, model: Any) -> DynamicCache:

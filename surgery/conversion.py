@@ -30,8 +30,9 @@ from surgery.devices import choose_device, device_name
 from surgery.errors import Interrupted, SurgeryError
 from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
-from surgery.journal import LOCK, Journal
+from surgery.journal import Journal
 from surgery.layerwise import Layerwise
+from surgery.locks import LOCK
 from surgery.memory import peak_rss, return_freed_memory, trim
 from surgery.planning import Plan, make_plan
 from surgery.precision import float32_products
@@ -43,7 +44,7 @@ from surgery.seating import settled
 from surgery.shards import Entry, read_header, write_shard
 from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
-from surgery.storage import write_json
+from surgery.storage import disk_errors, write_json
 from surgery.stream import Stream
 from surgery.version import __version__
 
@@ -70,7 +71,8 @@ def convert(
     ranks = start_ranks(device)
     with ranks.together():
         device, progress = device_of(ranks, device), (progress if ranks.main else None) or Progress()
-        return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
+        with disk_errors(Path(out), "run the same command with --resume"):
+            return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
 
 
 def _convert(

@@ -200,4 +200,7 @@ def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo]
                 f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
             )
         place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+    for part in module.modules():
+        if isinstance(part, StructuredLinear):
+            part.refuse_damaged()
     return module

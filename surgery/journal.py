@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from surgery.errors import SurgeryError
+from surgery.locks import LOCK, locked
 from surgery.ranks import Ranks
 from surgery.storage import checksum
 
-NAME, LOCK, SUM = "journal.jsonl", "lock", "crc32"
+NAME, SUM = "journal.jsonl", "crc32"
 
 
 class Journal:
     """Use as a context manager: the folder is locked against a second conversion meanwhile."""
 
-    def __init__(self, folder: Path, fingerprint: dict[str, Any], resume: bool, ranks: Ranks | None = None):
-        self.folder, self.fingerprint, self.ranks = folder, fingerprint, ranks or Ranks()
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: dict[str, Any],
+        resume: bool,
+        ranks: Ranks | None = None,
+        what: str = "conversion",
+    ):
+        self.folder, self.fingerprint, self.ranks, self.what = folder, fingerprint, ranks or Ranks(), what
         self.path = folder / (NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
         self.lines: list[dict[str, Any]] = []
         self.made = self.ranks.by_main(lambda: self._make(resume))
@@ -35,7 +44,7 @@ class Journal:
             return True
         except FileExistsError:
             if not resume:
-                refuse_begun(self.folder)
+                refuse_begun(self.folder, self.what)
             return False
 
     def __enter__(self) -> Journal:
@@ -53,12 +62,17 @@ class Journal:
         return [self.folder / NAME, *sorted(self.folder.glob("journal-*.jsonl"))]
 
     def _open(self) -> None:
-        self._lock = locked(self.folder, "conversion")
-        for path in self.files():
-            self._read(path)
-        self._refuse_other()
-        if not self.lines:
-            self._start()
+        try:
+            self._lock = locked(self.folder, self.what)
+            for path in self.files():
+                self._read(path)
+            self._refuse_other()
+            if not self.lines:
+                self._start()
+        except OSError:
+            if self.made:  # a disk that has no room for the first line
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def _refuse_unseen(self) -> None:
         if not (self.folder / NAME).is_file():
@@ -127,35 +141,13 @@ def _whole(raw: bytes) -> dict[str, Any] | None:
     return line if written and line.pop(SUM, None) == checksum(line) else None
 
 
-def refuse_begun(folder: Path) -> NoReturn:
-    """A conversion lies there: one that is running is to be waited for, one that was interrupted resumed."""
+def refuse_begun(folder: Path, what: str = "conversion") -> NoReturn:
+    """Something lies there: one that is running is to be waited for, one that was interrupted resumed."""
     if (folder / LOCK).is_file():
-        locked(folder, "conversion").close()
+        locked(folder, what).close()
     raise SurgeryError(
-        f"{folder} holds an interrupted conversion; continue it with --resume, or remove that folder to start anew"
+        f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start anew"
     )
-
-
-def locked(folder: Path, what: str) -> TextIO:
-    """An open file: until it is closed, nobody else has the folder's lock. The system lets go of it when a process
-    ends, however it ends."""
-    busy = SurgeryError(f"another {what} is writing into {folder}; wait for it, or choose another --out")
-    try:
-        file = open(folder / LOCK, "w")  # noqa: SIM115
-    except FileNotFoundError:  # finished, and moved to its place
-        raise busy from None
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_ino != os.stat(folder / LOCK).st_ino:
-            raise OSError  # removed by one that finished between the two lines above
-    except ImportError:  # no such locks on this system
-        pass
-    except OSError:
-        file.close()
-        raise busy from None
-    return file
 
 
 def _short(value: Any) -> str:

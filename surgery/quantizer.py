@@ -11,6 +11,7 @@ from surgery.checkpoint import METHOD, names_shims
 from surgery.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.standins import empty_standin
+from surgery.structures import StructuredLinear
 from surgery.version import __version__
 
 FORMAT = 1
@@ -90,6 +91,9 @@ class SurgeryQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config
         model.is_quantized = False
         refill(model)
+        for module in model.modules():
+            if isinstance(module, StructuredLinear):
+                module.refuse_damaged()
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
         # Shims lie beside the loaded files only; a copy saved from here would point at nothing.

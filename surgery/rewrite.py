@@ -11,9 +11,12 @@ from typing import Any
 from surgery.assemble import assemble, copy_companions
 from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
-from surgery.journal import Journal
+from surgery.journal import NAME, Journal
+from surgery.locks import LOCK, locked
 from surgery.source import Source
-from surgery.storage import write_json
+from surgery.storage import disk_errors, write_json
+
+REWRITE, WHAT = "rewrite", "command"
 
 
 def refuse_existing(out: Path) -> None:
@@ -31,20 +34,39 @@ def rewrite(
     """pieces(folder): writes all tensors into files there, in order; beside: files of the source that are copied as they
     are, where it has them."""
     partial = partial_of(out)
-    shutil.rmtree(partial, ignore_errors=True)
+    with disk_errors(out):
+        _remove_left(partial)
+        with Journal(partial, {REWRITE: source.fingerprint()}, resume=False, what=WHAT) as journal:
+            try:
+                (partial / "pieces").mkdir()
+                assemble(partial, pieces(partial / "pieces"), journal)
+                copy_companions(source, partial)
+                for name in beside:
+                    if (source.folder / name).is_file():
+                        shutil.copyfile(source.folder / name, partial / name)
+                write_json(partial / "config.json", config)
+                shutil.rmtree(partial / "pieces")
+                for leftover in (journal.path, partial / LOCK):
+                    leftover.unlink(missing_ok=True)
+                refuse_existing(out)
+                os.replace(partial, out)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+
+
+def _remove_left(partial: Path) -> None:
+    """What one of these left that was killed; the work of a conversion or a healing is not ours to remove."""
+    if not partial.exists():
+        return
+    lock = locked(partial, WHAT)
     try:
-        with Journal(partial, {"rewrite": source.fingerprint()}, resume=False) as journal:
-            (partial / "pieces").mkdir()
-            assemble(partial, pieces(partial / "pieces"), journal)
-        copy_companions(source, partial)
-        for name in beside:
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, partial / name)
-        write_json(partial / "config.json", config)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(partial / "pieces", ignore_errors=True)
-    for leftover in ("lock", "journal.jsonl"):
-        (partial / leftover).unlink(missing_ok=True)
-    os.replace(partial, out)
+        lines = (partial / NAME).read_bytes().splitlines() if (partial / NAME).is_file() else []
+        if lines and f'"{REWRITE}"'.encode() not in lines[0]:
+            raise SurgeryError(
+                f"{partial} holds work that was interrupted, of surgery convert or finetune; go on with it by --resume, "
+                "remove that folder, or choose another --out"
+            )
+        shutil.rmtree(partial)
+    finally:
+        lock.close()

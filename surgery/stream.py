@@ -8,6 +8,7 @@ library's own, whatever the family, and never more than one layer is in memory.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -244,10 +245,18 @@ class Stream:
         if size * copies <= self.limit:
             return hidden_BTD.to(self.home, dtype, copy=True)
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
-        file.truncate(size)
-        flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
-        file.close()  # unlinked: the mapping keeps it, and a kill leaves nothing behind
+        with file:  # unlinked at the end: the mapping keeps it, and a kill leaves nothing behind
+            _reserve(file.fileno(), size)
+            flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
         return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Every byte, now: where the disk is full when a mapped page is written, the system kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
 
 
 def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:

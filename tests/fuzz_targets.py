@@ -647,7 +647,7 @@ def _inputs() -> bytes:
     return save(tiny_inputs("llama", 8))
 
 
-@target("rows.jsonl", lambda: _text().read_bytes()[:2000], {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"})  # fmt: skip
+@target("rows.jsonl", lambda: _text().read_bytes()[:490], {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"})  # fmt: skip
 def training_rows(path: Path) -> None:
     """Read with `datasets`, which keeps what it has read in its own folder."""
     from surgery.training.data import make_data

@@ -24,6 +24,7 @@ from surgery.eval.harness.names import ZEROSHOT, data_of
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.progress import Progress
 from surgery.recipe import read_yaml
+from surgery.storage import disk_errors, is_disk
 
 NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 
@@ -73,8 +74,8 @@ def fetch(root: Path, sources: Iterable[Source], progress: Progress) -> dict[str
             raise SurgeryError(f"{source.path!r} is no data set of the Hub; one is called org/name")
         by_path.setdefault(source.path, []).append(source)
     done: dict[str, list[str]] = {"fetched": [], "kept": []}
-    root.mkdir(parents=True, exist_ok=True)
-    with progress.bar("data sets", len(by_path)) as tick:
+    with disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
+        root.mkdir(parents=True, exist_ok=True)
         for path, wanted in by_path.items():
             header = _header(root / path)
             missing = [each for each in wanted if (each.config or "default") not in {c["config_name"] for c in header}]
@@ -100,21 +101,31 @@ def _fetch(place: Path, path: str, header: list[dict[str, Any]], wanted: list[So
         written = yaml.safe_dump({"configs": configs}, sort_keys=False, allow_unicode=True)
         text = f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
         (beside / "README.md").write_text(text, encoding="utf-8")
-        before = place.with_name(f"{place.name}.before")
-        if place.exists():
-            place.rename(before)
-        beside.rename(place)
-        shutil.rmtree(before, ignore_errors=True)
-    except SurgeryError:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        _swapped(beside, place)
     except Exception as error:
         shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, SurgeryError) or is_disk(error):
+            raise
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise SurgeryError(
             f"{path} could not be fetched ({type(error).__name__}: {said}); what came before it is kept, and the same command "
             "goes on. Data sets that ask for it need `hf auth login` first"
         ) from None
+
+
+def _swapped(beside: Path, place: Path) -> None:
+    """The new one in the place of the old one, which comes back where that fails."""
+    before = place.with_name(f"{place.name}.before")
+    if not place.exists():
+        beside.rename(place)
+        return
+    place.rename(before)
+    try:
+        beside.rename(place)
+    except BaseException:
+        before.rename(place)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _config(folder: Path, source: Source, commit: str | None) -> dict[str, Any]:

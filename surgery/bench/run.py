@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from surgery.bench.race import Heat, Race, Rival, Row
 from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError, nearest
 from surgery.progress import Progress
+from surgery.storage import disk_errors, write_json
 
 KINDS = ("linear", "attention", "decode", "model")
 TRAIN = "train"
@@ -66,15 +66,20 @@ def bench(
         heat.rivals = _asked(heat, only, gpu)
         progress.say(line_of(heat, _raced(race, heat, limits, result["rows"])))
         if out is not None:
-            out.write_text(json.dumps(result, indent=1))
+            kept(out, result)
         if time.monotonic() > ends:
             break
     else:
         result["complete"] = True
     result["seconds"] = round(time.monotonic() - started, 1)
     if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+        kept(out, result)
     return result
+
+
+def kept(out: Path, result: dict[str, Any]) -> None:
+    with disk_errors(out):
+        write_json(out, result)
 
 
 def _check(kind: str, sizes: str, dtype: str | None = None) -> None:

@@ -11,7 +11,6 @@ surgery's loop runs alone, the batch shared out over the processes; `losses` say
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from surgery.bench.train_shown import line_of
 from surgery.errors import SurgeryError
 from surgery.mixers.linear_config import LinearAttention
 from surgery.progress import Progress
+from surgery.storage import write_json
 from surgery.structures.btt import BTT
 
 COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
@@ -121,12 +121,12 @@ def train(
                 if accelerator.is_main_process:
                     progress.say(line_of(row))
                     if out is not None:
-                        out.write_text(json.dumps(result, indent=1))
+                        write_json(out, result)
     if not result["rows"]:
         raise SurgeryError(f"--only {only}: no case of bench train has one of these words; try --only 1b,btt")
     result["complete"] = time.monotonic() <= ends
     if out is not None and accelerator.is_main_process:
-        out.write_text(json.dumps(result, indent=1))
+        write_json(out, result)
     return result
 
 

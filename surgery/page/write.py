@@ -6,13 +6,13 @@ import base64
 import hashlib
 import importlib.resources
 import json
-import os
 from html import escape
 from pathlib import Path
 
 from surgery.errors import SurgeryError
 from surgery.page import sections
 from surgery.page.gather import Facts, gather
+from surgery.storage import disk_errors, whole
 from surgery.version import __version__
 
 PAGE = "report.html"
@@ -41,9 +41,8 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
         raise SurgeryError(f"{target} is a folder; give a file, for example {target / PAGE}")
     if not target.absolute().parent.is_dir():
         raise SurgeryError(f"{target.absolute().parent} is not a folder; make it first")
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, target)
+    with disk_errors(target), whole(target, "w") as file:
+        file.write(text)
     return target
 
 

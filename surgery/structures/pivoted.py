@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.errors import SurgeryError
 from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear
 from surgery.structures.low_rank import LowRankLinear, low_rank_factors
 from surgery.structures.metric import Metric
@@ -65,6 +66,13 @@ class PivotedLowRankLinear(StructuredLinear):
         super().__init__(in_features, out_features, config, bias, **factory)
         device = factory.get("device")
         self.register_buffer("place", torch.arange(out_features, dtype=torch.int32, device=device))
+
+    def refuse_damaged(self) -> None:
+        rows = torch.arange(self.out_features).to(self.place)
+        if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
+            raise SurgeryError(
+                f"the rows of a pivoted_low_rank matrix of {self.out_features} are no permutation: damaged"
+            )
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:

@@ -106,6 +106,15 @@ class Checkpoints:
         """Every process calls; the first writes, each its own random state."""
         target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
         partial = target.with_name(target.name + ".tmp")
+        try:
+            self._save(position, held, partial, target)
+        except OSError:  # a full disk keeps nothing that is of no use
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return target
+
+    def _save(self, position: Position, held: Held, partial: Path, target: Path) -> None:
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -120,7 +129,6 @@ class Checkpoints:
             _settled(partial, target)
             self._prune()
         self.wait()
-        return target
 
     def _gathered(self, path: Path, tensors: Mapping[str, Spread]) -> None:
         entries = []

@@ -15,8 +15,10 @@ from typing import Any
 
 from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
-from surgery.journal import Journal
+from surgery.journal import Journal, refuse_begun
 from surgery.progress import Progress
+from surgery.rewrite import refuse_existing
+from surgery.storage import disk_errors
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints
 from surgery.training.healing import Healing
@@ -25,6 +27,8 @@ from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.stages import STAGES
 from surgery.training.trackers import end_trackers
 from surgery.version import __version__
+
+RESUME = "run the same command with --resume"
 
 
 def finetune(
@@ -50,11 +54,11 @@ def finetune(
         source, recipe, out, teacher, trust_remote_code, skip_bad_steps, track, device, progress or Progress(), show
     )
     work = partial_of(out)
-    fresh = not work.exists()
     try:
-        with ExitStack() as stack:
+        with disk_errors(work, RESUME), ExitStack() as stack:
             if run.main:
                 run.journal = stack.enter_context(_journal(source, recipe, work, resume))
+                refuse_existing(out)  # another run may have ended there meanwhile
             run.accelerator.wait_for_everyone()
             return run.everything()
     except KeyboardInterrupt:
@@ -64,7 +68,8 @@ def finetune(
             run.progress.say(f"interrupted; {kept}, and the same command with --resume goes on")
         raise
     except SurgeryError:
-        if run.main and fresh and not any((work / name).exists() for name in ("checkpoints", LOG)):
+        begun = any((work / name).exists() for name in ("checkpoints", LOG))
+        if run.journal is not None and run.journal.made and not begun:
             shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained
         raise
     finally:
@@ -73,14 +78,11 @@ def finetune(
 
 def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
     """What can be known before anything is opened."""
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+    refuse_existing(out)
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
     if partial_of(out).exists() and not resume:
-        raise SurgeryError(
-            f"{partial_of(out)} holds an interrupted run; go on with --resume, or remove that folder to begin anew"
-        )
+        refuse_begun(partial_of(out), "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
@@ -103,4 +105,4 @@ def _journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Jo
         "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher"}),
         "version": __version__,
     }
-    return Journal(work, begun, resume)
+    return Journal(work, begun, resume, what="run")

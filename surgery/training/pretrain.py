@@ -12,18 +12,20 @@ import json
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import write_shims
 from surgery.conversion import REPORT, partial_of, totals
 from surgery.errors import SurgeryError
+from surgery.locks import alone
 from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.source import open_converted
-from surgery.storage import write_json
+from surgery.storage import disk_errors, write_json
 from surgery.structures import STRUCTURES
-from surgery.training.finetune import finetune, refuse
+from surgery.training.finetune import RESUME, finetune, refuse
 from surgery.training.fresh import fresh_model, plan_for
 from surgery.training.new_model import new_config
 from surgery.training.pretrain_recipe import PretrainRecipe
@@ -50,6 +52,16 @@ def pretrain(
     this; the first one writes."""
     out = Path(out)
     refuse(out, f"the model in {out}", recipe.training, None, resume)
+    with disk_errors(out, RESUME), ExitStack() as stack:
+        if _first():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
+            stack.enter_context(alone(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
+        return _pretrain(recipe, out, resume, skip_bad_steps, track, device, progress, show)
+
+
+def _pretrain(
+    recipe: PretrainRecipe, out: Path, resume: bool, skip_bad_steps: bool, track: str | None, device: str | None,
+    progress: Progress | None, show: Any,
+) -> dict[str, Any]:  # fmt: skip
     blank = out.with_name(out.name + ".blank")
     _made_once(recipe, blank)
     try:

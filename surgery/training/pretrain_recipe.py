@@ -60,7 +60,9 @@ def parse_pretrain(data: dict[str, Any], where: str = "recipe") -> PretrainRecip
         raise said(error, where, New.model_fields) from None
     if not isinstance(new.model.get("model_type"), str):
         raise SurgeryError(f"{where}: model names no model_type; for example model: {{model_type: gpt2, n_embd: 256}}")
-    common = merged({"trains": ["all"]}, rest.get("common") or {})
+    common = rest.get("common") or {}
+    if isinstance(common, dict):  # else it is refused there
+        common = merged({"trains": ["all"]}, common)
     training = parse_healing({**rest, "common": common}, where)
     for stage in training.stages:
         if stage.kind != "lm":

@@ -13,6 +13,7 @@ goes on with `resume`. Entry t is about the token at t + 1, at temperature 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from surgery.errors import SurgeryError
-from surgery.journal import LOCK, locked
+from surgery.locks import alone
 from surgery.progress import Progress
 from surgery.shards import Entry, TensorInfo, read_tensor, write_shard
-from surgery.storage import write_json
+from surgery.storage import disk_errors, write_json
 from surgery.training.data import Data, Example
 from surgery.training.encode import tokenizer_fingerprint
 from surgery.training.packing import check_rows
@@ -65,11 +66,14 @@ def write_teacher_cache(
         "tokenizer": tokenizer_fingerprint(data.tokenizer), "data": data.fingerprint(),
         "sources": [source.path for source in data.config.sources],
     }  # fmt: skip
+    with disk_errors(out, "run the same command with --resume"), _made(out), alone(out, "teacher cache"):
+        return _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out, "teacher cache"):
-        index = _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
-        (out / LOCK).unlink()
-    return index
+    yield
 
 
 def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
