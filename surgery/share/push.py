@@ -111,7 +111,7 @@ def push(
             if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
                 api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
             tick(item.nbytes)
-        changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        changes: list[Any] = [*additions, *(CommitOperationDelete(name) for name in stale)]
         said = api.create_commit(
             repo, changes, commit_message=message or f"Converted by surgery {__version__}", revision=revision
         )
