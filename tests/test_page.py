@@ -101,6 +101,9 @@ def test_everything_is_on_it(out):
     for words in ("12,345", "1.250 x", "right answers in percent", "Loss by position", "2.5"):
         assert words in text, words
     assert text.count("<svg") == text.count('role="img"') >= 8
+    assert (
+        text.count('class="wide" tabindex="0"') == 1 and 'class="dot few' in text
+    )  # the model scrolls, by keyboard too
 
 
 def test_without_healing_and_measurements(converted, tmp_path):
