@@ -8,9 +8,11 @@ changes them a little; `python tests/fuzz.py TARGET` does so for hours.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,6 +28,9 @@ from small import ROOT, recipe_of, tiny_config
 from surgery.errors import SurgeryError
 
 SECONDS = 4.0  # of CPU
+HOME = Path(tempfile.mkdtemp(prefix="fuzz-"))
+atexit.register(shutil.rmtree, HOME, True)
+HUB = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 ATTENTION = {"mixer": "linear", "mask": "decay", "start": "copied", "layers": "1"}
 RULES = [{"match": "mlp.down", "structure": "pivoted_low_rank"}, {"match": "attention.key", "structure": "kronecker"}]
 MIXED = {"structure": "btt", "blocks": [2, 2], "rules": RULES, "attention": ATTENTION}
@@ -44,7 +49,7 @@ class Target:
 
     @functools.cached_property
     def folder(self) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{self.name}-"))
+        folder = Path(tempfile.mkdtemp(dir=HOME, prefix=f"fuzz-{self.name}-"))
         self.setup(folder)
         return folder
 
@@ -96,7 +101,7 @@ def checkpoint() -> Path:
     """A tiny llama."""
     torch.manual_seed(0)
     cls, config = tiny_config("llama")
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-source-")) / "llama"
+    folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-source-")) / "llama"
     cls(config).save_pretrained(folder)
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     return folder
@@ -107,7 +112,7 @@ def converted() -> Path:
     """It, with every kind of thing in its table."""
     from surgery.conversion import convert
 
-    out = Path(tempfile.mkdtemp(prefix="fuzz-converted-")) / "llama-half"
+    out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-converted-")) / "llama-half"
     convert(str(checkpoint()), recipe_of(**MIXED), out)
     return out
 
@@ -325,7 +330,7 @@ def _interrupted() -> Path:
     """OUT.partial of a conversion killed before it put its pieces together."""
     from surgery import conversion
 
-    out = Path(tempfile.mkdtemp(prefix="fuzz-interrupted-")) / "out"
+    out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-interrupted-")) / "out"
     assemble = conversion.assemble
     conversion.assemble = _killed  # type: ignore[assignment]
     try:
@@ -347,7 +352,7 @@ def _interrupted_lines() -> bytes:
 
 @functools.cache
 def _text() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="fuzz-text-")) / "text.jsonl"
+    path = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-text-")) / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"Mia saw {n} birds in the tree."}) + "\n" for n in range(80)))
     return path
 
@@ -375,7 +380,7 @@ def _targets() -> Path:
     torch.manual_seed(0)
     data = _data()
     teacher = LlamaForCausalLM(LlamaConfig(**{**DECODER, "vocab_size": len(data.tokenizer)}))
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-targets-")) / "cache"
+    folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-targets-")) / "cache"
     write_teacher_cache(teacher, data, folder, 4, 8, rows=2, per_shard=4)
     return folder
 
@@ -432,7 +437,7 @@ class _Trained:
 def _saved() -> Path:
     from surgery.training.checkpoints import Checkpoints, Position
 
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-checkpoints-"))
+    folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-checkpoints-"))
     where = Checkpoints(folder, 2)
     return where.save(Position(0, 5, 20, 1280, {"trained": ["weight"], "stages": [], "best": 1.5}), _Trained().held())
 
@@ -497,7 +502,7 @@ def _model() -> Any:
 def _held_cache() -> bytes:
     from surgery.cache_file import save_cache
 
-    path = Path(tempfile.mkdtemp(prefix="fuzz-cache-")) / "cache.safetensors"
+    path = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-cache-")) / "cache.safetensors"
     save_cache(_model()(torch.arange(3, 12)[None], use_cache=True).past_key_values, path)
     return path.read_bytes()
 
@@ -514,7 +519,7 @@ def _store() -> tuple[Any, Path, dict[str, Any]]:
     from surgery.eval.results import Store, key_of
     from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
 
-    store = Store(Path(tempfile.mkdtemp(prefix="fuzz-results-")))
+    store = Store(Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-results-")))
     key = key_of("0" * 64, "ppl", EvalOptions(), "cpu", "float32")
     place = store.place("it", "0" * 64, "ppl")
     assert place is not None
@@ -647,7 +652,7 @@ def _inputs() -> bytes:
     return save(tiny_inputs("llama", 8))
 
 
-@target("rows.jsonl", lambda: _text().read_bytes()[:490], {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"})  # fmt: skip
+@target("rows.jsonl", lambda: b"\n".join(_text().read_bytes().split(b"\n")[:10]), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"}, also=[HUB])  # fmt: skip
 def training_rows(path: Path) -> None:
     """Read with `datasets`, which keeps what it has read in its own folder."""
     from surgery.training.data import make_data
