@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small import recipe_of, tiny_config, tiny_inputs
-from small_training import btt, mixed, texts  # noqa: F401  fixtures: here they are made once for all files
+from small_training import btt, mixed, texts, without_curves  # noqa: F401  fixtures: here they are made once for all files
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays to the end: no search for garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,12 @@ def mixed(tmp_path_factory) -> Path:
     return conversion(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
 
 
+@pytest.fixture
+def without_curves(monkeypatch) -> None:
+    """Drawing one takes a quarter of a short run's time; test_training_recipes.py has them drawn."""
+    monkeypatch.setattr("surgery.training.healing.draw", lambda lines, path: False)
+
+
 def recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
     from surgery.training.recipe import parse_healing
 

@@ -22,6 +22,7 @@ from surgery.training.pretrain import pretrain
 from surgery.training.pretrain_recipe import folder, load_pretrain, parse_pretrain
 from surgery.training.vocabulary import TokenizerConfig, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FEW = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]

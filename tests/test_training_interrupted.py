@@ -18,6 +18,8 @@ from surgery.training.checkpoints import Checkpoints
 from surgery.training.finetune import finetune
 from surgery.training.loop import Loop
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = [
     {"kind": "lm", "trains": ["structured"], "ema": 0.9, "batch": 6, "rows": 1, "tokens": 6 * 64 * 4},

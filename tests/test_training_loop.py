@@ -13,6 +13,8 @@ from small_training import EMBEDDED, losses, recipe
 from surgery.errors import SurgeryError
 from surgery.training.finetune import finetune
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 DISTILL = {"kind": "distill", "trains": ["structured"], "ce_weight": 0.1}
 LM = {"kind": "lm", "trains": ["all"], "ema": 0.9}
 

@@ -16,6 +16,8 @@ from surgery.training.stages.align import Align, AlignStage
 from surgery.training.stages.base import Models
 from surgery.training.stages.matrix import Mixing
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 T = 40
 PLACE = "model.layers.0.self_attn"
 MIXERS = {

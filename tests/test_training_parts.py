@@ -18,6 +18,8 @@ from surgery.training.log import Log, draw
 from surgery.training.trackers import tracker
 from surgery.training.weight_norm import fold, normalise, rms
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 def layer():
     torch.manual_seed(0)

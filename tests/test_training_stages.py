@@ -18,6 +18,8 @@ from surgery.training.stages.distill import kl_of_logits, kl_of_top, top_of
 from surgery.training.stages.hidden import Hidden, HiddenStage
 from surgery.training.stages.lm import LMStage
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 def opened(student):
     """(models, roles) of a student and the embedded checkpoint as its teacher."""

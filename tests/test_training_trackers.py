@@ -13,6 +13,8 @@ from small_training import recipe
 from surgery.errors import SurgeryError
 from surgery.training.finetune import finetune
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 STAGE = {"kind": "lm", "trains": ["new"], "tokens": 1024}
 
 
