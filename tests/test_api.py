@@ -83,6 +83,18 @@ def test_load_and_evaluate():
     assert told["rows"] and "ppl" in repr(told)
 
 
+def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
+    import transformers
+
+    asked = []
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])))
+    (tmp_path / "me@home").mkdir()
+    for name in ("me/small@v1", "me/small", tmp_path / "me@home"):
+        api.load(name)
+    assert asked[::2] == asked[1::2] == [("me/small", "v1"), ("me/small", "main"), (str(tmp_path / "me@home"), "main")]
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
