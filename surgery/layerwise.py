@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from surgery.batch import Batch, real_rows
 from surgery.calibrate import Moments
 from surgery.curvature import load_grams
+from surgery.errors import SurgeryError
 from surgery.fit import Fitted, Judge, fit_cut
 from surgery.grafts import Grafts, fold_output, graft, grafted, multiplied_out, seat_mixer, stored_dtype
 from surgery.headcut import convert_head
@@ -136,6 +137,10 @@ class Layerwise:
 
     def _fit_stages(self, call: LayerCall, cuts: dict[str, tuple[Cut, ...]], grafts: Grafts) -> None:
         grams = load_grams(self.grams / f"{call.path}.safetensors", self.stream.device)
+        if self.stream.ranks.agreed(len(grams)) != len(grams):
+            raise SurgeryError(
+                f"{self.grams}: not all processes see what the first one wrote there; --out must lie where all do"
+            )
         for stage in stages_of(self.skeleton, self.plan, call):
             weights = {
                 cut.name: (matrix_of(self.skeleton, cut, call.device), bool(stage.residual) and cut.part is None)

@@ -46,7 +46,7 @@ class Outputs:
             return out
         self.kind = type(out)
         self.extras.append(tuple(out[1:]))
-        return out[0]  # type: ignore[no-any-return]
+        return out[0]
 
     def joined(self, hidden_BTD: Tensor) -> Any:
         if self.kind is Tensor:
