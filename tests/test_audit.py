@@ -7,7 +7,7 @@ import functools
 import importlib.metadata as metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,13 @@ ALLOWED = {
     *("Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Apache", "Apache 2.0", "Apache 2.0 License"),
     *("Apache License 2.0", "Apache License, Version 2.0", "Apache Software License"),
     *("MIT", "MIT License", "BSD", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "BSL-1.0", "ISC", "Zlib"),
-    *("PSF-2.0", "Python Software Foundation License", "CC0-1.0", "MPL-2.0"),
+    *("3-Clause BSD License", "ISC License (ISCL)", "MIT-CMU", "CNRI-Python"),
+    *("PSF-2.0", "Python Software Foundation License", "CC0-1.0", "MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
 }
+# Whose metadata says it otherwise: looked up.
+READ = {"rouge": "Apache-2.0, in its LICENSE", "word2number": "MIT, its whole text"}
+# What lm-eval asks for, of the extras `eval` and `dev` alone: we import none of it (SECURITY.md says so).
+COPYLEFT = {"fuzzywuzzy", "dominate", "chardet"}
 # Timed beside ours where a person has them; `bench` says so where not.
 PEERS = {"fla"}
 
@@ -51,10 +56,14 @@ def licences_of(distribution: str) -> set[str]:
     """As its metadata says: an SPDX expression, else classifiers, else the old free text."""
     about = metadata.metadata(distribution)
     if expression := about.get("License-Expression"):
-        return {part.strip(" ()") for part in re.split(r" (?:AND|OR) ", expression)}
+        return _parts(expression)
     classified = {c.split("::")[-1].strip() for c in about.get_all("Classifier") or [] if c.startswith("License ::")}
     classified -= {"OSI Approved", "DFSG approved"}
-    return classified or {(about.get("License") or "none").strip()}
+    return classified or _parts((about.get("License") or "none").strip())
+
+
+def _parts(expression: str) -> set[str]:
+    return {part.strip(" ()") for part in re.split(r" (?:AND|OR) ", expression)}
 
 
 @pytest.mark.parametrize("name", sorted(EVERY))
@@ -65,6 +74,41 @@ def test_every_dependency_has_a_licence_we_allow(name):
         assert EVERY[name].marker or name in {canonicalize_name(r.name) for r in declared("extras")}, name
         pytest.skip(f"{name} is of an extra that is not installed here")
     assert licences and licences <= ALLOWED, f"{name}: {licences - ALLOWED}"
+
+
+def closure(first: Iterable[Requirement]) -> set[str]:
+    """All that these bring along on this machine, themselves included; of what is not installed nothing is known."""
+    found: set[str] = set()
+    left = [(r, extra) for r in first for extra in ("", *r.extras)]
+    seen = set()
+    while left:
+        one, extra = left.pop()
+        name = canonicalize_name(one.name)
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        for each in map(Requirement, lines):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                left += [(each, more) for more in ("", *each.extras)]
+    return found
+
+
+def test_what_they_bring_along_has_one_too():
+    plain, every = closure(declared("dependencies")), closure(EVERY.values())
+    assert {"torch", "jinja2"} <= plain <= every
+    wrong = {name: licences_of(name) - ALLOWED for name in every - COPYLEFT - set(READ)}
+    assert not {name: licences for name, licences in wrong.items() if licences}
+    assert not COPYLEFT & plain, "a plain install has none of it"
+
+
+def test_what_has_a_claim_on_us_is_not_imported():
+    for path in FILES:
+        assert not third_parties(ast.walk(tree(path))) & COPYLEFT, path
 
 
 @functools.cache
