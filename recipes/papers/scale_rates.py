@@ -1,4 +1,4 @@
-"""How fast a device converts: two rates that explain seconds measured there, and conversions they predict.
+"""How fast a device converts: rates that explain seconds measured there, and conversions they predict.
 
 seconds = products / (FLOP/s) + sum of n^3 of the eigenproblems / (n^3/s) + bytes passed between processes / (bytes/s)
 """
@@ -26,37 +26,31 @@ class Measured:
 
 MEASURED = [
     Measured("H200", "7b", 32, Text(), 152, 96, 33),
+    Measured("H200", "1b", 4, Text(), 16.2, 9.0),
 ]
 
 
 @dataclass(frozen=True)
 class Rates:
     products: float  # FLOP/s
-    roots: float  # n^3/s
+    roots: float = 1e30  # n^3/s
+    calls: float = 1e30  # 1/s
 
     def seconds(self, work: Work, link: float = 50e9) -> float:
-        return work.products / self.products + work.roots / self.roots + work.passed / link
+        arithmetic = work.products / self.products + work.roots / self.roots + work.calls / self.calls
+        return arithmetic + work.passed / link
 
 
-def rates_of(rows: list[Measured], roots: float | None = None) -> Rates:
-    """Least squares of relative errors; roots: where eigenproblems were timed by themselves."""
-    import torch
-
-    equations = []
+def rates_of(rows: list[Measured], root: float = 0.0) -> Rates:
+    """The rate of products, by least squares of relative errors; root: seconds of an eigenproblem of 1024, where that was
+    timed (on a CPU, of the small models that are tried there, it is too little to tell)."""
+    roots, known, wanted = Rates(1e30, 1024**3 / root, 1 / root) if root else Rates(1e30), [], []
     for row in rows:
-        work = [w.times(row.layers) for w in calibrated(SHAPES[row.shape], row.text)]
-        equations += [[w.products / s, w.roots / s] for w, s in zip(work, (row.budgets, row.conversion))]
-    known_E, unknown_E = torch.tensor(equations, dtype=torch.float64).unbind(1)
-    wanted_E = torch.ones_like(known_E)
-    if roots is not None:
-        wanted_E = wanted_E - unknown_E / roots
-        return Rates(float(known_E.square().sum() / (known_E @ wanted_E)), roots)
-    scales = float(known_E.max()), float(unknown_E.max())
-    both_E2 = torch.stack([known_E / scales[0], unknown_E / scales[1]], 1)
-    found = torch.linalg.lstsq(both_E2, wanted_E[:, None]).solution[:, 0].tolist()
-    if min(found) > 0:
-        return Rates(scales[0] / found[0], scales[1] / found[1])
-    return Rates(float(known_E.square().sum() / known_E.sum()), 1e30)  # eigenproblems too small to tell
+        for work, seconds in zip(calibrated(SHAPES[row.shape], row.text), (row.budgets, row.conversion)):
+            known.append(row.layers * work.products / seconds)
+            wanted.append(1 - row.layers * roots.seconds(work) / seconds)
+    products = sum(k * k for k in known) / sum(k * w for k, w in zip(known, wanted))
+    return Rates(products, roots.roots, roots.calls)
 
 
 def predicted(row: Measured, rates: Rates) -> tuple[float, float]:
@@ -111,8 +105,7 @@ def check(names: list[str], text: Text) -> list[str]:
     """Rates from all but the last, which they predict."""
     rows = [measured(name, text) for name in names]
     rates = rates_of(rows[:-1])
-    roots = f"{rates.roots / 1e9:,.2f} G n^3/s" if rates.roots < 1e29 else "too small to tell"
-    lines = [f"{rates.products / 1e9:,.1f} GFLOP/s, eigenproblems {roots}"]
+    lines = [f"{rates.products / 1e9:,.1f} GFLOP/s"]
     lines += [
         "| model | | survey and trial | predicted | layers | predicted |",
         "| --- | --- | --- | --- | --- | --- |",

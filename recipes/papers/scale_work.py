@@ -67,19 +67,25 @@ class Text:
         return self.tokens - self.held
 
 
+LARGE = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+
+
 @dataclass(frozen=True)
 class Work:
-    """products: FLOP; roots: n^3 of symmetric eigenproblems, in all; passed: bytes between processes."""
+    """products: FLOP; roots: n^3 of symmetric eigenproblems, in all, of those at least LARGE; calls: how many smaller ones;
+    passed: bytes between processes."""
 
     products: float = 0.0
     roots: float = 0.0
+    calls: float = 0.0
     passed: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.roots + other.roots, self.passed + other.passed)
+        sums = self.products + other.products, self.roots + other.roots, self.calls + other.calls
+        return Work(*sums, self.passed + other.passed)
 
     def times(self, share: float) -> Work:
-        return Work(self.products * share, self.roots * share, self.passed)
+        return Work(self.products * share, self.roots * share, self.calls * share, self.passed)
 
 
 # -- counting ------------------------------------------------------------------------------------------------
@@ -91,7 +97,8 @@ def forward(shape: Shape, tokens: float, window: int, linears: int | None = None
 def projected(out: int, in_: int) -> Work:
     """Blocks whitened, their Gram matrices, 16 eigenproblems, cores."""
     a, d = out / 4, in_ / 4
-    return Work(2 * out * in_ * (d + 2 * min(a, d)), 16 * min(a, d) ** 3)
+    size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
+    return Work(products, 16 * size**3) if size >= LARGE else Work(products, calls=16)
 
 
 def swept(out: int, in_: int) -> Work:
@@ -111,12 +118,17 @@ def fitted(out: int, in_: int, text: Text) -> Work:
     return whole
 
 
+def weight(job: Work) -> float:
+    """For dealing out."""
+    return job.products + job.roots + job.calls
+
+
 def shared(jobs: list[Work], processes: int) -> Work:
     """What the busiest process does."""
-    costs = [job.products + job.roots for job in jobs]
+    costs = [weight(job) for job in jobs]
     owners = Ranks(0, processes).shares(costs)
     loads = [[job for job, owner in zip(jobs, owners) if owner == rank] for rank in set(owners)]
-    return max((sum(load, Work()) for load in loads), key=lambda work: work.products + work.roots)
+    return max((sum(load, Work()) for load in loads), key=weight)
 
 
 def turns(tokens: float, processes: int, most: int = PARTS) -> float:
