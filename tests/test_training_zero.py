@@ -136,3 +136,36 @@ def test_a_bad_step_stops_with_a_sentence(btt, texts, tmp_path):
             finetune(str(btt), told(texts, [{"kind": "lm"}]), tmp_path / "out", track="none", device="cpu")
 
     assert processes(1, run) == [0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_of_the_engine_stays(tmp_path, stage):
+    """After a stage the model is its own again, and what the optimiser held is handed back."""
+    import gc
+    import weakref
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from surgery.training.devices import make_accelerator, prepared, unwrapped
+
+    def run(rank):
+        grouped(stage)
+        accelerator = make_accelerator("cpu", "float32", "none", tmp_path)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+        config = SimpleNamespace(batch=2, rows=2, clip=1.0)
+        engine, _ = prepared(accelerator, model, optimiser, config, "float32")
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(torch.ones(2, 8)).sum(), scale_wrt_gas=False)
+        engine.step()
+        held = [weakref.ref(engine), weakref.ref(engine.optimizer), weakref.ref(optimiser)]
+        plain = unwrapped(accelerator, engine)
+        del engine, optimiser, _
+        gc.collect()
+        assert not any(ref() for ref in held)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
+        assert all(not hasattr(p, "ds_id") and p.numel() in (8, 64) for p in plain.parameters())
+        plain(torch.ones(2, 8)).sum().backward()
+
+    assert processes(1, run) == [0]

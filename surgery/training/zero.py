@@ -146,14 +146,29 @@ def _linears() -> list[type]:
 @torch.no_grad()
 def released(accelerator: Any, engine: Any) -> Any:
     """The model without its engine: whole weights, everywhere, in tensors of their own."""
-    model, new = engine.module, dict[int, nn.Parameter]()
-    for p in model.parameters():
+    model, old, new = engine.module, list(engine.module.parameters()), dict[int, nn.Parameter]()
+    for p in old:
         new[id(p)] = nn.Parameter(whole(p).clone(), requires_grad=p.requires_grad)
     places = [(module, dict(module._parameters.items())) for module in model.modules()]
+    zero = engine.optimizer
+    _forgotten(engine)
     accelerator.free_memory()  # ends the engine
+    for left in (*old, zero, engine):  # held by autograd's hooks, which no collector sees through
+        vars(left).clear()
     for module, parameters in places:
         module._parameters = {name: None if p is None else new[id(p)] for name, p in parameters.items()}
+        module.__dict__.pop("_original_parameters", None)
     return model
+
+
+def _forgotten(engine: Any) -> None:
+    """What its own end leaves on the model and in lists of DeepSpeed's, by which all of it would stay in memory."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        if (handle := getattr(engine, name, None)) is not None:
+            handle.remove()
+    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 # -- a step ------------------------------------------------------------------------------------------------
