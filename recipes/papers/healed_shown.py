@@ -143,10 +143,13 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def draw_positions(found: dict[str, Parts], path: Path) -> None:
+    from matplotlib import colormaps
+
     curves = {name: parts["reading"]["by_position"] for name, parts in found.items() if "reading" in parts}
     figure, (axes,) = figure_of(1, 1, (7.0, 3.6))
     base = next(iter(curves.values()))["base"]
-    axes.plot(range(1, len(base) + 1), smooth(base), "k--", linewidth=1.2, label="original")
+    axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
+    axes.plot(range(1, len(base) + 1), smooth(base), "k--", linewidth=1.2, label="original", zorder=3)
     for name, roles in curves.items():
         axes.plot(range(1, len(base) + 1), smooth(roles["converted"]), linewidth=1.2, label=name)
     axes.set(xlabel="position in the window", ylabel="nats per token", xscale="log")
