@@ -118,10 +118,10 @@ def _refuse_damaged(spec: dict[str, Any]) -> None:
 
 
 def _refuse_no_split(spec: dict[str, Any]) -> None:
-    parts, heads = spec.get("parts"), spec.get("heads", 0)
-    whole = isinstance(parts, dict) and parts and all(isinstance(entry, dict) for entry in parts.values())
-    named = whole and all(isinstance(name, str) and name.isidentifier() for name in parts)
-    if not named or any(entry.get("structure") == "split" for entry in parts.values()):
+    given, heads = spec.get("parts"), spec.get("heads", 0)
+    parts: dict[str, Any] = given if isinstance(given, dict) else {}
+    whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
+    if not whole or any(e.get("structure") == "split" or not name.isidentifier() for name, e in parts.items()):
         raise SurgeryError(f"{DAMAGED}: a split entry reads {str(spec)[:100]}")
     outs = [entry.get("out_features") for entry in parts.values()]
     if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):

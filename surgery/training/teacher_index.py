@@ -93,7 +93,7 @@ def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> 
             f"{shard['sha256'][:12]}); write it again with surgery teacher-cache .. --resume"
         )
     tensors, rows = read_header(path), shard["count"]
-    wanted = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
+    wanted: dict[str, tuple[int, ...]] = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
     wanted |= {"rest": (rows, length), "input_ids": (rows, length)}
     for name, shape in wanted.items():
         found = tensors[name].shape if name in tensors else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import SurgeryError
+from surgery.storage import is_disk
 from surgery.training.checkpoints import Position
 from surgery.training.recipe import HealingRecipe
 
@@ -52,6 +53,8 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Posit
         )
     except Exception as error:  # of many kinds, from many libraries
         accelerator.trackers = []
+        if is_disk(error):
+            raise
         what = " ".join(str(error).split())[:200]
         raise SurgeryError(
             f"--track {chosen} does not start: {type(error).__name__}: {what}; {HELP[chosen]}, or --track none"
