@@ -366,6 +366,8 @@ def test_the_rest_runs_where_a_task_breaks(subject, monkeypatch, tmp_path, suite
         ("retrieval", {"tasks": ("swed",)}, "did you mean 'swde'"),
         ("ruler", {"tasks": ("cwe",), "lengths": (128,)}, "nothing fits"),
         ("lm-eval", {}, "--tasks"),
+        ("niah", {"apply_chat_template": True}, "has no chat template"),
+        ("zeroshot", {"apply_chat_template": True, "tasks": ("piqa",)}, "has no chat template"),
     ],
 )
 def test_what_is_wrong_is_said(subject, suite, given, said):

@@ -34,6 +34,8 @@ UNBOUNDED = 2**20  # tokens, for a model without a longest input
 def harness_model(subject: Subject, options: EvalOptions, longest: int | None = None) -> Any:
     """longest: inputs are cut (from the left) to this; default: what the model was made for."""
     _check_positions(subject, longest or 0)
+    if options.apply_chat_template:
+        check_template(subject.tokenizer)
     lm = _classes()(
         pretrained=subject.model,
         tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
@@ -43,6 +45,13 @@ def harness_model(subject: Subject, options: EvalOptions, longest: int | None = 
     )
     lm.subject, lm.options, lm.kept = subject, options, Kept(subject, options.use_cache)
     return lm
+
+
+def check_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise SurgeryError(
+            "--apply-chat-template: the tokenizer has no chat template (tokenizer_config.json's chat_template); leave the flag out"
+        )
 
 
 def _check_positions(subject: Subject, longest: int) -> None:

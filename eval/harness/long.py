@@ -10,6 +10,7 @@ from typing import Any
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
 from surgery.eval.harness.bridge import run_each
+from surgery.eval.harness.lm import check_template
 from surgery.eval.harness.ruler import TASKS, Room, Task, Unfit
 from surgery.eval.harness.ruler.fill import Count, counter
 from surgery.eval.harness.ruler.questions import hotpot, squad
@@ -113,6 +114,7 @@ def asked_counter(tokenizer: Any, chat: bool) -> Count:
     plain = counter(tokenizer)
     if not chat:
         return plain
+    check_template(tokenizer)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
     )
