@@ -11,7 +11,7 @@ from small_training import losses, recipe
 from surgery.errors import SurgeryError
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
-from surgery.training.ahead import Ahead, Beside
+from surgery.training.ahead import Ahead, Beside, one_thread
 from surgery.training.ema import RunningMean
 from surgery.training.feed import Shares
 from surgery.training.log import Log, draw
@@ -116,7 +116,7 @@ def test_a_reading_process_that_is_killed_is_named():
 
 
 def test_a_process_reads_what_a_thread_reads(texts):
-    """Steps with tensors, states and all."""
+    """Steps with tensors, states and all; also where a command follows on threads of the tokenizer that have run."""
     from small_training import EMBEDDED
 
     from surgery.calibrate import load_tokenizer
@@ -127,6 +127,8 @@ def test_a_process_reads_what_a_thread_reads(texts):
         data = make_data(DataConfig(sources=[{"path": str(texts)}]), load_tokenizer(EMBEDDED), 32, 0)
         return steps_of(data, 0, Shares(4, 2), lambda told: int(told["valid"].sum()))
 
+    load_tokenizer(EMBEDDED)(["one text", "and another"] * 100)
+    one_thread()
     with Ahead(steps(), 2) as one, Beside(steps, 2) as other:
         for _, a, b in zip(range(40), one, other):
             assert (a.counted, a.tokens, a.after) == (b.counted, b.tokens, b.after)

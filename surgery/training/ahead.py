@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -114,8 +115,10 @@ class Beside:
 def one_thread() -> None:
     """Tokenizers use one thread in this process, all cores in the one that reads: threads that have run once cannot be
     forked, and there is no asking whether they have. Called where a program begins; "" means no to them, as "false"
-    does, which a user may have said."""
-    os.environ.setdefault(THREADS, "")
+    does, which a user may have said. Where they are imported already, as in a notebook, they may have: nothing is said
+    then, and the library itself keeps a forked process to one thread."""
+    if "tokenizers" not in sys.modules:
+        os.environ.setdefault(THREADS, "")
 
 
 def _deaf(_: int) -> None:
