@@ -38,10 +38,11 @@ clean:  ## remove .venv, caches and the demo's folders
 	rm -rf .venv build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps: made once, and again when what is to be installed changes.
+# The stamps: made once, and again when what is to be installed changes. The pip that comes with Python 3.11 takes twice as long.
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "surgery needs Python 3.10 or later; make PYTHON=python3.12 ..")'
 	$(PYTHON) -m venv .venv
+	$(INSTALL) -q pip==26.3
 	@touch $@
 
 .venv/installed: .venv/python pyproject.toml constraints-cpu.txt
