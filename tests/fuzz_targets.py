@@ -588,13 +588,15 @@ def eval_answers(path: Path) -> None:
     assert all(isinstance(key, str) for key in kept.answers)
 
 
-@target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\n---\n")  # fmt: skip
+@target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\nsurgery_whole: [default]\n---\n")  # fmt: skip
 def mirror(path: Path) -> None:
     """The head of a data set in a mirror, as fetch-eval-data goes on from it."""
-    from surgery.eval.harness.fetch import _header
+    from surgery.eval.harness.fetch import Source, _head
 
-    for config in _header(path.parent):
-        assert isinstance(config["config_name"], str)
+    head = _head(path.parent)
+    assert not any(head.lacks(Source("a/b", name)) for name in head.whole or ())
+    for name in [config["config_name"] for config in head.configs]:
+        head.lacks(Source("a/b", name, ("test",)))
 
 
 @target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip

@@ -77,6 +77,22 @@ def test_all_splits_where_none_is_named(hub, tmp_path):
     assert [split for _, _, split, _ in hub.asked] == ["train", "validation"]
 
 
+def test_splits_that_lack_are_added(hub, tmp_path):
+    """Of one data set suites and tasks of lm-eval read different ones."""
+    first, other, every = (
+        Source("baber/piqa", None, ("validation",)),
+        Source("baber/piqa", None, ("train",)),
+        Source("baber/piqa"),
+    )
+    fetch(tmp_path, [first], Progress())
+    assert fetch(tmp_path, [first], Progress())["kept"] and fetch(tmp_path, [first, other], Progress())["fetched"]
+    assert [split for _, _, split, _ in hub.asked] == ["validation", "train"]
+    assert fetch(tmp_path, [first, every], Progress())["fetched"], "all splits: the Hub knows which those are"
+    assert fetch(tmp_path, [every, first], Progress())["kept"] and len(hub.asked) == 2
+    for split in ("train", "validation"):
+        assert len(mirror.rows(tmp_path, "piqa", "baber/piqa", None, split)) >= 1
+
+
 def test_a_line_that_is_cut_leaves_nothing_half(hub, tmp_path):
     hub.broken.add(("rajpurkar/squad_v2", "validation"))
     with pytest.raises(SurgeryError, match=r"squad_v2 could not be fetched \(ConnectionError: the line was cut\)"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from surgery.recipe import read_yaml
 from surgery.storage import disk_errors, is_disk
 
 NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
+WHOLE = "surgery_whole"  # in the head of a mirror's README
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Source:
     path: str
     config: str | None = None
     splits: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the configuration."""
+        return self.config or "default"
 
 
 def sources_of(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[Source]:
@@ -67,7 +73,7 @@ OURS: dict[str, Any] = {
 
 
 def fetch(root: Path, sources: Iterable[Source], progress: Progress) -> dict[str, list[str]]:
-    """{fetched: [..], kept: [..]}; a data set that is there is kept, unless a configuration is missing."""
+    """{fetched: [..], kept: [..]}; a data set that is there is kept, unless a configuration or a split is missing."""
     by_path: dict[str, list[Source]] = {}
     for source in sources:
         if not NAME.match(source.path):
@@ -77,30 +83,70 @@ def fetch(root: Path, sources: Iterable[Source], progress: Progress) -> dict[str
     with disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
         root.mkdir(parents=True, exist_ok=True)
         for path, wanted in by_path.items():
-            header = _header(root / path)
-            missing = [each for each in wanted if (each.config or "default") not in {c["config_name"] for c in header}]
+            head = _head(root / path)
+            missing = [each for each in _joined(wanted) if head.lacks(each)]
             if missing:
-                progress.say(f"{path}: {', '.join(each.config or 'default' for each in missing)}")
-                _fetch(root / path, path, header, missing)
+                progress.say(f"{path}: {', '.join(each.name for each in missing)}")
+                _fetch(root / path, path, head, missing)
             done["fetched" if missing else "kept"].append(path)
             tick()
     return done
 
 
-def _fetch(place: Path, path: str, header: list[dict[str, Any]], wanted: list[Source]) -> None:
+def _joined(sources: list[Source]) -> list[Source]:
+    """One of each configuration, with what any of them wants of it."""
+    found: dict[str | None, Source] = {}
+    for one in sources:
+        other = found.get(one.config, one)
+        both = tuple(dict.fromkeys((*other.splits, *one.splits))) if other.splits and one.splits else ()
+        found[one.config] = replace(one, splits=both)
+    return list(found.values())
+
+
+@dataclass
+class Head:
+    """What a mirror's README says that it holds. whole: configurations of which it has every split; None: somebody else
+    made it, who knows what belongs to it."""
+
+    configs: list[dict[str, Any]]
+    whole: list[str] | None
+
+    def files(self, name: str) -> list[dict[str, str]]:
+        return next((c["data_files"] for c in self.configs if c["config_name"] == name), [])
+
+    def lacks(self, source: Source) -> bool:
+        if self.whole is None:
+            return not any(c["config_name"] == source.name for c in self.configs)
+        if source.name in self.whole:
+            return False
+        there = {file["split"] for file in self.files(source.name)}
+        return not source.splits or not there.issuperset(source.splits)
+
+    def add(self, source: Source, files: list[dict[str, str]]) -> None:
+        others = [c for c in self.configs if c["config_name"] != source.name]
+        self.configs = [*others, {"config_name": source.name, "data_files": self.files(source.name) + files}]
+        if not source.splits and self.whole is not None:
+            self.whole.append(source.name)
+
+    def text(self, path: str, commit: str | None) -> str:
+        told = {"configs": self.configs} | ({} if self.whole is None else {WHOLE: self.whole})
+        written = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
+        return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
+
+
+def _fetch(place: Path, path: str, head: Head, wanted: list[Source]) -> None:
     from huggingface_hub import HfApi
 
     beside = place.with_name(f"{place.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
-    if header:
+    if head.configs:
         shutil.copytree(place, beside)
     beside.mkdir(parents=True, exist_ok=True)
     try:
         commit = HfApi().dataset_info(path).sha
-        configs = header + [_config(beside, source, commit) for source in wanted]
-        written = yaml.safe_dump({"configs": configs}, sort_keys=False, allow_unicode=True)
-        text = f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
-        (beside / "README.md").write_text(text, encoding="utf-8")
+        for source in wanted:
+            head.add(source, _files(beside, source, commit, {file["split"] for file in head.files(source.name)}))
+        (beside / "README.md").write_text(head.text(path, commit), encoding="utf-8")
         _swapped(beside, place)
     except Exception as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -128,36 +174,48 @@ def _swapped(beside: Path, place: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _config(folder: Path, source: Source, commit: str | None) -> dict[str, Any]:
+def _files(folder: Path, source: Source, commit: str | None, there: set[str]) -> list[dict[str, str]]:
+    """What is wanted and not there, written."""
     from datasets import get_dataset_split_names, load_dataset
 
     splits = source.splits or tuple(get_dataset_split_names(source.path, source.config, revision=commit))
-    name, files = source.config or "default", []
-    inner = re.sub(r"[^\w-]+", "-", name)
+    inner, files = re.sub(r"[^\w-]+", "-", source.name), []
     (folder / inner).mkdir(exist_ok=True)
-    for split in splits:
+    for split in (s for s in splits if s not in there):
         with mirror.without_bars():
             data = load_dataset(source.path, source.config, split=split, revision=commit)
             data.to_json(folder / inner / f"{split}.jsonl", lines=True, force_ascii=False)
         files.append({"split": split, "path": f"{inner}/{split}.jsonl"})
-    return {"config_name": name, "data_files": files}
+    return files
 
 
-def _header(place: Path) -> list[dict[str, Any]]:
-    """What a mirror's README says that it holds."""
+def _head(place: Path) -> Head:
     readme = place / "README.md"
     if not readme.is_file():
-        return []
+        return Head([], [])
     parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
     try:
         found = read_yaml(parts[1]) if len(parts) == 3 else None
     except ValueError as error:
         raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
-    configs = found.get("configs", []) if isinstance(found, dict) else []
+    told = found if isinstance(found, dict) else {}
+    configs, whole = told.get("configs", []), told.get(WHOLE)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
     ):
         raise SurgeryError(
             f"the head of {readme} lists no configs, each with a config_name; remove {place}, then fetch it again"
         )
-    return configs
+    if whole is not None and not (_are(whole, str) and all(_of_files(c.get("data_files")) for c in configs)):
+        raise SurgeryError(
+            f"the head of {readme} is not what fetch-eval-data wrote; remove {place}, then fetch it again"
+        )
+    return Head(configs, whole)
+
+
+def _are(found: Any, kind: type) -> bool:
+    return isinstance(found, list) and all(isinstance(each, kind) for each in found)
+
+
+def _of_files(found: Any) -> bool:
+    return _are(found, dict) and all(isinstance(file.get("split"), str) for file in found)
