@@ -237,6 +237,11 @@ class InBatches:
     @torch.inference_mode()
     def _score(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
         """One forward, padded on the right, so without a mask; rows too long are cut from the left."""
+        most = max(len(pair[2]) for row in batch for pair in row)
+        if most > self.max_length:
+            raise SurgeryError(
+                f"an answer to score has {most} tokens, and inputs {self.max_length}; a longer --lengths"
+            )
         inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
         longest = max(map(len, inputs))
         scored = [max(len(pair[2]) for pair in row) for row in batch]

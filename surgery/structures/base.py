@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 class MuP(NamedTuple):
     """A core seen as a block-diagonal dense layer of this fan-in and fan-out.
 
-    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's rate scales as
+    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's rate (training/optim.py) scales as
     1 / fan_in. Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2.
     """
 
@@ -46,10 +46,6 @@ class MuP(NamedTuple):
     @property
     def std(self) -> float:
         return (min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5
-
-    @property
-    def adam_rate(self) -> float:
-        return 1.0 / self.fan_in
 
 
 @dataclass(frozen=True)
