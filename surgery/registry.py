@@ -41,7 +41,8 @@ def typed(config_type: Any, options: dict[str, Any]) -> Any:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     for name, value in options.items():
         try:
-            _types(config_type)[name].validate_python(value, strict=True)
+            if name in (types := _types(config_type)):
+                types[name].validate_python(value, strict=True)
         except ValidationError as error:
             _refuse_by_itself(config_type, options)
             said = " or ".join(dict.fromkeys(e["msg"].lower() for e in error.errors()))
@@ -64,9 +65,14 @@ def _refuse_by_itself(config_type: Any, options: dict[str, Any]) -> None:
 
 @cache
 def _types(config_type: Any) -> dict[str, Any]:
+    """None of a config whose annotations name what its module has not, as one made inside a function: it is trusted."""
     from pydantic import TypeAdapter
 
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(config_type).items() if name != "name"}
+    try:
+        hints = get_type_hints(config_type)
+    except NameError:
+        return {}
+    return {name: TypeAdapter(hint) for name, hint in hints.items() if name != "name"}
 
 
 class Registry(Generic[T]):

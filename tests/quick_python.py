@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from pathlib import Path
 
 HEADER = 4
@@ -112,7 +113,8 @@ def _run(words: list[str]) -> int:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif words[0] == "-c":
             sys.argv = ["-c", *words[2:]]
-            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

@@ -205,7 +205,7 @@ def test_as_a_process(tmp_path):
     "error, code, says",
     [
         (RuntimeError("a defect"), 1, "internal error, RuntimeError: a defect"),
-        (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "No space left on device: x"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "x cannot be written: No space left on device"),
         (KeyboardInterrupt(), 130, "--resume"),
     ],
 )

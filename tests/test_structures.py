@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgery.errors import SurgeryError
+from surgery.registry import typed
 from surgery.structures import STRUCTURES, Metric, damped
-from surgery.structures.base import config_from_dict
+from surgery.structures.base import StructureConfig, config_from_dict
 from surgery.structures.btt import BTT, BTTLinear, btt_mvm
 from surgery.structures.kronecker import Kronecker
 from surgery.structures.low_rank import LowRank, orthonormal
@@ -322,3 +324,16 @@ def test_orthonormal_columns_even_where_they_depend(rank):
     q = orthonormal(y)
     assert torch.allclose(q.mT @ q, torch.eye(7).expand(4, 7, 7), atol=1e-5)
     assert torch.allclose(q @ (q.mT @ y), y, atol=1e-4)
+
+
+def test_options_of_a_config_made_inside_a_function_are_trusted():
+    """Its annotations name what no module has."""
+
+    class Kind: ...
+
+    @dataclass(frozen=True)
+    class Local(StructureConfig):
+        name: ClassVar[str] = "local"
+        kind: Kind | None = None
+
+    assert typed(Local, {"kind": 3}) == Local(kind=3)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import traceback
 
 import pytest
 import torch
@@ -82,6 +83,8 @@ def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, 
             try:
                 finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED), resume=resume)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
