@@ -15,6 +15,10 @@ from small_training import btt, mixed, texts, without_curves  # noqa: F401  fixt
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
 
+# torch makes its threads anew in a forked process when they are first asked for; where several ask at once, as they do that
+# load a checkpoint's weights, all but one find none ("Invalid thread pool!").
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
