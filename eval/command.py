@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from surgery import options
-from surgery.console import progress, show
+from surgery.console import progress, show, speaks
 from surgery.errors import SurgeryError
 
 Suites = Annotated[
@@ -123,7 +122,7 @@ def evaluate(
         converted, chosen, told, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
         trust_remote_code=trust_remote_code, progress=progress(as_json),
     )  # fmt: skip
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
         if out is not None and not as_json:
             show([f"results: {out}"])

@@ -10,26 +10,13 @@ from typing import Any
 from surgery.batch import Batch, refuse_unfit
 from surgery.calibrate import calibration_inputs
 from surgery.errors import SurgeryError
-from surgery.journal import refuse_begun
+from surgery.journal import partial_of
 from surgery.planning import Plan
 from surgery.ranks import Ranks
 from surgery.recipe import Recipe
 from surgery.skeleton import Skeleton
 from surgery.source import Source
 from surgery.version import __version__
-
-
-def partial_of(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
-
-
-def refuse_out(out: Path, resume: bool) -> None:
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
-    if partial_of(out).exists() and not resume:
-        refuse_begun(partial_of(out))
-    if not out.parent.is_dir():
-        raise SurgeryError(f"{out.parent} is not a folder; make it first")
 
 
 def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:

@@ -123,8 +123,9 @@ def load(
     """(model, tokenizer) of a checkpoint, converted or not, for what it generates; any other Auto class does as well."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = os.fspath(name)
-    bare, _, pinned = (place, "", "") if os.path.exists(place) else place.partition("@")  # org/name@revision
+    from surgery.source import pinned_name
+
+    bare, pinned = pinned_name(os.fspath(name))
     where = {"revision": revision or pinned or "main", "trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(bare, dtype=dtype, device_map=device, **where)
     return model, AutoTokenizer.from_pretrained(bare, **where)

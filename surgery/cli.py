@@ -15,6 +15,7 @@ from rich.markup import escape
 from surgery import options
 from surgery.console import progress as _progress
 from surgery.console import show as _show
+from surgery.console import speaks
 from surgery.errors import SurgeryError
 from surgery.eval.command import evaluate
 from surgery.eval.fetch_command import fetch_eval_data
@@ -141,7 +142,7 @@ def convert(
         revision=revision,
         progress=_progress(as_json),
     )
-    if os.environ.get("RANK", "0") != "0":  # the first of several processes says it
+    if not speaks():
         return
     speed = report_notes(read(str(out)), context)
     if as_json:
@@ -247,7 +248,7 @@ def bench_speed(
     from surgery.bench.shown import plotted, tables
 
     result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
-    if os.environ.get("RANK", "0") != "0":
+    if not speaks():
         return
     print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
     if plot is not None:

@@ -15,6 +15,11 @@ def show(parts: list[Any]) -> None:
     Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
 
 
+def speaks() -> bool:
+    """Whether this process is the only one, or the first of several: the others print nothing."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def progress(quiet: bool) -> Any:
     from surgery.progress import Progress, RichProgress
 

@@ -9,7 +9,6 @@ OUT                           the same folder, renamed once everything is in it
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from surgery.admission import batch_of, fingerprint_of, partial_of, refuse_out, refuse_small_disk, refuse_unlike
+from surgery.admission import batch_of, fingerprint_of, refuse_small_disk, refuse_unlike
 from surgery.assemble import assemble, copy_companions, out_config
 from surgery.batch import Batch
 from surgery.budget import budgets
@@ -30,9 +29,8 @@ from surgery.devices import choose_device, device_name
 from surgery.errors import Interrupted, SurgeryError
 from surgery.grafts import Grafts, file_name, reload_grafts
 from surgery.headcut import convert_head
-from surgery.journal import Journal
+from surgery.journal import Journal, partial_of, refuse_out
 from surgery.layerwise import Layerwise
-from surgery.locks import LOCK
 from surgery.memory import peak_rss, return_freed_memory, trim
 from surgery.planning import Plan, make_plan
 from surgery.precision import float32_products
@@ -110,15 +108,8 @@ def _convert(
             if journal.made and ranks.main:  # what is refused now will be refused again: there is nothing to resume
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        ranks.by_main(lambda: _moved(partial, out, journal))
+        ranks.by_main(lambda: journal.move(out))
     return report
-
-
-def _moved(partial: Path, out: Path, journal: Journal) -> None:
-    refuse_out(out, True)
-    for leftover in (*journal.files(), partial / LOCK):
-        leftover.unlink(missing_ok=True)
-    os.replace(partial, out)
 
 
 class _Run:

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from surgery.conversion import REPORT, convert
 from surgery.densifying import densify
-from surgery.errors import SurgeryError
+from surgery.journal import refuse_existing
 from surgery.planning import make_plan
 from surgery.progress import Progress
 from surgery.recipe import load_recipe
@@ -46,8 +46,7 @@ def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[
 
 def _fresh(out: Path | None) -> Path:
     if out is not None:
-        if out.exists():
-            raise SurgeryError(f"{out} exists; choose another --out, or remove it")
+        refuse_existing(out)
         return out
     numbered = (FOLDER.with_name(f"{FOLDER.name}-{n}") for n in range(2, 10_000))
     return next(path for path in (FOLDER, *numbered) if not path.exists())

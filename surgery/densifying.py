@@ -12,8 +12,9 @@ from torch import Tensor
 from surgery.checkpoint import mixers_of, names_shims, quantization_table, table_of
 from surgery.grafts import load_standin
 from surgery.heads import output_path
+from surgery.journal import refuse_existing
 from surgery.progress import Progress
-from surgery.rewrite import refuse_existing, rewrite
+from surgery.rewrite import rewrite
 from surgery.shards import DTYPES, Entry, write_shard
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted

@@ -78,11 +78,7 @@ class Gather:
         for part, total, sizes in zip(parts, self.sums, shapes):
             for path, size in sizes.items():
                 mine = part.pop(path) if path in part else torch.zeros(size, device=self.survey.stream.device)
-                first = path not in total
-                if first and ranks.count == 1:
-                    total[path] = mine
-                    continue
-                ranks.fold_(total.setdefault(path, torch.empty_like(mine)), mine, turn.holders, first)
+                total[path] = ranks.added(total.get(path), mine, turn.holders)
         self.rows = {}
 
     def record(self) -> None:

@@ -22,6 +22,11 @@ from surgery.storage import checksum
 NAME, SUM = "journal.jsonl", "crc32"
 
 
+def partial_of(out: Path) -> Path:
+    """Where it is worked on."""
+    return out.with_name(out.name + ".partial")
+
+
 class Journal:
     """Use as a context manager: the folder is locked against a second conversion meanwhile."""
 
@@ -123,6 +128,13 @@ class Journal:
         for lines in self.ranks.gather([line for line in self.lines if line["step"] == "piece"]):
             self.lines += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
 
+    def move(self, out: Path) -> None:
+        """The folder to its place, without what was of the work alone."""
+        refuse_existing(out)
+        for leftover in (*self.files(), self.folder / LOCK):
+            leftover.unlink(missing_ok=True)
+        os.replace(self.folder, out)
+
     def find(self, step: str, **what: Any) -> dict[str, Any] | None:
         """The line of a step done earlier."""
         for line in self.lines:
@@ -139,6 +151,20 @@ def _whole(raw: bytes) -> dict[str, Any] | None:
         return None
     written = raw.endswith(b"\n") and isinstance(line, dict) and "step" in line
     return line if written and line.pop(SUM, None) == checksum(line) else None
+
+
+def refuse_out(out: Path, resume: bool, what: str = "conversion") -> None:
+    """Before anything is begun that ends in `out`."""
+    refuse_existing(out)
+    if partial_of(out).exists() and not resume:
+        refuse_begun(partial_of(out), what)
+    if not out.parent.is_dir():
+        raise SurgeryError(f"{out.parent} is not a folder; make it first")
+
+
+def refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 
 
 def refuse_begun(folder: Path, what: str = "conversion") -> NoReturn:

@@ -106,6 +106,14 @@ class Ranks:
                 total[rows].copy_(got[holder]) if first else total[rows].add_(got[holder])  # type: ignore[index]
                 first = False
 
+    def added(self, total: Tensor | None, part: Tensor, holders: Sequence[int]) -> Tensor:
+        """total + each holder's part; None: nothing is there yet. Alone, the first part becomes the total itself."""
+        if total is None and self.count == 1:
+            return part
+        whole = torch.empty_like(part) if total is None else total
+        self.fold_(whole, part, holders, total is None)
+        return whole
+
     def complete_(self, total: Tensor) -> None:
         """After folding: everybody's rows to everybody."""
         for rank, rows in enumerate(self._rows(total)):

@@ -207,6 +207,13 @@ def read_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+def head_of(text: str) -> dict[str, Any]:
+    """The table between the two `---` that a card or a data set's README begins with; ValueError where it is not YAML."""
+    parts = text.split("---\n", 2)
+    data = read_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    return data if isinstance(data, dict) else {}
+
+
 def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     try:
         data = read_yaml(text) or {}

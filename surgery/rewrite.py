@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surgery.assemble import assemble, copy_companions
-from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
-from surgery.journal import NAME, Journal
-from surgery.locks import LOCK, locked
+from surgery.journal import NAME, Journal, partial_of
+from surgery.locks import locked
 from surgery.source import Source
 from surgery.storage import disk_errors, write_json
 
 REWRITE, WHAT = "rewrite", "command"
-
-
-def refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 
 
 def rewrite(
@@ -46,10 +39,7 @@ def rewrite(
                         shutil.copyfile(source.folder / name, partial / name)
                 write_json(partial / "config.json", config)
                 shutil.rmtree(partial / "pieces")
-                for leftover in (journal.path, partial / LOCK):
-                    leftover.unlink(missing_ok=True)
-                refuse_existing(out)
-                os.replace(partial, out)
+                journal.move(out)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise

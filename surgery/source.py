@@ -96,10 +96,16 @@ def _found(name: str, weights: bool, revision: str | None) -> tuple[str, Path, s
         if revision is not None:
             raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
         return name, Path(name), None
-    bare, _, pinned = name.partition("@")
+    bare, pinned = pinned_name(name)
     if pinned and revision is not None:
         raise SurgeryError(f"{name} names a revision, and --revision {revision} another; give one of them")
-    return bare, *_download(bare, weights, revision or pinned or None)
+    return bare, *_download(bare, weights, revision or pinned)
+
+
+def pinned_name(name: str) -> tuple[str, str | None]:
+    """(id, revision) of org/name@revision; the name of something here as it is."""
+    bare, _, pinned = (name, "", "") if Path(name).exists() else name.partition("@")
+    return bare, pinned or None
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:

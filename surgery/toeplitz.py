@@ -16,11 +16,12 @@ from surgery.checkpoint import SHIM, mixers_of, table_of
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.heads import attention_shape
+from surgery.journal import refuse_existing
 from surgery.mixers import MIXERS, AttentionShape, mixer_config
 from surgery.mixers.masks.blocks import Blocks
 from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks
 from surgery.mixers.toeplitzness import Toeplitz, fit_heads
-from surgery.rewrite import refuse_existing, rewrite
+from surgery.rewrite import rewrite
 from surgery.shards import Entry, read_tensor, write_shard
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted

@@ -73,12 +73,7 @@ class _Inputs:
 
     def fold(self, ranks: Ranks, turn: Turn, like: Tensor) -> None:
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
-        if self.sum_II is None and ranks.count == 1:
-            self.sum_II = part_II
-        else:
-            first = self.sum_II is None
-            self.sum_II = torch.empty_like(part_II) if self.sum_II is None else self.sum_II
-            ranks.fold_(self.sum_II, part_II, turn.holders, first)
+        self.sum_II = ranks.added(self.sum_II, part_II, turn.holders)
         said = ranks.gather(self.rows[0])
         self.rows, self.part_II = (0, self.rows[1] + sum(said[holder] for holder in turn.holders)), None
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from small import recipe_of, run_python, tiny_config, tiny_inputs
 
-from surgery.conversion import convert, partial_of
+from surgery.conversion import convert
 from surgery.errors import SurgeryError
-from surgery.journal import Journal
+from surgery.journal import Journal, partial_of
 from surgery.shards import read_header
 
 

@@ -15,9 +15,10 @@ import pytest
 from small import recipe_of
 
 from surgery.cli import main
-from surgery.conversion import convert, partial_of
+from surgery.conversion import convert
 from surgery.densifying import densify
 from surgery.errors import SurgeryError
+from surgery.journal import partial_of
 from surgery.locks import alone, locked
 from surgery.page.write import write_page
 from surgery.storage import beside, disk_errors, whole, write_json

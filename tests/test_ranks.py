@@ -12,9 +12,9 @@ from small import recipe_of
 from test_convert import bytes_of
 
 import surgery.parts
-from surgery.conversion import convert, partial_of
+from surgery.conversion import convert
 from surgery.errors import SurgeryError
-from surgery.journal import Journal
+from surgery.journal import Journal, partial_of
 from surgery.layerwise import Layerwise
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

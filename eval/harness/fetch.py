@@ -23,7 +23,7 @@ from surgery.eval.harness.longbench_prompts import TASKS as LONG_TASKS
 from surgery.eval.harness.names import ZEROSHOT, data_of
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.progress import Progress
-from surgery.recipe import read_yaml
+from surgery.recipe import head_of
 from surgery.storage import disk_errors, is_disk
 
 NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
@@ -193,12 +193,10 @@ def _head(place: Path) -> Head:
     readme = place / "README.md"
     if not readme.is_file():
         return Head([], [])
-    parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
     try:
-        found = read_yaml(parts[1]) if len(parts) == 3 else None
+        told = head_of(readme.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
-    told = found if isinstance(found, dict) else {}
     configs, whole = told.get("configs", []), told.get(WHOLE)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs

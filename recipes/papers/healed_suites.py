@@ -24,6 +24,7 @@ from surgery.eval.run import Evaluation, evaluate
 from surgery.eval.suites import EvalOptions
 from surgery.progress import RichProgress
 from surgery.recipes.papers.healed_shown import show
+from surgery.storage import whole
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Told = tuple[list[str], EvalOptions, str]  # suites, how, precision
@@ -88,9 +89,8 @@ def run(a: argparse.Namespace) -> None:
             )
             place = a.out / f"{name}.json"
             parts = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-            partial = place.with_suffix(".tmp")
-            partial.write_text(json.dumps({**parts, part: told(done)}, indent=1, default=str), encoding="utf-8")
-            partial.replace(place)
+            with whole(place, "w") as file:
+                file.write(json.dumps({**parts, part: told(done)}, indent=1, default=str))
             print(f"{name}: {part}" + "".join(f"; {why}" for why in done.broken.values()), flush=True)
 
 

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from surgery.conversion import convert, partial_of
+from surgery.conversion import convert
 from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.eval.needle import needle_accuracy
 from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
+from surgery.journal import partial_of
 from surgery.recipe import load_recipe
 from surgery.training import models as opening
 from surgery.training.finetune import finetune

@@ -92,9 +92,8 @@ class Room:
 
     def __init__(self, old_BGSX: Tensor, new_BGTX: Tensor):
         slots = old_BGSX.shape[2] + new_BGTX.shape[2]
-        size = (
-            -(-(slots + max(FREE, slots // 32)) // 16) * 16
-        )  # whole units of 16: rows stay where wide copies can begin
+        # Whole units of 16: rows stay where wide copies can begin.
+        size = -(-(slots + max(FREE, slots // 32)) // 16) * 16
         self.buffer = new_BGTX.new_empty(*new_BGTX.shape[:2], size, new_BGTX.shape[3])
         self.written = old_BGSX.shape[2]
         self.buffer[:, :, : self.written] = old_BGSX

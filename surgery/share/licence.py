@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import SurgeryError
-from surgery.recipe import read_yaml
+from surgery.recipe import head_of
 from surgery.share.files import cleaned_paths
 from surgery.source import Source
 from surgery.version import __version__
@@ -83,11 +83,7 @@ def hub_card(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _head(text: str) -> dict[str, Any]:
-    parts = text.split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return {}
     try:
-        data = read_yaml(parts[1])
+        return head_of(text)
     except ValueError:
         return {}
-    return data if isinstance(data, dict) else {}

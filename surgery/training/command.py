@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from surgery import options
-from surgery.console import progress, show
+from surgery.console import progress, show, speaks
 
 
 def finetune(
@@ -59,5 +58,5 @@ def reading(data: str | None) -> list[str]:
 
 def tell(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:
     """How a run ended: one process of them says it."""
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print(json.dumps(record, indent=2)) if as_json else show(parts)

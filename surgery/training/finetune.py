@@ -13,11 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
-from surgery.journal import Journal, refuse_begun
+from surgery.journal import Journal, partial_of, refuse_existing, refuse_out
 from surgery.progress import Progress
-from surgery.rewrite import refuse_existing
 from surgery.storage import disk_errors
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints
@@ -78,11 +76,7 @@ def finetune(
 
 def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
     """What can be known before anything is opened."""
-    refuse_existing(out)
-    if not out.parent.is_dir():
-        raise SurgeryError(f"{out.parent} is not a folder; make it first")
-    if partial_of(out).exists() and not resume:
-        refuse_begun(partial_of(out), "run")
+    refuse_out(out, resume, "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:

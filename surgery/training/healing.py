@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.conversion import partial_of
 from surgery.errors import SurgeryError
-from surgery.journal import Journal
+from surgery.journal import Journal, partial_of
 from surgery.progress import Progress
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints, Held, Position
@@ -177,9 +176,8 @@ class Healing:
         """The loss on validation text after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
-        if (
-            self.spread and number
-        ):  # what is spread over devices is not spread anew: opened again, filled from the checkpoint
+        if self.spread and number:
+            # What is spread over devices is not spread anew: opened again, filled from the checkpoint.
             models.student = models.run = opening.load_student(self.source, self.trust)
         torch.manual_seed(self.recipe.seed + 1000 * number)  # every process makes the same new parameters
         if at.step == 0:

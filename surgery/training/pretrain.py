@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import write_shims
-from surgery.conversion import REPORT, partial_of, totals
+from surgery.console import speaks
+from surgery.conversion import REPORT, totals
 from surgery.errors import SurgeryError
+from surgery.journal import partial_of
 from surgery.locks import alone
 from surgery.planning import Plan
 from surgery.progress import Progress
@@ -53,7 +55,7 @@ def pretrain(
     out = Path(out)
     refuse(out, f"the model in {out}", recipe.training, None, resume)
     with disk_errors(out, RESUME), ExitStack() as stack:
-        if _first():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
+        if speaks():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
             stack.enter_context(alone(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
         return _pretrain(recipe, out, resume, skip_bad_steps, track, device, progress, show)
 
@@ -70,16 +72,12 @@ def _pretrain(
             progress=progress, show=show,
         )  # fmt: skip
     except SurgeryError:
-        if _first() and not partial_of(out).exists():
+        if speaks() and not partial_of(out).exists():
             shutil.rmtree(blank, ignore_errors=True)
         raise
-    if _first():
+    if speaks():
         shutil.rmtree(blank, ignore_errors=True)
     return record
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _made_once(recipe: PretrainRecipe, blank: Path) -> None:
@@ -88,7 +86,7 @@ def _made_once(recipe: PretrainRecipe, blank: Path) -> None:
     made = blank / MADE
     began = time.monotonic()
     while not (made.is_file() and made.read_text(encoding="utf-8") == wanted):
-        if _first():
+        if speaks():
             shutil.rmtree(blank, ignore_errors=True)
             work = partial_of(blank)
             shutil.rmtree(work, ignore_errors=True)

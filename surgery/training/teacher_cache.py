@@ -13,7 +13,6 @@ goes on with `resume`. Entry t is about the token at t + 1, at temperature 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,10 @@ def write_teacher_cache(
         "tokenizer": tokenizer_fingerprint(data.tokenizer), "data": data.fingerprint(),
         "sources": [source.path for source in data.config.sources],
     }  # fmt: skip
-    with disk_errors(out, "run the same command with --resume"), _made(out), alone(out, "teacher cache"):
-        return _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
-
-
-@contextmanager
-def _made(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    yield
+    with disk_errors(out, "run the same command with --resume"):
+        out.mkdir(parents=True, exist_ok=True)
+        with alone(out, "teacher cache"):
+            return _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
 
 
 def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
