@@ -19,6 +19,16 @@ from surgery.kernels.ssd_parts import chunk_at, chunk_state, lowest_bit, sequenc
 BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 
+@triton.jit
+def tops_of(seq, base, count, VARLEN: tl.constexpr):
+    """The first place of a sequence in `tops` and `gates`, as `Lay.units(3)` counts them: a row of a batch has
+    count // 8 + 2 places, also where 8 does not divide count, and a packed sequence of n chunks has n // 8 + 1 or more."""
+    if VARLEN:
+        return (base >> 3) + seq
+    else:
+        return seq * ((count >> 3) + 2)
+
+
 @triton.jit(do_not_specialize=["count", "T", "M", "U", "shift", "levels"])
 def grow(
     k, v, sums, slots, totals, rights, tops, gates, final, closing_S, start, ends, seq_of, first_of,
@@ -49,7 +59,7 @@ def grow(
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
     here = base + g * M - 1 - first  # slots are counted by the chunk behind them, from position 0
-    top = (base >> 3) + seq * (1 if VARLEN else 2) - (first >> 3) + g * U - 1
+    top = g * U + tops_of(seq, base, count, VARLEN) - (first >> 3) - 1
     if FINAL:
         closing = tl.load(closing_S + seq).to(tl.int32)
     a_KV, b_KV, c_KV = inside_KV, inside_KV, inside_KV  # left siblings of 1, 2, 4 segments

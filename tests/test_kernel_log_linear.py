@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from canaries import guarded
 from kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, misses, tokens
 
 from surgery.kernels import ssd_launch
@@ -101,6 +103,75 @@ def test_sequences_in_one_row():
         return [log_linear_chunks(*x, cu_seqlens=cu_seqlens, chunk=16)]
 
     assert max(misses(ours, alone, leaves)) < 1e-5
+
+
+def test_log_linear_rows_keep_to_their_places():
+    """Issue 17, 1: rows whose number of chunks is no multiple of 8 shared places with the next group's first rows, and the last
+    group's ran past the end."""
+    from surgery.kernels.log_linear_tree import grown
+
+    B, G, T, F, chunk = 8, 1, 225, 16, 16  # at most 15 chunks, so that rows would drift by 7 places in 8
+    _, k, v, gates = tokens(B, G, 1, T, F, F, gates="none")
+    q = k.unsqueeze(2)
+    start_B = torch.arange(B, device=DEVICE) % 3 * chunk
+    lay = ssd_launch.Lay.rows(start_B, T, chunk)
+    assert lay.count % 8 == 7 and lay.units(3) == B * 3
+    with guarded() as buffers:
+        of = ssd_launch.Tokens.of(q, k, v, ssd_launch.gate_sums(lay, gates))
+        slots, *_ = grown(lay, of, start_B, 0)
+    buffers.check()
+    for row in range(B):  # a slot behind chunk e - 1 has the last lowest-bit(e) chunks
+        first = int(start_B[row]) // chunk
+        for e in range(first + 1, first + -(-T // chunk) + 1):
+            low = max(e - (e & -e), first) - first
+            a, b = low * chunk, min((e - first) * chunk, T)
+            exact = k[row, :, a:b].mT.double() @ v[row, :, a:b].double()
+            got = slots[:, row * lay.count + e - 1 - first]
+            assert (got - exact).norm() <= 1e-5 * exact.norm(), (row, e)
+
+
+def test_log_linear_places_are_one_sequence_s_own():
+    """For any rows, starts, lengths and chunks: the places of whole eights, in the tree's buffers and in its grids, as the
+    kernel counts them. Another sequence has none of them, and none lies outside."""
+    from surgery.kernels.log_linear_tree import tops_of
+
+    draw, tops_of = random.Random(0), tops_of.fn
+    for _ in range(300):
+        seqs, chunk = draw.randint(1, 40), draw.choice([16, 32, 64])
+        packed = draw.random() < 0.5
+        lengths = [draw.randint(0 if packed else 1, 3000)] * seqs
+        starts = [0] * seqs if packed else [draw.randint(0, 5000) for _ in range(seqs)]
+        if packed:
+            lengths = [draw.choice([0, 1, chunk, draw.randint(0, 3000)]) for _ in range(seqs)]
+            ends = torch.tensor([0, *itertools.accumulate(lengths)])
+            lay = ssd_launch.Lay.packed(ends, int(ends[-1]), chunk)
+            assert lay.first_of is not None
+            bases = lay.first_of.tolist()
+        else:
+            lay = ssd_launch.Lay.rows(torch.tensor(starts), lengths[0], chunk)
+            bases = [seq * lay.count for seq in range(seqs)]
+        firsts = [start // chunk for start in starts]
+        counts = [-(-(start % chunk + n) // chunk) if n else 0 for start, n in zip(starts, lengths)]
+        taken = {}
+        for seq, (base, first, count) in enumerate(zip(bases, firsts, counts)):
+            assert base + count <= lay.places and (lay.varlen or count <= lay.count)
+            for e in range(first + 1, first + count + 1):
+                if e % 8 == 0:
+                    place = tops_of(seq, base, lay.count, lay.varlen) - (first >> 3) - 1 + (e >> 3)
+                    assert 0 <= place < lay.units(3) and taken.setdefault(place, seq) == seq
+        for shift in (3, 6, 9):
+            owners, units = lay.owners(shift).tolist(), {}
+            for m in range(lay.units(shift)):  # which eights of which sequence the programs of a launch take
+                if lay.varlen:
+                    seq = owners[m]
+                    unit = m - (bases[seq] >> shift) - seq
+                else:
+                    seq, unit = divmod(m, (lay.count >> shift) + 2)
+                    unit += firsts[seq] >> shift
+                units.setdefault(seq, []).append(unit)
+            for seq, (first, count) in enumerate(zip(firsts, counts)):
+                wanted = range(first >> shift, ((first + count - 1) >> shift) + 1) if count else []
+                assert set(wanted) <= set(units[seq]) and len(set(units[seq])) == len(units[seq])
 
 
 @gpu
