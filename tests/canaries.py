@@ -63,7 +63,9 @@ class Buffers:
                     raise Overrun(f"{where}: bytes {first} to {last} {side} a tensor of {size} bytes were written")
 
 
-_ORIGINAL: dict[tuple[Any, str], Callable[..., Tensor]] = {(owner, name): getattr(owner, name) for owner, name in PATCHED}
+_ORIGINAL: dict[tuple[Any, str], Callable[..., Tensor]] = {
+    (owner, name): getattr(owner, name) for owner, name in PATCHED
+}
 
 
 def _caller() -> str:
