@@ -116,7 +116,7 @@ class InBatches:
             found = self.kept.ask(
                 self.options,
                 [asked[i] for i in group],
-                lambda each: ["answer", self.max_length, each.text, each.settings],
+                lambda each: ["answer", self.max_length, each.text, each.settings, *self._drawn(each.settings)],
                 self._generate if self.backend == "causal" else self._generate_by_library,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
@@ -125,6 +125,10 @@ class InBatches:
             for i, answer in zip(group, found):
                 answers[i] = answer
         return answers
+
+    def _drawn(self, settings: dict[str, Any]) -> list[Any]:
+        """What else a sampled answer depends on."""
+        return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
 
     def _encoded(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
         """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
