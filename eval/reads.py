@@ -1,7 +1,7 @@
 """What a suite reads, by content: recorded while it runs, and compared before its kept result is used again.
 
-    with recorded() as reads: suite.run(..)          {"mirror:baber/piqa": SHA-256, "hub:org/name": commit, "package:lm_eval": version}
-    unchanged(reads, data_root)                      whether all of it is still the same
+with recorded() as reads: suite.run(..)          {"mirror:baber/piqa": SHA-256, "hub:org/name": commit, "package:lm_eval": version}
+unchanged(reads, data_root)                      whether all of it is still the same
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class _Said(BaseModel):
     notes: list[str]
     info: dict[str, Any]
     seconds: float
-    reads: dict[str, str] = {}
+    reads: dict[str, str] | None = None  # None: written before this was recorded
     provenance: dict[str, Any] = {}
 
 
@@ -75,7 +75,7 @@ class Store:
             return None
         try:
             said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
-            if said.key != key or not unchanged(said.reads, data_root):
+            if said.key != key or said.reads is None or not unchanged(said.reads, data_root):
                 return None
             read = TypeAdapter(Sample)
             samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]

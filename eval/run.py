@@ -58,14 +58,15 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         suites = {
             suite: {
-                role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance} for role, r in by_role.items()
+                role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance}
+                for role, r in by_role.items()
             }
             for suite, by_role in self.results.items()
         }
         return {
             "provenance": self.provenance,
             "models": self.models,
-            "options": self.options.model_dump(mode="json", exclude_defaults=True),
+            "options": without_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "suites": suites,
             "rows": [row.to_dict() for row in self.rows],
             "broken": self.broken,
@@ -99,7 +100,9 @@ def evaluate(
     ranks = start_ranks(device)
     names: list[tuple[Role, str]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
-    run = _Run(chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command)
+    run = _Run(
+        chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command
+    )
     with ExitStack() as stack:
         if out is not None:
             stack.enter_context(disk_errors(out, "run the same command again, which goes on with what is missing"))
@@ -111,8 +114,17 @@ def evaluate(
 
 def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     """What a reader of results.json needs to measure again: versions, device, date (UTC), command line without secrets."""
-    words = [SECRET.sub(b"***", word.encode()).decode() for word in command]
-    return {"versions": versions(), "device": device_name(device), "date": now(), "command": words}
+    command = without_secrets(list(command))
+    return {"versions": versions(), "device": device_name(device), "date": now(), "command": command}
+
+
+def without_secrets(value: Any) -> Any:
+    """JSON data with what looks like an access token replaced by ***."""
+    if isinstance(value, dict):
+        return {without_secrets(key): without_secrets(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(each) for each in value]
+    return SECRET.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
 
 
 def now() -> str:

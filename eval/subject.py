@@ -43,7 +43,9 @@ def open_subject(role: Role, name: str, ranks: Ranks | None = None) -> Opened:
 def model_digest(source: Source) -> str:
     """SHA-256 over all files that decide what a model answers: weights, config, tokenizer, templates, generation settings, code."""
     files = {info.file for info in source.tensors.values()} | set(source.companions())
-    files |= {path for pattern in ("*.json", "*.py", "*.jinja") for path in source.folder.glob(pattern) if path.is_file()}
+    files |= {
+        path for pattern in ("*.json", "*.py", "*.jinja") for path in source.folder.glob(pattern) if path.is_file()
+    }
     files -= {source.folder / name for name in WRITTEN}
     return files_digest((Path(os.path.relpath(path, source.folder)).as_posix(), path) for path in files)
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from surgery import digests
 from surgery.calibrate import document_stream
+from surgery.cli import main
 from surgery.errors import SurgeryError
+from surgery.eval import run as frame
 from surgery.eval.harness import mirror, names
+from surgery.eval.reads import described, recorded, unchanged
+from surgery.eval.results import Store
+from surgery.eval.run import evaluate
+from surgery.eval.subject import open_subject
 from surgery.eval.suites import EvalOptions
+from surgery.source import open_converted
 from surgery.training.data_recipe import SourceConfig
 from surgery.training.documents import files_identity
 from surgery.training.sources import open_source
@@ -114,14 +122,15 @@ def test_3_2_a_large_file_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "SETTLED", -1.0)
     path, opened = tmp_path / "weights", []
     path.write_bytes(b"some")
-    monkeypatch.setattr(digests, "open", lambda *given: opened.append(1) or open(*given), raising=False)
+    read = digests._signature
+    monkeypatch.setattr(digests, "_signature", lambda place: opened.append(1) or read(place))
     first = digests.file_digest(path)
     digests._known.clear()  # as in another process
-    assert digests.file_digest(path) == first and len(opened) == 1
+    assert digests.file_digest(path) == first and len(opened) == 3, "looked at, hashed, looked at; looked at"
     before = path.stat().st_mtime_ns
     path.write_bytes(b"same")
     os.utime(path, ns=(before, before))
-    assert digests.file_digest(path) != first and len(opened) == 2
+    assert digests.file_digest(path) != first and len(opened) == 5
 
 
 @pytest.mark.parametrize("harm", ["", "{", "[1]", '{"sha256": "x"}', '{"sha256": 3, "signature": null}'])
@@ -141,3 +150,126 @@ def test_3_2_a_file_that_just_changed_is_not_remembered(tmp_path):
     path.write_bytes(b"some")
     digests.file_digest(path)
     assert str(path) not in digests._known
+
+
+# -- 3.2: what is kept ---------------------------------------------------------------------------------------
+def accuracy(place: Path, out: Path, answers: Path | None = None) -> float:
+    options = EvalOptions(data_root=place, tasks=("piqa",), use_cache=answers)
+    return evaluate(str(TINY), ["zeroshot"], options, out=out).row("piqa", "acc").values["converted"]
+
+
+def test_3_2_changed_labels_are_scored_again(tmp_path, monkeypatch):
+    """Neither the kept result nor the kept answers bring the old score back, and a mirror elsewhere is the same data."""
+    place, out, answers = tmp_path / "mirror", tmp_path / "out", tmp_path / "answers"
+    first = accuracy(questions(place, 0), out, answers)
+    assert first in (0, 1)
+    assert accuracy(questions(place, 1), out, answers) == 1 - first
+    shutil.copytree(place, tmp_path / "moved")
+    monkeypatch.setattr(frame, "loaded", lambda *given: pytest.fail("measured again"))
+    assert accuracy(tmp_path / "moved", out) == 1 - first
+
+
+def perplexity(model: Path, out: Path, **more) -> float:
+    options = EvalOptions(text=str(TINY / "heldout.txt"), tokens=256, length=64, **more)
+    return evaluate(str(model), ["ppl"], options, out=out).row("ppl").values["converted"]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("*.txt", "*.md"))
+    return tmp_path / "model"
+
+
+def test_3_2_weights_changed_in_place_are_measured_again(model, tmp_path):
+    """Bytes amid a tensor, which a sample of its ends does not see; size and mtime are those of before."""
+    first = perplexity(model, tmp_path / "out")
+    sampled = open_converted(str(model)).fingerprint()
+    (info,) = [
+        t for name, t in open_converted(str(model)).tensors.items() if name.endswith("layers.0.mlp.up_proj.weight")
+    ]
+    stat = info.file.stat()
+    with open(info.file, "r+b") as file:
+        file.seek((info.start + info.stop) // 2)
+        file.write(bytes(4096))
+    os.utime(info.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert open_converted(str(model)).fingerprint() == sampled, "the place was not one that only a whole digest sees"
+    assert perplexity(model, tmp_path / "out") != first
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_3_2_other_files_of_the_model_count_too(model, name):
+    before = open_subject("base", str(model)).fingerprint
+    with open(model / name, "a") as file:
+        file.write("\n")
+    assert open_subject("base", str(model)).fingerprint != before
+    (model / "surgery_report.json").write_text("{}")
+    after = open_subject("base", str(model)).fingerprint
+    (model / "surgery_report.json").write_text('{"about": "the conversion"}')
+    assert open_subject("base", str(model)).fingerprint == after
+
+
+def test_3_2_sampled_answers_belong_to_their_seed():
+    """Greedy ones do not."""
+    from surgery.eval.harness.lm import InBatches
+
+    lm = InBatches()
+    lm.options = EvalOptions(seed=3)
+    assert lm._drawn({"do_sample": True}) == lm._drawn({"temperature": 0.7}) == ["seed", 3]
+    assert lm._drawn({"do_sample": False, "temperature": 0.0}) == []
+
+
+def test_3_2_provenance_is_in_results_json(model, tmp_path):
+    """Versions, model, data, device, date in UTC, and the command line without tokens."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text((TINY / "heldout.txt").read_text()[:4000])
+    secret = "hf_" + "a1B2" * 9
+    words = [
+        "eval",
+        str(model),
+        "-s",
+        "ppl",
+        "--text",
+        str(text),
+        "--tokens",
+        "128",
+        "--length",
+        "32",
+        "--out",
+        str(out),
+    ]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--metadata", json.dumps({"key": secret})])
+    assert not left.value.code
+    said = json.loads((out / "results.json").read_text())
+    run, kept = said["provenance"], said["suites"]["ppl"]["converted"]["provenance"]
+    assert {"python", "surgery", "torch", "transformers", "datasets", "lm_eval"} <= set(run["versions"])
+    assert kept["versions"] == run["versions"] and run["device"].startswith("cpu") and run["date"].endswith("+00:00")
+    assert run["command"][:3] == ["surgery", "eval", str(model)] and str(text) in run["command"]
+    assert secret not in (out / "results.json").read_text() and "--tokens" in run["command"]
+    assert kept["model"] == said["models"]["converted"]["fingerprint"]
+    assert kept["data"] == {str(text): {"sha256": digests.hashlib.sha256(text.read_bytes()).hexdigest()}}
+
+
+def test_3_2_a_fetched_mirror_s_commit_is_told(tmp_path):
+    place, commit = questions(tmp_path, 0), "0123456789" * 4
+    readme = place / "baber/piqa/README.md"
+    readme.write_text(HEADER + f"\nFetched by `surgery fetch-eval-data` from baber/piqa at {commit}.\n")
+    with recorded() as reads:
+        mirror.rows(place, "piqa", "baber/piqa", None, "validation")
+    (told,) = described(reads, place).values()
+    assert told["commit"] == commit and len(told["sha256"]) == 64
+    assert unchanged(reads, place) and not unchanged(reads, tmp_path / "elsewhere")
+    assert not unchanged({"hub:org/name": "unknown"}, None)
+
+
+def test_3_2_a_result_that_does_not_say_what_it_read_is_measured_again(model, tmp_path):
+    """As those written before this was recorded; their results.json is still read for pages and cards (test_page)."""
+    out = tmp_path / "out"
+    first = perplexity(model, out)
+    (place,) = out.rglob("result.json")
+    told = json.loads(place.read_text())
+    assert Store(out).load(place.parent, told["key"]) is not None
+    del told["reads"], told["provenance"]
+    place.write_text(json.dumps(told))
+    assert Store(out).load(place.parent, told["key"]) is None
+    assert perplexity(model, out) == first

@@ -163,7 +163,11 @@ def _built(folders: list[str], defaults: bool, options: EvalOptions | None) -> A
 
     if options is not None and options.include_path is not None:
         folders = [*folders, os.path.abspath(options.include_path)]
-    key = (*folders, str(defaults), "" if options is None or options.include_path is None else content_digest(options.include_path))
+    key = (
+        *folders,
+        str(defaults),
+        "" if options is None or options.include_path is None else content_digest(options.include_path),
+    )
     if key not in MANAGERS:
         MANAGERS[key] = TaskManager(include_path=folders or None, include_defaults=defaults)
     return MANAGERS[key]
