@@ -424,8 +424,12 @@ def test_metadata_reaches_the_tasks():
 
 
 def test_the_working_directory_comes_back(tmp_path):
-    before = Path.cwd()
-    with pytest.raises(ValueError), mirror.inside(tmp_path):
-        assert Path.cwd() == tmp_path.resolve()
-        raise ValueError
-    assert Path.cwd() == before
+    import datasets
+
+    before = Path.cwd(), datasets.config.HF_DATASETS_CACHE
+    for paths in ([], ["org/name"]):
+        (tmp_path / "org" / "name").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(ValueError), mirror.inside(tmp_path, paths):
+            assert Path.cwd() == tmp_path.resolve() and before[1] != datasets.config.HF_DATASETS_CACHE
+            raise ValueError
+        assert (Path.cwd(), datasets.config.HF_DATASETS_CACHE) == before

@@ -10,8 +10,10 @@ belongs to its contents: `datasets` by itself does not tell two mirrors with equ
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,18 +86,19 @@ def check(root: Path | None, suite: str, paths: list[str]) -> None:
 def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) -> Iterator[None]:
     """The mirror as working directory, and an Arrow cache of its contents, while others open data sets.
 
-    paths: data sets that will be read; files: local files that will be read. Without any of them on this machine, what
-    Hugging Face's cache holds is read.
+    paths: data sets that will be read; files: local files that will be read. Where neither is known (a task that opens its data
+    by its own code), the cache lasts as long as this process. Without a mirror and local files, what Hugging Face's cache holds
+    is read.
     """
     import datasets
 
     places = [place for path in paths if (place := Path(root or "", path).absolute()).is_dir()]
     places += [file.absolute() for file in files]
-    if not places:
+    if not places and root is None:
         yield
         return
     directory, before = os.getcwd(), datasets.config.HF_DATASETS_CACHE
-    with arrow_cache(places) as cache:
+    with arrow_cache(places) if places else contextlib.nullcontext(_passing_cache()) as cache:
         try:
             os.chdir(root or directory)
             datasets.config.HF_DATASETS_CACHE = cache  # a setting: lm-eval passes no cache_dir on
@@ -103,6 +106,12 @@ def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) 
         finally:
             datasets.config.HF_DATASETS_CACHE = before
             os.chdir(directory)
+
+
+def _passing_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix="surgery-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @contextlib.contextmanager
