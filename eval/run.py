@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.devices import choose_device, device_name
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, nearest
 from surgery.eval.compare import Row, rows_of
 from surgery.eval.limits import Limit, Verdict, judge, parse_limits
 from surgery.eval.reads import described, recorded, versions
@@ -273,10 +273,24 @@ class _Run:
                 self._break(suite, opened[-1], error)
         try:
             first = {suite: done.first(suite).name for suite in done.results}
+            self._check_samples(done)
             done.verdicts = judge(limits, done.rows, first, list(done.broken))
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
         finally:  # a limit of a misspelt name does not cost the results
             self._write(done)
+
+    def _check_samples(self, done: Evaluation) -> None:
+        """--samples of a task that was not run would go unnoticed: the others are measured as without it."""
+        known: dict[str, None] = {}
+        for by_role in done.results.values():
+            for sample in (sample for result in by_role.values() for sample in result.samples):
+                known |= dict.fromkeys((sample.task, f"{sample.task}_{sample.group.get('length', '')}"))
+        for name in self.options.samples:
+            if name not in known and not any(name in broken for broken in self.broken):
+                tasks = [task for task in known if not task.endswith("_")]
+                raise SurgeryError(
+                    f"--samples: no task {name!r} was measured{nearest(name, tasks)}; measured: {', '.join(tasks[:20])}"
+                )
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """No picture is worth the numbers."""

@@ -39,6 +39,15 @@ def check_text(suite: str, text: str | None, mirror: Path | None) -> str:
     return text
 
 
+def shortened(subject: Subject, options: EvalOptions) -> list[str]:
+    """A note where windows are shorter than was asked."""
+    if subject.longest is None or subject.longest >= options.length:
+        return []
+    return [
+        f"windows of {subject.longest:,} tokens, not {options.length:,}: {subject.name} was made for no longer inputs"
+    ]
+
+
 def note_text(text: str, options: EvalOptions) -> None:
     """Record which text is read: a file, a mirror's data set, or one of the Hub."""
     if options.text is None and options.data_root is not None:

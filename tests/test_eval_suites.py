@@ -84,6 +84,14 @@ def test_3_3_a_ratio_of_perplexities_is_paired(model, tokenizer):
     assert ppl.summary(*few)["ratio"]["low"] is None and ppl.interval(ppl.summary(*few)["ratio"]) == "1.116"
 
 
+def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_path):
+    found = ppl.measure(model, tokenizer, EvalOptions(text=TEXT, tokens=2048, length=2048))
+    assert found.notes == ["windows of 1,024 tokens, not 2,048: model was made for no longer inputs"]
+    (tmp_path / "text.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(SurgeryError, match="no document of two tokens"):
+        ppl.measure(model, tokenizer, EvalOptions(text=str(tmp_path / "text.jsonl")))
+
+
 def test_documents_are_measured_whole(model, tokenizer, tmp_path):
     documents = ["Story: Mia found a lamp.", "Story: " + "Tom went to the lake. " * 30]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in documents))

@@ -12,11 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from surgery.errors import SurgeryError
 from surgery.eval.batching import in_batches
 from surgery.eval.compare import rows_of
 from surgery.eval.losses import check_head, token_losses, tokens_at_once
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
-from surgery.eval.text import Piece, pieces
+from surgery.eval.text import Piece, pieces, shortened
 from surgery.progress import Progress
 from surgery.ranks import Ranks
 
@@ -34,7 +35,12 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
     most = tokens_at_once(subject.model)
     found = in_batches(subject, options, read, score, lambda p: len(p.ids), f"perplexity of {subject.name}", most)
     samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
-    return SuiteResult(samples, {"nll": NLL}, info={"tokens": sum(n for _, n in found)})
+    if not samples:
+        raise SurgeryError(
+            f"ppl: {options.text or 'the text'} has no document of two tokens or more; give a longer text"
+        )
+    tokens = sum(n for _, n in found)
+    return SuiteResult(samples, {"nll": NLL}, notes=shortened(subject, options), info={"tokens": tokens})
 
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
