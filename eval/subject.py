@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,21 +12,19 @@ from typing import Any
 import torch
 
 from surgery.calibrate import load_tokenizer
-from surgery.digests import files_digest
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.suites import Role, Subject
 from surgery.progress import Progress
 from surgery.ranks import Ranks
 from surgery.skeleton import model_class
-from surgery.source import Source, open_converted
+from surgery.source import open_converted
 
-WRITTEN = ("surgery_report.json", "training_log.json", "trainer_state.json")  # about a model, and not read with it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `model_digest`."""
+    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
 
     role: Role
     name: str
@@ -37,17 +34,7 @@ class Opened:
 
 def open_subject(role: Role, name: str, ranks: Ranks | None = None) -> Opened:
     source = open_converted(name)
-    return Opened(role, name, source.folder, (ranks or Ranks()).by_main(lambda: model_digest(source)))
-
-
-def model_digest(source: Source) -> str:
-    """SHA-256 over all files that decide what a model answers: weights, config, tokenizer, templates, generation settings, code."""
-    files = {info.file for info in source.tensors.values()} | set(source.companions())
-    files |= {
-        path for pattern in ("*.json", "*.py", "*.jinja") for path in source.folder.glob(pattern) if path.is_file()
-    }
-    files -= {source.folder / name for name in WRITTEN}
-    return files_digest((Path(os.path.relpath(path, source.folder)).as_posix(), path) for path in files)
+    return Opened(role, name, source.folder, (ranks or Ranks()).by_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:

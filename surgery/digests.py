@@ -109,10 +109,10 @@ def _note(place: str) -> Path:
 def _remembered(place: str, signature: list[int]) -> str | None:
     found = _known.get(place)
     if found is None and signature[2] >= LARGE:
-        with suppress(OSError, ValueError, RecursionError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             told = json.loads(_note(place).read_text(encoding="utf-8"))
-            if isinstance(told, dict) and HEX.fullmatch(str(told.get("sha256"))):
-                found = told.get("signature"), told["sha256"]
+            if isinstance(told, dict) and HEX.fullmatch(sha256 := str(told.get("sha256"))):
+                found = list(told.get("signature") or ()), sha256
     return found[1] if found is not None and found[0] == signature else None
 
 
