@@ -11,12 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.digests import content_digest
 
+if TYPE_CHECKING:
+    from surgery.eval.suites import EvalOptions
+
 UNKNOWN = "unknown"
 FETCHED = re.compile(r"^Fetched by `surgery fetch-eval-data` from \S+ at ([0-9a-f]{40})\.$", re.MULTILINE)
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
 _open: list[dict[str, str]] = []
 
 
@@ -37,12 +41,19 @@ def note(kind: str, name: str, root: Path | None = None) -> None:
         _open[-1][f"{kind}:{name}"] = _now(kind, name, root)
 
 
-def unchanged(reads: Mapping[str, str], root: Path | None) -> bool:
-    """Whether a kept result read what would be read today; False where that cannot be told."""
+def unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
+    """Whether a kept result read what would be read today; False where that cannot be told.
+
+    Somebody else may have written the result: only the named text, data sets by name and lm-eval are looked at, never a path of
+    the file's choice.
+    """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
+        known = {"mirror": NAME.fullmatch(name), "hub": NAME.fullmatch(name), "file": name == options.text}
         try:
-            if digest == UNKNOWN or _now(kind, name, root) != digest:
+            if not (known.get(kind) or read == "package:lm_eval"):
+                return False
+            if digest == UNKNOWN or _now(kind, name, options.data_root) != digest:
                 return False
         except (OSError, ValueError):
             return False

@@ -67,7 +67,7 @@ class Store:
         plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
         return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
 
-    def load(self, place: Path | None, key: dict[str, Any], data_root: Path | None = None) -> SuiteResult | None:
+    def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
         """What lies there, if it was measured so and the data it read is still the same; None: to be measured."""
         from safetensors import SafetensorError
 
@@ -75,7 +75,7 @@ class Store:
             return None
         try:
             said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
-            if said.key != key or said.reads is None or not unchanged(said.reads, data_root):
+            if said.key != key or said.reads is None or not unchanged(said.reads, options or EvalOptions()):
                 return None
             read = TypeAdapter(Sample)
             samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]

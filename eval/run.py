@@ -210,7 +210,7 @@ class _Run:
         """The first process looks, and all do as it says."""
         found = self.known.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
-            found = self.store.load(self._place(one, suite), self._key(one, suite, pair), self.options.data_root)
+            found = self.store.load(self._place(one, suite), self._key(one, suite, pair), self.options)
         found = self.ranks.agreed(found)
         if found is not None:
             self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found

@@ -54,16 +54,16 @@ def files_digest(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def files_in(place: Path) -> list[tuple[str, Path]]:
-    """(relative name, path) of every file below a folder but hidden ones; of a file, itself."""
+    """(relative name, path) of every regular file below a folder but hidden ones; of a file, itself."""
     if not place.is_dir():
         return [(place.name, place)]
     found, seen = [], set()
     for folder, inner, names in os.walk(place, followlinks=True):
         real = os.path.realpath(folder)
         inner[:] = [] if real in seen else [name for name in inner if not name.startswith(".")]
-        names = [] if real in seen else [name for name in names if not name.startswith(".")]
+        paths = [] if real in seen else [Path(folder, name) for name in names if not name.startswith(".")]
         seen.add(real)
-        found += [(Path(folder, name).relative_to(place).as_posix(), Path(folder, name)) for name in names]
+        found += [(path.relative_to(place).as_posix(), path) for path in paths if path.is_file()]
     return found
 
 

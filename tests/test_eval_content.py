@@ -20,6 +20,7 @@ from surgery.eval.results import Store
 from surgery.eval.run import evaluate
 from surgery.eval.subject import open_subject
 from surgery.eval.suites import EvalOptions
+from surgery.share.files import cleaned_paths
 from surgery.source import open_converted
 from surgery.training.data_recipe import SourceConfig
 from surgery.training.documents import files_identity
@@ -112,6 +113,17 @@ def test_3_1_text_that_differs_in_its_middle_is_another_text(tmp_path):
         (tmp_path / "text.txt").write_text("a" * 100_000 + word + "b" * 100_000)
         found.append(files_identity([tmp_path / "text.txt"]))
     assert found[0] != found[1]
+
+
+def test_3_1_what_is_no_file_is_not_hashed(tmp_path):
+    """A link to its own folder, a pipe that nobody writes to, a link that leads nowhere, a hidden file."""
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / ".hidden").write_text("x")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "rows.jsonl").write_text("{}")
+    assert [name for name, _ in digests.files_in(tmp_path)] == ["inner/rows.jsonl"]
 
 
 # -- digests that are remembered -----------------------------------------------------------------------------
@@ -247,6 +259,7 @@ def test_3_2_provenance_is_in_results_json(model, tmp_path):
     assert run["command"][:3] == ["surgery", "eval", str(model)] and str(text) in run["command"]
     assert secret not in (out / "results.json").read_text() and "--tokens" in run["command"]
     assert kept["model"] == said["models"]["converted"]["fingerprint"]
+    assert str(tmp_path) not in json.dumps(cleaned_paths(said)), "what `surgery push` sends"
     assert kept["data"] == {str(text): {"sha256": digests.hashlib.sha256(text.read_bytes()).hexdigest()}}
 
 
@@ -258,8 +271,16 @@ def test_3_2_a_fetched_mirror_s_commit_is_told(tmp_path):
         mirror.rows(place, "piqa", "baber/piqa", None, "validation")
     (told,) = described(reads, place).values()
     assert told["commit"] == commit and len(told["sha256"]) == 64
-    assert unchanged(reads, place) and not unchanged(reads, tmp_path / "elsewhere")
-    assert not unchanged({"hub:org/name": "unknown"}, None)
+    assert unchanged(reads, EvalOptions(data_root=place))
+    assert not unchanged(reads, EvalOptions(data_root=tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    "read", ["hub:org/name", "file:/", "file:/etc", "mirror:../outside", "mirror:/etc", "other:x", "x"]
+)
+def test_3_2_a_stranger_s_result_names_nothing_to_be_read(read, monkeypatch):
+    monkeypatch.setattr("surgery.eval.reads.content_digest", lambda place: pytest.fail(f"{place} was read"))
+    assert not unchanged({read: "unknown"}, EvalOptions(text="text.txt"))
 
 
 def test_3_2_a_result_that_does_not_say_what_it_read_is_measured_again(model, tmp_path):
@@ -267,9 +288,9 @@ def test_3_2_a_result_that_does_not_say_what_it_read_is_measured_again(model, tm
     out = tmp_path / "out"
     first = perplexity(model, out)
     (place,) = out.rglob("result.json")
-    told = json.loads(place.read_text())
-    assert Store(out).load(place.parent, told["key"]) is not None
+    told, options = json.loads(place.read_text()), EvalOptions(text=str(TINY / "heldout.txt"))
+    assert Store(out).load(place.parent, told["key"], options) is not None
     del told["reads"], told["provenance"]
     place.write_text(json.dumps(told))
-    assert Store(out).load(place.parent, told["key"]) is None
+    assert Store(out).load(place.parent, told["key"], options) is None
     assert perplexity(model, out) == first
