@@ -19,7 +19,7 @@ from surgery.conversion import convert
 from surgery.errors import SurgeryError
 from surgery.eval.losses import check_head, token_losses
 from surgery.eval.mqar import POWER, recall
-from surgery.eval.needle_rank import Vocabulary, last_logits, rank, ranking
+from surgery.eval.needle_rank import SHORTEST, Vocabulary, last_logits, rank, ranking
 from surgery.eval.probes import ppl
 from surgery.eval.probes.mqar import vocabulary_of
 from surgery.eval.probes.per_position import running_mean, stretches
@@ -90,6 +90,18 @@ def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_pa
     (tmp_path / "text.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(SurgeryError, match="no document of two tokens"):
         ppl.measure(model, tokenizer, EvalOptions(text=str(tmp_path / "text.jsonl")))
+
+
+def test_3_lengths_that_a_task_was_not_asked_at_are_told(model, tokenizer):
+    from test_eval_frame import subject
+
+    asked = subject()
+    asked.model, asked.tokenizer = model, tokenizer
+    chosen = EvalOptions(lengths=(SHORTEST - 1, SHORTEST), depths=(0.5,), limit=1, tasks=("needle-rank",))
+    found = find_suite("needle").run(asked, chosen)
+    assert len(found.samples) == 1 and f"not asked at {SHORTEST - 1} tokens" in found.notes[0]
+    with pytest.raises(SurgeryError, match="nothing fits"):
+        find_suite("needle").run(asked, chosen.model_copy(update={"lengths": (SHORTEST - 1,)}))
 
 
 def test_documents_are_measured_whole(model, tokenizer, tmp_path):

@@ -157,6 +157,11 @@ def test_3_prompts_that_lose_their_beginning_are_told(subject):
     ]
 
 
+def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(subject):
+    found = find_suite("retrieval").run(subject, options(tasks=("nq",), lengths=(4096,), limit=1, gen_kwargs=QUICK))
+    assert "nq at 4,096 tokens: its texts come cut to 2,048" in found.notes
+
+
 def test_3_samples_of_a_task_that_was_not_run_are_refused():
     with pytest.raises(SurgeryError, match="--samples: no task 'piqaa' was measured; did you mean 'piqa'"):
         evaluate(str(TINY), ["zeroshot"], options(tasks=("piqa",), samples={"piqaa": (0,)}))

@@ -70,6 +70,11 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
     if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
         said = ", ".join(f"{n:,}" for n in beyond)
         result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
+    if short := [n for n in lengths if n < SHORTEST and "needle-rank" in tasks]:
+        said = ", ".join(f"{n:,}" for n in short)
+        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {SHORTEST}")
+    if not samples:
+        raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {SHORTEST} or more")
     return result
 
 
