@@ -70,6 +70,7 @@ ListSuites = Annotated[bool, typer.Option("--list-suites", help="Print the suite
 
 
 def evaluate(
+    context: typer.Context,
     converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")] = "",
     suite: Suites = None,
     compare: Base = None,
@@ -120,7 +121,7 @@ def evaluate(
     )  # fmt: skip
     done = run(
         converted, chosen, told, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
-        trust_remote_code=trust_remote_code, progress=progress(as_json),
+        trust_remote_code=trust_remote_code, progress=progress(as_json), command=typed(context),
     )  # fmt: skip
     if speaks():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
@@ -128,6 +129,21 @@ def evaluate(
             show([f"results: {out}"])
     if done.exit_code:
         raise typer.Exit(done.exit_code)
+
+
+def typed(context: typer.Context) -> list[str]:
+    """The words of the command line, a value after its option's name."""
+    words = ["surgery", str(context.info_name)]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        option = [max(parameter.opts, key=len)] if parameter.param_type_name == "option" else []
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            words += option if isinstance(each, bool) else [*option, str(each)]
+    return words
 
 
 def options_of(**given: Any) -> Any:

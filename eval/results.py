@@ -5,7 +5,8 @@ DIR/<model>-<fingerprint>/<suite>/result.json    what was measured, with which o
                                   lm_eval.json   lm-eval's own results, of suites that run through it
 DIR/results.json, table.md, *.png                the comparison
 
-A suite whose result.json was written by the same version, model, options, precision and kind of device is not run again.
+A suite whose result.json was written by the same version, for the same options, precision and kind of device, from the same
+model files and data (both by content), is not run again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from surgery.errors import SurgeryError
+from surgery.eval.reads import unchanged
 from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
 from surgery.shards import Entry, write_shard
 from surgery.storage import whole
@@ -40,6 +42,8 @@ class _Said(BaseModel):
     notes: list[str]
     info: dict[str, Any]
     seconds: float
+    reads: dict[str, str] | None = None  # None: written before this was recorded
+    provenance: dict[str, Any] = {}
 
 
 class Store:
@@ -63,15 +67,15 @@ class Store:
         plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
         return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
 
-    def load(self, place: Path | None, key: dict[str, Any]) -> SuiteResult | None:
-        """What lies there, if it was measured so; None: to be measured."""
+    def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
+        """What lies there, if it was measured so and the data it read is still the same; None: to be measured."""
         from safetensors import SafetensorError
 
         if place is None or not (place / RESULT).is_file():
             return None
         try:
             said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
-            if said.key != key:
+            if said.key != key or said.reads is None or not unchanged(said.reads, options or EvalOptions()):
                 return None
             read = TypeAdapter(Sample)
             samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
@@ -105,7 +109,7 @@ class Store:
         if result.arrays:
             write_shard(new / ARRAYS, [Entry.of(name, array) for name, array in result.arrays.items()])
         said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
-        said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds")}
+        said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds", "reads", "provenance")}
         for name, data in {RESULT: said, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
             with whole(new / name, "w") as file:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))

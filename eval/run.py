@@ -7,20 +7,26 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.devices import choose_device, device_name
-from surgery.errors import SurgeryError
+from surgery.errors import SurgeryError, nearest
 from surgery.eval.compare import Row, rows_of
 from surgery.eval.limits import Limit, Verdict, judge, parse_limits
+from surgery.eval.reads import described, recorded, versions
 from surgery.eval.results import Store, key_of
 from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
 from surgery.eval.suites import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
 from surgery.locks import alone
 from surgery.progress import Progress
 from surgery.ranks import Ranks, device_of, start_ranks
+from surgery.share.files import SECRET
 from surgery.storage import disk_errors, is_disk
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Evaluation", "evaluate", "load"]
 
@@ -38,6 +44,7 @@ class Evaluation:
     broken: dict[str, str] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0  # of every process: 1 a limit was missed, 2 something could not be measured
 
     def row(self, task: str, metric: str | None = None) -> Row:
@@ -50,12 +57,16 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         suites = {
-            suite: {role: {"seconds": r.seconds, "notes": r.notes} for role, r in by_role.items()}
+            suite: {
+                role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance}
+                for role, r in by_role.items()
+            }
             for suite, by_role in self.results.items()
         }
         return {
+            "provenance": self.provenance,
             "models": self.models,
-            "options": self.options.model_dump(mode="json", exclude_defaults=True),
+            "options": without_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "suites": suites,
             "rows": [row.to_dict() for row in self.rows],
             "broken": self.broken,
@@ -76,8 +87,10 @@ def evaluate(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    command: Sequence[str] = (),
 ) -> Evaluation:
-    """Each model is loaded once, one after the other; what `out` holds of before is not measured again."""
+    """Each model is loaded once, one after the other; what `out` holds of before is not measured again. command: the words
+    of the command line, for results.json."""
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
         if suite.joint is not None and compare is None:
@@ -87,14 +100,35 @@ def evaluate(
     ranks = start_ranks(device)
     names: list[tuple[Role, str]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
-    run = _Run(chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out)
+    run = _Run(
+        chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command
+    )
     with ExitStack() as stack:
         if out is not None:
             stack.enter_context(disk_errors(out, "run the same command again, which goes on with what is missing"))
             ranks.all_or_none(lambda: stack.enter_context(alone(out, "evaluation")) if ranks.main else None)
-        opened = [open_subject(role, name) for role, name in names]
+        opened = [open_subject(role, name, ranks) for role, name in names]
         run.measure(opened)
         return run.compared(opened, limits)
+
+
+def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """What a reader of results.json needs to measure again: versions, device, date (UTC), command line without secrets."""
+    command = without_secrets(list(command))
+    return {"versions": versions(), "device": device_name(device), "date": now(), "command": command}
+
+
+def without_secrets(value: Any) -> Any:
+    """JSON data with what looks like an access token replaced by ***."""
+    if isinstance(value, dict):
+        return {without_secrets(key): without_secrets(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(each) for each in value]
+    return SECRET.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class _Run:
@@ -108,6 +142,7 @@ class _Run:
         ranks: Ranks,
         progress: Progress,
         out: Path | None,
+        command: Sequence[str] = (),
     ):
         self.suites, self.options, self.dtype, self.trust, self.ranks = suites, options, dtype, trust_remote_code, ranks
         self.device, self.progress, self.store = choose_device(device), progress, Store(out)
@@ -115,6 +150,7 @@ class _Run:
         self.broken: dict[str, str] = {}
         self.models: dict[Role, dict[str, Any]] = {}
         self.known: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
+        self.provenance = provenance(self.device, command)
         ranks.all_or_none(self.store.open if ranks.main else lambda: None)
 
     # -- measuring -----------------------------------------------------------------------------------
@@ -143,7 +179,9 @@ class _Run:
             for suite in wanted:
                 began = time.perf_counter()
                 try:
-                    self._keep(one, suite, suite.run(subject, self.options), subject, began)
+                    with recorded() as reads:
+                        result = suite.run(subject, self.options)
+                    self._keep(one, suite, result, subject, began, reads)
                 except Exception as error:
                     self._break(suite, one, error)
 
@@ -154,9 +192,10 @@ class _Run:
         began = time.perf_counter()
         try:
             with self._loaded(opened[0]) as first, self._loaded(opened[1]) as second:
-                results = suite.beside([first, second], self.options)
+                with recorded() as reads:
+                    results = suite.beside([first, second], self.options)
                 for one, subject, result in zip(opened, (first, second), results):
-                    self._keep(one, suite, result, subject, began, pair)
+                    self._keep(one, suite, result, subject, began, reads, pair)
         except Exception as error:
             self._break(suite, opened[1], error)
 
@@ -171,7 +210,7 @@ class _Run:
         """The first process looks, and all do as it says."""
         found = self.known.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
-            found = self.store.load(self._place(one, suite), self._key(one, suite, pair))
+            found = self.store.load(self._place(one, suite), self._key(one, suite, pair), self.options)
         found = self.ranks.agreed(found)
         if found is not None:
             self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found
@@ -187,10 +226,14 @@ class _Run:
         result: SuiteResult,
         subject: Subject,
         began: float,
+        reads: dict[str, str],
         pair: tuple[str, ...] = (),
     ) -> None:
         result.seconds = time.perf_counter() - began
         result.info.setdefault("longest", subject.longest)
+        result.reads = reads
+        data = described(reads, self.options.data_root)
+        result.provenance = {**self.provenance, "date": now(), "model": one.fingerprint, "data": data}
         self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
@@ -210,7 +253,7 @@ class _Run:
     # -- both ----------------------------------------------------------------------------------------
     def compared(self, opened: list[Opened], limits: list[Limit]) -> Evaluation:
         """By the first process; the others know how it ended."""
-        done = Evaluation(self.models, self.options, {}, broken=self.broken)
+        done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance)
         self.ranks.all_or_none(lambda: self._compare(done, opened, limits) if self.ranks.main else None)
         done.exit_code = self.ranks.agreed(done.exit_code)
         return done
@@ -230,10 +273,24 @@ class _Run:
                 self._break(suite, opened[-1], error)
         try:
             first = {suite: done.first(suite).name for suite in done.results}
+            self._check_samples(done)
             done.verdicts = judge(limits, done.rows, first, list(done.broken))
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
         finally:  # a limit of a misspelt name does not cost the results
             self._write(done)
+
+    def _check_samples(self, done: Evaluation) -> None:
+        """--samples of a task that was not run would go unnoticed: the others are measured as without it."""
+        known: dict[str, None] = {}
+        for by_role in done.results.values():
+            for sample in (sample for result in by_role.values() for sample in result.samples):
+                known |= dict.fromkeys((sample.task, f"{sample.task}_{sample.group.get('length', '')}"))
+        for name in self.options.samples:
+            if name not in known and not any(name in broken for broken in self.broken):
+                tasks = [task for task in known if not task.endswith("_")]
+                raise SurgeryError(
+                    f"--samples: no task {name!r} was measured{nearest(name, tasks)}; measured: {', '.join(tasks[:20])}"
+                )
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """No picture is worth the numbers."""

@@ -24,7 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose headers were read."""
+    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
 
     role: Role
     name: str
@@ -32,9 +32,9 @@ class Opened:
     fingerprint: str
 
 
-def open_subject(role: Role, name: str) -> Opened:
+def open_subject(role: Role, name: str, ranks: Ranks | None = None) -> Opened:
     source = open_converted(name)
-    return Opened(role, name, source.folder, source.fingerprint())
+    return Opened(role, name, source.folder, (ranks or Ranks()).by_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from surgery.digests import content_digest
 from surgery.errors import SurgeryError, nearest
 
 if TYPE_CHECKING:  # torch comes when something is measured
@@ -83,10 +84,12 @@ class EvalOptions(BaseModel):
     use_cache: Path | None = Field(None, description="a folder for answers, kept as they come")
 
     def digest(self) -> str:
-        """Of everything that results depend on; a text by its bytes."""
-        said = self.model_dump(mode="json", exclude={"batch_size", "use_cache"})
-        if self.text is not None and Path(self.text).is_file():
-            said["text"] = hashlib.sha256(Path(self.text).read_bytes()).hexdigest()
+        """SHA-256 of every option that results depend on; files by their contents, a mirror by what a suite reads of it (reads.py)."""
+        said = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root"})
+        said["mirror"] = self.data_root is not None
+        for name in ("text", "include_path"):
+            if said[name] is not None and Path(said[name]).exists():
+                said[name] = content_digest(Path(said[name]))
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
@@ -135,8 +138,8 @@ class Sample:
 class SuiteResult:
     """metrics: by name, the first is the one that speaks for the suite; floors: task -> metric -> what guessing scores;
     arrays: what plots need and samples are too coarse for; notes: warnings for people; broken: tasks that could not
-    be measured, and why; info: any JSON, e.g. lm-eval's
-    own results."""
+    be measured, and why; info: any JSON, e.g. lm-eval's own results; reads: the data that was read, by content (reads.py);
+    provenance: versions, device, date and command of the measurement."""
 
     samples: list[Sample]
     metrics: dict[str, Metric]
@@ -146,6 +149,8 @@ class SuiteResult:
     broken: dict[str, str] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    reads: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

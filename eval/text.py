@@ -10,6 +10,7 @@ from typing import Any
 
 from surgery.calibrate import FILES, HUB_DATASET, document_stream, special_tokens, text_windows
 from surgery.errors import SurgeryError
+from surgery.eval.reads import note
 from surgery.eval.suites import EvalOptions, Subject, stable_id
 
 RUNNING = (".txt", ".md", "")  # one document: a file of running text
@@ -38,10 +39,30 @@ def check_text(suite: str, text: str | None, mirror: Path | None) -> str:
     return text
 
 
+def shortened(subject: Subject, options: EvalOptions) -> list[str]:
+    """A note where windows are shorter than was asked."""
+    if subject.longest is None or subject.longest >= options.length:
+        return []
+    return [
+        f"windows of {subject.longest:,} tokens, not {options.length:,}: {subject.name} was made for no longer inputs"
+    ]
+
+
+def note_text(text: str, options: EvalOptions) -> None:
+    """Record which text is read: a file, a mirror's data set, or one of the Hub."""
+    if options.text is None and options.data_root is not None:
+        note("mirror", WIKITEXT, options.data_root)
+    elif Path(text).exists():
+        note("file", text)
+    else:
+        note("hub", text.partition(":")[0])
+
+
 def pieces(suite: str, subject: Subject, options: EvalOptions) -> list[Piece]:
     """Of a file of running text, windows of `length`, each a unit; of a data set its documents, each a unit, cut where it is
     longer than that. Both with the tokenizer's own special tokens, and never longer than the model was made for."""
     text = check_text(suite, options.text, options.data_root)
+    note_text(text, options)
     length = min(options.length, subject.longest or options.length)
     if Path(text).is_file() and Path(text).suffix in RUNNING:
         windows = text_windows(document_stream(text), subject.tokenizer, options.tokens, length, text).tolist()
@@ -68,7 +89,7 @@ def _stream(text: str) -> Iterator[str]:
     if not text.endswith(WIKITEXT) or not Path(text).is_dir():
         yield from document_stream(text)
         return
-    import datasets
+    from surgery.eval.harness.mirror import folder_rows
 
-    for row in datasets.load_dataset(text, "wikitext-2-raw-v1", split="test"):
+    for row in folder_rows(Path(text), "wikitext-2-raw-v1", "test"):
         yield row["page"]

@@ -11,7 +11,9 @@ so the best unconstrained matrix is K C^-1, and its structured stand-in is the p
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +95,11 @@ def document_stream(text: str) -> Iterator[str]:
 def _rows(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
     import datasets
 
+    # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
+    local = "data_files" in options or Path(name).is_dir()
     try:
-        rows = iter(datasets.load_dataset(name, config, split=split, streaming=True, **options))
+        with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
+            rows = iter(datasets.load_dataset(name, config, split=split, streaming=True, cache_dir=cache, **options))
         first = next(rows)
     except StopIteration:
         raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None

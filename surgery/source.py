@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import SHIM
+from surgery.digests import files_digest
 from surgery.errors import SurgeryError
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
 from surgery.storage import read_json
@@ -28,6 +30,7 @@ MOST = (
     (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
 )
 MAX_DEPTH = 50
+WRITTEN = ("surgery_report.json", "training_log.json", "trainer_state.json")  # about a model, and not read with it
 NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
 
 
@@ -52,6 +55,13 @@ class Source:
                     file.seek(start)
                     digest.update(file.read(min(4096, info.stop - start)))
         return digest.hexdigest()
+
+    def digest(self) -> str:
+        """SHA-256 over all files that decide what the model answers: weights, config, tokenizer, templates, settings, code."""
+        files = {info.file for info in self.tensors.values()} | set(self.companions())
+        files |= {path for end in ("*.json", "*.py", "*.jinja") for path in self.folder.glob(end) if path.is_file()}
+        files -= {self.folder / name for name in WRITTEN}
+        return files_digest((Path(os.path.relpath(path, self.folder)).as_posix(), path) for path in files)
 
     def companions(self) -> list[Path]:
         """Files to copy beside the converted weights."""

@@ -31,7 +31,7 @@ def models(monkeypatch, tmp_path):
     """Names stand for checkpoints; `told` lists what ran: (suite, model)."""
     told: list[tuple[str, str]] = []
 
-    def opened(role, name):
+    def opened(role, name, ranks=None):
         return Opened(role, name, tmp_path, f"{name}-fingerprint")
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 from small import tiny_config
 
-from surgery.calibrate import load_tokenizer
+from surgery.calibrate import document_stream, load_tokenizer, text_windows
 from surgery.cli import main
 from surgery.conversion import convert
 from surgery.errors import SurgeryError
 from surgery.eval.losses import check_head, token_losses
 from surgery.eval.mqar import POWER, recall
-from surgery.eval.needle_rank import Vocabulary, last_logits, rank, ranking
-from surgery.eval.perplexity import perplexity, window_losses, windows_of
+from surgery.eval.needle_rank import SHORTEST, Vocabulary, last_logits, rank, ranking
+from surgery.eval.probes import ppl
 from surgery.eval.probes.mqar import vocabulary_of
 from surgery.eval.probes.per_position import running_mean, stretches
 from surgery.eval.run import evaluate, load
@@ -49,12 +50,58 @@ def near(tmp_path_factory) -> str:
 
 
 # -- perplexity --------------------------------------------------------------------------------------
-def test_ppl_is_the_one_of_windows(model, tokenizer):
-    row = evaluate(str(TINY), ["ppl"], EvalOptions(text=TEXT, tokens=2048, length=256)).row("ppl")
-    windows_NT = windows_of(TEXT, tokenizer, 2048, 256, None)
-    found = perplexity(window_losses(model, windows_NT), 256)
-    assert row.values["converted"] == pytest.approx(found.perplexity, rel=1e-5) and row.units == 8
-    assert row.errors["converted"] == pytest.approx(found.se, rel=1e-3)
+def test_3_3_perplexity_is_that_of_windows_side_by_side(model, tokenizer):
+    """One estimator: the command's and the scripts' numbers are equal, and those of the formula, computed here in full."""
+    options = EvalOptions(text=TEXT, tokens=2048, length=256)
+    row = evaluate(str(TINY), ["ppl"], options).row("ppl")
+    found = ppl.summary(ppl.measure(model, tokenizer, options))
+    assert (
+        row.values["converted"] == pytest.approx(found["perplexity"], rel=1e-6) and row.units == found["windows"] == 8
+    )
+    assert row.errors["converted"] == pytest.approx(found["se"], rel=1e-5)
+    windows_NT = text_windows(document_stream(TEXT), tokenizer, 2048, 256, TEXT)
+    with torch.no_grad():
+        logits_NTV = model(windows_NT).logits[:, :-1].double()
+    losses_NT = torch.nn.functional.cross_entropy(logits_NTV.transpose(1, 2), windows_NT[:, 1:], reduction="none")
+    losses_N = losses_NT.mean(1)
+    value = float(losses_N.mean().exp())
+    assert found["perplexity"] == pytest.approx(value, rel=1e-5) and found["tokens"] == 8 * 255
+    assert found["se"] == pytest.approx(value * float(losses_N.std()) / 8**0.5, rel=1e-3), "delta method over windows"
+    assert found["losses"] == pytest.approx(losses_N.tolist(), abs=1e-4)
+
+
+def test_3_3_a_ratio_of_perplexities_is_paired(model, tokenizer):
+    """exp of the mean difference of windows; without an interval where there are too few of them."""
+    options = EvalOptions(text=TEXT, tokens=2048, length=256)
+    base = ppl.measure(model, tokenizer, options)
+    worse = replace(
+        base,
+        samples=[replace(s, metrics={"nll": s.metrics["nll"] + 0.1 + 0.01 * i}) for i, s in enumerate(base.samples)],
+    )
+    found = ppl.summary(worse, base)["ratio"]
+    assert found["ratio"] == pytest.approx(math.exp(0.135)) and found["low"] < found["ratio"] < found["high"]
+    few = [replace(each, samples=each.samples[:3]) for each in (worse, base)]
+    assert ppl.summary(*few)["ratio"]["low"] is None and ppl.interval(ppl.summary(*few)["ratio"]) == "1.116"
+
+
+def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_path):
+    found = ppl.measure(model, tokenizer, EvalOptions(text=TEXT, tokens=2048, length=2048))
+    assert found.notes == ["windows of 1,024 tokens, not 2,048: model was made for no longer inputs"]
+    (tmp_path / "text.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(SurgeryError, match="no document of two tokens"):
+        ppl.measure(model, tokenizer, EvalOptions(text=str(tmp_path / "text.jsonl")))
+
+
+def test_3_lengths_that_a_task_was_not_asked_at_are_told(model, tokenizer):
+    from test_eval_frame import subject
+
+    asked = subject()
+    asked.model, asked.tokenizer = model, tokenizer
+    chosen = EvalOptions(lengths=(SHORTEST - 1, SHORTEST), depths=(0.5,), limit=1, tasks=("needle-rank",))
+    found = find_suite("needle").run(asked, chosen)
+    assert len(found.samples) == 1 and f"not asked at {SHORTEST - 1} tokens" in found.notes[0]
+    with pytest.raises(SurgeryError, match="nothing fits"):
+        find_suite("needle").run(asked, chosen.model_copy(update={"lengths": (SHORTEST - 1,)}))
 
 
 def test_documents_are_measured_whole(model, tokenizer, tmp_path):

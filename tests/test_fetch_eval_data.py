@@ -27,13 +27,14 @@ def hub(monkeypatch):
     place = SimpleNamespace(asked=[], broken=set())
     real = datasets.load_dataset
 
-    def load_dataset(path, config=None, split=None, revision=None):
+    def load_dataset(path, config=None, split=None, revision=None, cache_dir=None):
         if not Path(path).is_absolute():
+            assert not Path(path).exists(), "datasets would read that folder, not the Hub"
             place.asked.append((path, config, split, revision))
             if (path, split) in place.broken:
                 raise ConnectionError("the line was cut\nand more")
             path = str(MIRROR / path)
-        return real(path, config, split=split)
+        return real(path, config, split=split, cache_dir=cache_dir)
 
     def names(path, config=None, revision=None):
         header = yaml.safe_load((MIRROR / path / "README.md").read_text().split("---\n")[1])["configs"]
@@ -91,6 +92,15 @@ def test_splits_that_lack_are_added(hub, tmp_path):
     assert fetch(tmp_path, [every, first], Progress())["kept"] and len(hub.asked) == 2
     for split in ("train", "validation"):
         assert len(mirror.rows(tmp_path, "piqa", "baber/piqa", None, split)) >= 1
+
+
+def test_3_1_a_folder_of_that_name_here_is_not_taken_for_the_hub(hub, tmp_path, monkeypatch):
+    """`datasets` prefers a folder org/name in the working directory: a fetch from within a mirror would copy that one."""
+    monkeypatch.chdir(MIRROR)
+    fetch(tmp_path, [Source("baber/piqa", None, ("validation",))], Progress())
+    monkeypatch.chdir(tmp_path)
+    fetch(Path(), [Source("baber/piqa")], Progress())
+    assert [split for _, _, split, _ in hub.asked] == ["validation", "train"]
 
 
 def test_a_line_that_is_cut_leaves_nothing_half(hub, tmp_path):

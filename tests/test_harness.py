@@ -18,7 +18,7 @@ from surgery.eval.harness.long import SCORE, asked_counter, usual_lengths
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.eval.harness.retrieval import field, question, sentence
 from surgery.eval.harness.tasks import OwnTask
-from surgery.eval.run import load
+from surgery.eval.run import evaluate, load
 from surgery.eval.suites import EvalOptions, Subject, find_suite
 from surgery.progress import Progress
 from surgery.ranks import Ranks
@@ -144,6 +144,29 @@ def test_documents_by_number(subject):
         find_suite("zeroshot").run(subject, options(tasks=("piqa",), samples={"piqa": (9,)}))
 
 
+def test_3_prompts_that_lose_their_beginning_are_told(subject):
+    """Few-shot examples that do not fit are cut from the left: the score is of another prompt than was asked."""
+    short = replace(subject, longest=24)
+    asked = options(tasks=("piqa",), num_fewshot=1, limit=2)
+    (note,) = find_suite("zeroshot").run(short, asked).notes
+    assert note == "prompts longer than the model's input, scored without their beginning: 4 of piqa"
+    assert not find_suite("zeroshot").run(subject, asked).notes
+    asked = options(tasks=("niah_story",), lengths=(512,), depths=(0.5,), limit=1)
+    assert find_suite("niah").run(replace(subject, longest=256), asked).notes == [
+        "tiny was made for inputs of 256 tokens: what is longer is beyond its training"
+    ]
+
+
+def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(subject):
+    found = find_suite("retrieval").run(subject, options(tasks=("nq",), lengths=(4096,), limit=1, gen_kwargs=QUICK))
+    assert "nq at 4,096 tokens: its texts come cut to 2,048" in found.notes
+
+
+def test_3_samples_of_a_task_that_was_not_run_are_refused():
+    with pytest.raises(SurgeryError, match="--samples: no task 'piqaa' was measured; did you mean 'piqa'"):
+        evaluate(str(TINY), ["zeroshot"], options(tasks=("piqa",), samples={"piqaa": (0,)}))
+
+
 # -- every suite, offline ----------------------------------------------------------------------------
 def test_zeroshot(subject):
     """The log-linear paper's seven; wikitext's perplexity by words, chance where there are choices."""
@@ -221,6 +244,7 @@ def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
         "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\ngeneration_kwargs: {max_gen_toks: 3, until: ['.']}\n"
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
+    (tasks / "bare.yaml").write_text("include: quiz.yaml\ntask: own_bare\nnum_fewshot: 0\n")
     asked = EvalOptions(data_root=tmp_path, include_path=tasks, tasks=("own_quiz",), num_fewshot=2, limit=3)
     # The index of all of lm-eval's files takes a minute on a busy machine, and is not what is tested.
     monkeypatch.setattr("surgery.eval.harness.names._all", lambda o: names._built([], False, o))
@@ -232,6 +256,8 @@ def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
     found = find_suite("lm-eval").run(subject, asked)
     assert len(found.samples) == 3 and found.metrics["exact_match"].kind == "accuracy"
     assert found.samples[0].shown["arguments"][0][0].count(" are") == 3  # two examples and the question
+    bare = find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_bare", "own_quiz")}))
+    assert bare.notes == ["--num-fewshot does not apply to own_bare: the task itself says 0"]
     group = find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quizzes",)}))
     assert [s.id for s in group.samples] == [s.id for s in found.samples] and "own_quizzes" in group.info["groups"]
     with pytest.raises(SurgeryError, match="did you mean 'own_quiz"):
@@ -424,8 +450,12 @@ def test_metadata_reaches_the_tasks():
 
 
 def test_the_working_directory_comes_back(tmp_path):
-    before = Path.cwd()
-    with pytest.raises(ValueError), mirror.inside(tmp_path):
-        assert Path.cwd() == tmp_path.resolve()
-        raise ValueError
-    assert Path.cwd() == before
+    import datasets
+
+    before = Path.cwd(), datasets.config.HF_DATASETS_CACHE
+    for paths in ([], ["org/name"]):
+        (tmp_path / "org" / "name").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(ValueError), mirror.inside(tmp_path, paths):
+            assert Path.cwd() == tmp_path.resolve() and before[1] != datasets.config.HF_DATASETS_CACHE
+            raise ValueError
+        assert (Path.cwd(), datasets.config.HF_DATASETS_CACHE) == before

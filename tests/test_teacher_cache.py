@@ -205,6 +205,15 @@ def test_rows_that_are_not_there(cache, tokenizer, text):
         opened.targets(i, example["input_ids"])
 
 
+def test_3_2_a_cache_is_finished_by_the_teacher_that_began_it(teacher, tokenizer, text, tmp_path):
+    """A teacher's path says nothing of its weights."""
+    data, out = data_of(tokenizer, text), tmp_path / "cache"
+    assert written(teacher, data, out, examples=8, weights="a" * 64)["teacher_digest"] == "a" * 64
+    with pytest.raises(SurgeryError, match="begun with another teacher_digest"):
+        written(teacher, data, out, resume=True, weights="b" * 64)
+    assert written(teacher, data, out, examples=16, resume=True, weights="a" * 64)["examples"] == 16
+
+
 def test_people_s_mistakes(cache, teacher, tokenizer, text, tmp_path):
     data = data_of(tokenizer, text)
     with pytest.raises(SurgeryError, match="finish it with --resume"):

@@ -55,6 +55,11 @@ def run_each(
             subject.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
     if error is not None and not result.samples:
         raise error
+    result.notes += _remarks(result.info, options, [])
+    if longest is not None and subject.longest is not None and longest > subject.longest:
+        result.notes.append(
+            f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
+        )
     result.metrics = {metric.name: with_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
 
@@ -67,6 +72,18 @@ def _run_own(
         found = _evaluate(harness_model(subject, options, longest), [task.for_lm_eval()], options, chat)
     result.samples += [own_sample(task, metric, each) for each in found["samples"][task.name]]
     result.info = _merged(result.info, {key: value for key, value in found.items() if key != "samples"})
+
+
+def _remarks(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
+    """Where prompts lost their beginning, and which tasks were not asked with the examples that were wanted."""
+    cut = [f"{count:,} of {task}" for task, count in info.get("cut", {}).items()]
+    said = [f"prompts longer than the model's input, scored without their beginning: {', '.join(cut)}"] if cut else []
+    fixed = [
+        task.config.task
+        for task in tasks
+        if options.num_fewshot is not None and task.get_config("num_fewshot") != options.num_fewshot
+    ]
+    return said + ([f"--num-fewshot does not apply to {', '.join(fixed)}: the task itself says 0"] if fixed else [])
 
 
 def told(error: Exception) -> str:
@@ -100,6 +117,7 @@ def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load
                 result.metrics[each.name] = known if known.kind == "mean" else each
         if floor := floor_of(task, found["samples"][name]):
             result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
+    result.notes += _remarks(result.info, options, built)
     if left_out:
         result.notes.append(f"not compared, for they are no means over samples: {', '.join(sorted(left_out))}")
     return result
@@ -155,6 +173,7 @@ def _evaluate(
         fewshot_as_multiturn=chat,
     )
     fill_stderrs(found, tasks)
+    found["cut"] = dict(lm.cut)
     found["config"] = {
         "model": lm.subject.name,
         "model_source": "surgery",

@@ -2,7 +2,8 @@
 
     DIR/<fingerprint>-<precision>-<device>.<process>.jsonl      {"key": .., "answer": ..}
 
-A key is the version of surgery and all that was asked. lm-eval's own cache is not used: it unpickles what it reads.
+The fingerprint is of the contents of the model's files. A key is the version of surgery and all that was asked: prompts as
+text or tokens, never a path, so other data is another question. lm-eval's own cache is not used: it unpickles what it reads.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def harness_model(subject: Subject, options: EvalOptions, longest: int | None = 
         max_length=longest or subject.longest or UNBOUNDED,
         batch_size=1,
     )
-    lm.subject, lm.options, lm.kept = subject, options, Kept(subject, options.use_cache)
+    lm.subject, lm.options, lm.kept, lm.cut = subject, options, Kept(subject, options.use_cache), Counter()
     return lm
 
 
@@ -93,7 +94,8 @@ def _classes() -> type:
 
 
 class InBatches:
-    """Stands before HFLM: what it does in batches goes through `in_batches`, by way of what is kept."""
+    """Stands before HFLM: what it does in batches goes through `in_batches`, by way of what is kept. cut: task name ->
+    prompts that lost their beginning because they are longer than the model's input."""
 
     subject: Subject
     options: EvalOptions
@@ -102,9 +104,13 @@ class InBatches:
     max_length: int
     backend: str
     kept: Kept
+    cut: Counter[str]
+    _asked: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """In groups of equal generation settings, as batches need. Every prompt is tokenized once."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
         asked = [
             Asked(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
         ]
@@ -113,10 +119,13 @@ class InBatches:
             alike.setdefault(repr(each.settings), []).append(i)
         answers = [""] * len(requests)
         for group in alike.values():
+            tokens = normalize_gen_kwargs(asked[group[0]].settings, self.max_gen_toks)["max_gen_toks"]  # type: ignore[attr-defined]
+            for i in group:
+                self._count_cut(requests[i].task_name, len(asked[i].ids_T) > self.max_length - tokens)
             found = self.kept.ask(
                 self.options,
                 [asked[i] for i in group],
-                lambda each: ["answer", self.max_length, each.text, each.settings],
+                lambda each: ["answer", self.max_length, each.text, each.settings, *self._drawn(each.settings)],
                 self._generate if self.backend == "causal" else self._generate_by_library,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
@@ -125,6 +134,10 @@ class InBatches:
             for i, answer in zip(group, found):
                 answers[i] = answer
         return answers
+
+    def _drawn(self, settings: dict[str, Any]) -> list[Any]:
+        """What else a sampled answer depends on."""
+        return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
 
     def _encoded(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
         """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
@@ -184,7 +197,15 @@ class InBatches:
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Bars are in_batches's."""
-        return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+        self._asked = [str(request.task_name) for request in requests]
+        try:
+            return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+        finally:
+            self._asked = []
+
+    def _count_cut(self, task: str | None, cut: bool) -> None:
+        if cut:
+            self.cut[str(task)] += 1
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
@@ -209,6 +230,8 @@ class InBatches:
     ) -> list[tuple[float, bool]]:
         """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
         alone share a row."""
+        for task, (_, context, continuation) in zip(self._asked, requests):
+            self._count_cut(task, len(context) + len(continuation) > self.max_length + 1)
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             rows.setdefault((*context, *continuation[:-1]), []).append(i)

@@ -80,10 +80,6 @@ def _run(
     result.notes += notes
     if not result.samples:
         raise SurgeryError(f"--suite {suite}: nothing fits; {'; '.join(notes)}")
-    if subject.longest is not None and max(lengths) > subject.longest:
-        result.notes.append(
-            f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
-        )
     return result
 
 

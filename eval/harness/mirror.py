@@ -4,36 +4,65 @@
     DIR/org/name/<config>/<split>.jsonl
 
 That is what `datasets.load_dataset("org/name")` reads where a folder of that name lies in the working directory, so lm-eval's
-own tasks find it without a change. `surgery fetch-eval-data DIR` builds one.
+own tasks find it without a change. `surgery fetch-eval-data DIR` builds one. Every folder is read through an Arrow cache that
+belongs to its contents: `datasets` by itself does not tell two mirrors with equal README headers apart.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from surgery.digests import arrow_cache
 from surgery.errors import SurgeryError
+from surgery.eval.reads import note
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def rows(root: Path | None, suite: str, path: str, config: str | None, split: str) -> Any:
     """A data set's split, as `datasets` gives it."""
-    from datasets import load_dataset
-
     check(root, suite, [path])
-    place = str(Path(root) / path) if root is not None else path
+    place = Path(root) / path if root is not None else Path(path)
     try:
-        with without_bars():
-            return load_dataset(place, config, split=split)
+        found = folder_rows(place, config, split) if place.is_dir() else _hub_rows(path, config, split)
+    except SurgeryError:
+        raise
     except Exception as error:
         raise SurgeryError(
             f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}); fetch it "
             f"again: surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
         ) from None
+    record(root, [path])
+    return found
+
+
+def folder_rows(place: Path, config: str | None, split: str) -> Any:
+    """A split of one data set's folder."""
+    from datasets import load_dataset
+
+    with without_bars(), arrow_cache([place]) as cache:
+        return load_dataset(str(place), config, split=split, cache_dir=str(cache))
+
+
+def _hub_rows(path: str, config: str | None, split: str) -> Any:
+    from datasets import load_dataset
+
+    with without_bars():
+        return load_dataset(path, config, split=split)
+
+
+def record(root: Path | None, paths: Sequence[str]) -> None:
+    """Note which data sets a suite reads."""
+    for path in paths:
+        local = ((root or Path()) / path).is_dir()
+        note("mirror" if local else "hub", path, root)
 
 
 def check(root: Path | None, suite: str, paths: list[str]) -> None:
@@ -54,17 +83,47 @@ def check(root: Path | None, suite: str, paths: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def inside(root: Path | None) -> Iterator[None]:
-    """In the mirror's folder while data sets are opened."""
-    if root is None:
+def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) -> Iterator[None]:
+    """The mirror as working directory, and an Arrow cache of its contents, while others open data sets.
+
+    paths: data sets that will be read; files: local files that will be read. Where neither is known (a task that opens its data
+    by its own code), the cache lasts as long as this process. Without a mirror and local files, what Hugging Face's cache holds
+    is read.
+    """
+    import datasets
+
+    places = [place for path in paths if (place := Path(root or "", path).absolute()).is_dir()]
+    places += [file.absolute() for file in files]
+    if not places and root is None:
         yield
         return
+    directory, before = os.getcwd(), datasets.config.HF_DATASETS_CACHE
+    with arrow_cache(places) if places else contextlib.nullcontext(_passing_cache()) as cache:
+        try:
+            os.chdir(root or directory)
+            datasets.config.HF_DATASETS_CACHE = cache  # a setting: lm-eval passes no cache_dir on
+            yield
+        finally:
+            datasets.config.HF_DATASETS_CACHE = before
+            os.chdir(directory)
+
+
+def _passing_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix="surgery-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def in_empty_folder() -> Iterator[None]:
+    """An empty working directory: `datasets` prefers a folder org/name here to the Hub's data set of that name."""
     before = os.getcwd()
-    os.chdir(root)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+    with tempfile.TemporaryDirectory() as empty:
+        os.chdir(empty)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 @contextlib.contextmanager

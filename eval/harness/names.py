@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from surgery.digests import content_digest
 from surgery.errors import SurgeryError, nearest
 from surgery.eval.harness import mirror
 from surgery.eval.harness.bridge import require_lm_eval, run_tasks
 from surgery.eval.harness.longbench_prompts import TASKS as LONGBENCH
 from surgery.eval.harness.ruler import TASKS as RULER
+from surgery.eval.reads import note
 from surgery.eval.suites import EvalOptions, Subject, Suite, SuiteResult
 
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
@@ -67,8 +69,26 @@ def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     paths = sorted({path for path, _ in datasets_of(manager, names)})
     mirror.check(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
-    with mirror.inside(options.data_root):
-        return dict(manager.load(list(names)))
+    mirror.record(options.data_root, paths)
+    note("package", "lm_eval")
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for name in names:  # each with an Arrow cache of its own data sets, which other choices of tasks share
+        paths = sorted({path for path, _ in datasets_of(manager, [name])})
+        with mirror.inside(options.data_root, paths, list(local_files_of(manager, [name]))):
+            found = manager.load([name])
+        loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
+    return loaded
+
+
+def local_files_of(manager: Any, names: Sequence[str]) -> Iterator[Path]:
+    """Files on this machine that tasks name as `dataset_kwargs: {data_files: ..}`."""
+    for name in names:
+        for config in configs(manager, name):
+            told = (config.get("dataset_kwargs") or {}).get("data_files") or ()
+            for each in told.values() if isinstance(told, dict) else [told]:
+                for file in [each] if isinstance(each, str) else each:
+                    if Path(file).is_file():
+                        yield Path(file)
 
 
 def data_of(names: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -143,7 +163,11 @@ def _built(folders: list[str], defaults: bool, options: EvalOptions | None) -> A
 
     if options is not None and options.include_path is not None:
         folders = [*folders, os.path.abspath(options.include_path)]
-    key = (*folders, str(defaults))
+    key = (
+        *folders,
+        str(defaults),
+        "" if options is None or options.include_path is None else content_digest(options.include_path),
+    )
     if key not in MANAGERS:
         MANAGERS[key] = TaskManager(include_path=folders or None, include_defaults=defaults)
     return MANAGERS[key]

@@ -88,7 +88,12 @@ def run_retrieval(subject: Subject, options: EvalOptions) -> SuiteResult:
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= reach) or (reach,)
     mirror.check(options.data_root, "retrieval", sorted({TASKS[name].of(n) for name in names for n in lengths}))
     tasks = [(f"{name}_{n}", partial(_task, name, subject, options, n)) for n in lengths for name in names]
-    return run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    result = run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    for name in names:
+        most = max(TASKS[name].lengths, default=None)
+        if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):
+            result.notes.append(f"{name} at {', '.join(beyond)} tokens: its texts come cut to {most:,}")
+    return result
 
 
 def said(output: str, answers: Sequence[str]) -> float:

@@ -7,13 +7,14 @@ import torch
 from surgery.eval.batching import in_batches
 from surgery.eval.cosine import embeddings, sentences_of
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
-from surgery.eval.text import check_text
+from surgery.eval.text import check_text, note_text
 
 COSINE = Metric("cosine", "mean")
 
 
 def run(subject: Subject, options: EvalOptions) -> SuiteResult:
     text = check_text("cosine", options.text, None)
+    note_text(text, options)
     sentences = sentences_of(text, options.limit or max(2, options.tokens // 64))
 
     def score(batch: list[str]) -> list[torch.Tensor]:

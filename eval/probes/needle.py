@@ -20,6 +20,7 @@ from surgery.eval.needle import DEPTHS, LENGTHS, encode, numbered_question
 from surgery.eval.needle import score as found
 from surgery.eval.needle_rank import CANDIDATES, KEYS, SHORTEST, Ranking, Vocabulary, rank, ranking
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
+from surgery.eval.text import note_text
 
 TASKS = ("needle", "needle-rank")
 SAMPLES = 32
@@ -69,6 +70,11 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
     if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
         said = ", ".join(f"{n:,}" for n in beyond)
         result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
+    if short := [n for n in lengths if n < SHORTEST and "needle-rank" in tasks]:
+        said = ", ".join(f"{n:,}" for n in short)
+        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {SHORTEST}")
+    if not samples:
+        raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {SHORTEST} or more")
     return result
 
 
@@ -113,6 +119,7 @@ def _rankings(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list
 def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list[int] | None:
     if options.text is None:
         return None
+    note_text(options.text, options)
     ids: list[int] = []
     for document in islice(document_stream(options.text), 1000):
         ids += vocabulary.ids(document[: 8 * wanted])

@@ -14,7 +14,7 @@ from surgery.errors import SurgeryError
 from surgery.eval.batching import in_batches
 from surgery.eval.losses import check_head, token_losses, tokens_at_once
 from surgery.eval.suites import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
-from surgery.eval.text import Piece, pieces
+from surgery.eval.text import Piece, pieces, shortened
 
 NLL = Metric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
 FIRST = 64  # the first stretch of positions; each next one is as long as all before it
@@ -51,7 +51,7 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
         for piece, losses_T in zip(read, losses_NT)
         for first, last in stretches(longest - 1)
     ]  # fmt: skip
-    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT})
+    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=shortened(subject, options))
 
 
 def running_mean(values_T: Tensor, width: int) -> Tensor:

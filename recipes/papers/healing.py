@@ -29,7 +29,8 @@ from surgery.conversion import convert
 from surgery.devices import choose_device, device_name
 from surgery.errors import SurgeryError
 from surgery.eval.needle import needle_accuracy
-from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
+from surgery.eval.probes import ppl
+from surgery.eval.suites import EvalOptions, SuiteResult
 from surgery.journal import partial_of
 from surgery.recipe import load_recipe
 from surgery.training import models as opening
@@ -52,19 +53,18 @@ class Scorer:
     def __init__(self, source: str, text: str, tokens: int, length: int, needles: list[int], samples: int, device: Any):
         self.needles, self.samples, self.device = tuple(needles), samples, device
         model, tokenizer = load(source, device)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.windows_NT = windows_of(text, tokenizer, tokens, length, limit)
-        self.base_N = window_losses(model, self.windows_NT)
-        self.original = {"model": "original", **self._scores(model, tokenizer, self.base_N)}
+        self.options = EvalOptions(text=text, tokens=tokens, length=length)
+        self.base: SuiteResult | None = None
+        self.original = {"model": "original", **self._scores(model, tokenizer)}
 
     def __call__(self, folder: Path) -> dict[str, Any]:
-        model, tokenizer = load(str(folder), self.device)
-        losses_N = window_losses(model, self.windows_NT)
-        return {**self._scores(model, tokenizer, losses_N), "ratio": compare(losses_N, self.base_N).to_dict()}
+        return self._scores(*load(str(folder), self.device))
 
-    def _scores(self, model: Any, tokenizer: Any, losses_N: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = perplexity(losses_N, self.windows_NT.shape[1]).to_dict()
-        found["losses"] = [round(loss, 5) for loss in losses_N.tolist()]
+    def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """The first model that is asked is the original; all others are compared with it."""
+        measured = ppl.measure(model, tokenizer, self.options)
+        found = ppl.summary(measured, self.base)
+        self.base = self.base or measured
         if self.needles:
             table = needle_accuracy(model, tokenizer, self.needles, DEPTHS, self.samples)
             found["needles"] = table.to_dict()
@@ -83,15 +83,10 @@ def cells(row: dict[str, Any]) -> list[str]:
         str(row.get("seed", "")),
         f"{run['tokens'] / 1e6:.2f}M" if run else "",
         f"{row['perplexity']:.4g}{se}",
-        interval(ratio) if ratio else "",
+        ppl.interval(ratio, ".3f") if ratio else "",
         f"{100 * asked['mean']:.1f} ± {100 * mean_error(asked):.1f}" if asked else "",
         f"{run['seconds']:.0f} s, {run['tokens_per_second'] / 1e3:.1f}K tokens/s" if run else "",
     ]
-
-
-def interval(ratio: dict[str, Any]) -> str:
-    ends = "" if ratio["low"] is None else f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-    return f"{ratio['ratio']:.3f}{ends}"
 
 
 def mean_error(asked: dict[str, Any]) -> float:

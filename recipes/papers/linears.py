@@ -23,8 +23,9 @@ import torch
 from surgery.conversion import convert
 from surgery.devices import choose_device
 from surgery.errors import SurgeryError
-from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
+from surgery.eval.probes import ppl
 from surgery.eval.run import load
+from surgery.eval.suites import EvalOptions, SuiteResult
 from surgery.recipe import validated
 
 ALONE = {"calibrate": "independent", "allocate": "uniform", "curvature": "none"}
@@ -51,23 +52,20 @@ def steps_of(structure: str, steps: list[str]) -> list[str]:
     return [s for s in chosen if not (s == "ALS" and structure in CLOSED)]
 
 
-def measure(folder: str, windows_NT: torch.Tensor, device: torch.device) -> torch.Tensor:
-    model, _ = load(folder, device, "float32", False)
-    return window_losses(model, windows_NT)
+def measured(folder: str, options: EvalOptions, device: torch.device) -> SuiteResult:
+    return ppl.measure(*load(folder, device, "float32", False), options)
 
 
-def row(source: str, recipe: dict[str, Any], windows_NT: torch.Tensor, base_N: torch.Tensor, device: Any) -> dict:
+def row(source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any) -> dict[str, Any]:
     """One conversion, measured and thrown away."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         report = convert(source, validated(recipe, "table"), out, device=str(device))
         seconds = time.perf_counter() - began
-        losses_N = measure(str(out), windows_NT, device)
-    ratio = compare(losses_N, base_N)
+        found = measured(str(out), options, device)
     return {
-        **perplexity(losses_N, windows_NT.shape[1]).to_dict(),
-        "ratio": ratio.to_dict(),
+        **ppl.summary(found, base),
         "kept": report["totals"]["kept"],
         "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
         "allocation": report["allocation"]["kept"],
@@ -89,10 +87,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    _, tokenizer = load(arguments.source, device, "float32", False)
-    windows_NT = windows_of(arguments.text, tokenizer, arguments.tokens, arguments.length, None)
-    base_N = measure(arguments.source, windows_NT, device)
-    rows = [{"structure": "original", **perplexity(base_N, windows_NT.shape[1]).to_dict()}]
+    options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
+    base = measured(arguments.source, options, device)
+    rows = [{"structure": "original", **ppl.summary(base)}]
     print(line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
     for keep in arguments.keep or [0.75, 0.5]:
@@ -101,7 +98,7 @@ def main() -> None:
                 choices = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
                 found = {"structure": structure, "step": step, "keep": keep}
                 try:
-                    found |= row(arguments.source, choices, windows_NT, base_N, device)
+                    found |= row(arguments.source, choices, options, base, device)
                 except SurgeryError as error:
                     found["refused"] = str(error)
                 rows.append(found)
@@ -117,9 +114,8 @@ def line(found: dict[str, Any]) -> str:
     said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
         return said
-    ratio = found["ratio"]
     return (
-        f"{said}, x {ratio['ratio']:.4g} [{ratio['low']:.4g}, {ratio['high']:.4g}], kept {found['kept']:.3f}, "
+        f"{said}, x {ppl.interval(found['ratio'])}, kept {found['kept']:.3f}, "
         f"MACs {found['macs']:.3f}, {found['allocation']}, {found['seconds']:.0f} s"
     )
 

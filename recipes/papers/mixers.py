@@ -22,8 +22,9 @@ from surgery.cache import mixed_modules
 from surgery.conversion import convert
 from surgery.devices import choose_device
 from surgery.errors import SurgeryError
-from surgery.eval.perplexity import compare, perplexity, window_losses, windows_of
+from surgery.eval.probes.ppl import interval, measure, summary
 from surgery.eval.run import load
+from surgery.eval.suites import EvalOptions, SuiteResult
 from surgery.mixer_report import softmax_cache
 from surgery.mixers import Inputs
 from surgery.recipe import load_recipe, shipped_recipes
@@ -56,20 +57,18 @@ def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dt
 
 
 def row(
-    source: str, recipe: Any, windows_NT: torch.Tensor, base_N: torch.Tensor, device: Any, contexts: list[int]
-) -> dict:
+    source: str, recipe: Any, options: EvalOptions, base: SuiteResult, device: Any, contexts: list[int]
+) -> dict[str, Any]:
     """One conversion, measured and thrown away."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         report = convert(source, recipe, out, device=str(device))
         seconds = time.perf_counter() - began
-        model, _ = load(str(out), device, "float32", False)
-    losses_N = window_losses(model, windows_NT)
+        model, tokenizer = load(str(out), device, "float32", False)
     errors = [list(record["errors"].values()) for record in report["mixers"]]
     return {
-        **perplexity(losses_N, windows_NT.shape[1]).to_dict(),
-        "ratio": compare(losses_N, base_N).to_dict(),
+        **summary(measure(model, tokenizer, options), base),
         "copied": sorted(e[0] for e in errors)[len(errors) // 2] if errors[0] else None,
         "started": sorted(min(e) for e in errors)[len(errors) // 2] if errors[0] else None,
         "cache": {length: live_cache(model, length, torch.bfloat16) for length in contexts},
@@ -86,10 +85,9 @@ def line(found: dict[str, Any]) -> str:
     said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
     if "ratio" not in found:
         return said
-    ratio = found["ratio"]
     kept = ", ".join(f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items())
     errors = f"errors {found['copied']:.3f} -> {found['started']:.3f}, " if found["copied"] is not None else ""
-    return f"{said}, x {ratio['ratio']:.4g} [{ratio['low']:.4g}, {ratio['high']:.4g}], {errors}cache {kept}, {found['seconds']:.0f} s"
+    return f"{said}, x {interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
 
 
 def main() -> None:
@@ -108,9 +106,9 @@ def main() -> None:
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     model, tokenizer = load(arguments.source, device, "float32", False)
-    windows_NT = windows_of(arguments.text, tokenizer, arguments.tokens, arguments.length, None)
-    base_N = window_losses(model, windows_NT)
-    rows: list[dict[str, Any]] = [{"recipe": "original", **perplexity(base_N, windows_NT.shape[1]).to_dict()}]
+    options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
+    base = measure(model, tokenizer, options)
+    rows: list[dict[str, Any]] = [{"recipe": "original", **summary(base)}]
     print(line(rows[0]), flush=True)
     text = [
         f"calibration={json.dumps(arguments.calibration)}",
@@ -123,7 +121,7 @@ def main() -> None:
             found: dict[str, Any] = {"recipe": name, "start": start}
             try:
                 recipe = load_recipe(name, [*text, f"attention.start={start}", *arguments.overrides])
-                found |= row(arguments.source, recipe, windows_NT, base_N, device, arguments.context)
+                found |= row(arguments.source, recipe, options, base, device, arguments.context)
             except SurgeryError as error:
                 found["refused"] = str(error)
             rows.append(found)

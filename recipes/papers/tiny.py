@@ -23,6 +23,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgery.eval.needle import NeedleTable, needle_accuracy
+from surgery.eval.probes import ppl
+from surgery.eval.suites import EvalOptions
 from surgery.recipes.papers import stories
 from surgery.recipes.papers.tiny_card import card
 from surgery.recipes.papers.tiny_data import SMOKE, Choices, batches, build_tokenizer
@@ -112,28 +114,17 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-@torch.inference_mode()
-def perplexity(model: Any, tokenizer: Any, text: str, context: int) -> float:
-    """exp of the mean nats per token over whole windows of `context` tokens, side by side."""
-    ids_N = torch.tensor(tokenizer(text, verbose=False).input_ids, device=model.device)
-    windows_NT = ids_N[: len(ids_N) // context * context].view(-1, context)
-    nats = 0.0
-    for ids_BT in windows_NT.split(16):
-        logits_BTv = model(input_ids=ids_BT).logits[:, :-1].float()
-        nats += float(functional.cross_entropy(logits_BTv.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum"))
-    return math.exp(nats / windows_NT[:, 1:].numel())
-
-
 def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
     """The scores of the saved file, computed in float32 from its bfloat16 weights."""
     model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     table = needle_accuracy(model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64)
-    heldout = stories.heldout()
+    tokens = len(tokenizer(stories.heldout(), verbose=False).input_ids)
+    options = EvalOptions(text=str(out / "heldout.txt"), tokens=tokens, length=choices.context)
     scores = {
-        "heldout_perplexity": perplexity(model, tokenizer, heldout, choices.context),
-        "heldout_tokens": len(tokenizer(heldout, verbose=False).input_ids),
+        "heldout_perplexity": ppl.summary(ppl.measure(model, tokenizer, options))["perplexity"],
+        "heldout_tokens": tokens,
         "heldout_seed": stories.HELDOUT_SEED,
         "calibration_tokens": len(tokenizer(stories.calibration(), verbose=False).input_ids),
         "calibration_seed": stories.CALIBRATION_SEED,
@@ -168,6 +159,7 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
     log = train(choices, model, tokenizer, out, minutes)
     save(model, tokenizer, out)
     torch.set_float32_matmul_precision("highest")
+    (out / "heldout.txt").write_text(stories.heldout())
     scores, table = measure(choices, out, device)
     chip = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     made = {"command": command, "chip": chip, "torch": torch.__version__}
@@ -180,7 +172,6 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
     }
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / "README.md").write_text(card(record))
-    (out / "heldout.txt").write_text(stories.heldout())
     (out / "calibration.txt").write_text(stories.calibration())
     print(json.dumps(scores), table.markdown(), sep="\n", flush=True)
     return record

@@ -90,5 +90,6 @@ def written(
     made = make_data(config, load_tokenizer(source.folder), stage.length, recipe.seed)
     count = examples or config.rows or stage.steps * stage.batch
     return write_teacher_cache(
-        model.to(place), made, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress
-    )
+        model.to(place), made, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,
+        weights=source.digest(),
+    )  # fmt: skip

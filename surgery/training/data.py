@@ -216,7 +216,7 @@ class Data:
         return found
 
     def fingerprint(self) -> str:
-        """Of the recipe, the files' names and contents (their ends), the tokenizer, the length and the seed."""
+        """Of the recipe, the files' names and contents, the tokenizer, the length and the seed."""
         config = self.config.model_dump(mode="json", exclude={"epochs", "rows", "validation_examples"})
         for source in (*config["sources"], *(config["validation"] if isinstance(config["validation"], list) else ())):
             source["path"] = source["path"].rstrip("/").rpartition("/")[2]  # wherever it lies

@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from surgery.digests import file_digest
+
 Side = Literal["training", "validation"]
 PART = 2**20  # bytes of a text file that are read at once
 
@@ -84,11 +86,11 @@ class TextFiles:
 def _mapped(path: Path) -> Any:
     """Its bytes, fetched from disk as they are looked at."""
     stat = path.stat()
-    return _bytes(path, stat.st_size, stat.st_mtime_ns)
+    return _bytes(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 @lru_cache(64)
-def _bytes(path: Path, size: int, changed: int) -> Any:
+def _bytes(path: Path, size: int, *changed: int) -> Any:
     if size == 0:
         return b""
     with open(path, "rb") as file:
@@ -123,15 +125,10 @@ def _part_end(data: Any, start: int, stop: int) -> int:
 
 
 def files_identity(files: list[Path]) -> str:
-    """Of names, sizes and of each file's beginning and end."""
+    """The SHA-256 over names and contents, in the order in which the files are read."""
     digest = hashlib.sha256()
     for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            for start in sorted({0, max(0, size - 65536)}):
-                file.seek(start)
-                digest.update(file.read(65536))
+        digest.update(f"{path.name} {file_digest(path)}\n".encode())
     return digest.hexdigest()
 
 

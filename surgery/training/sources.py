@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from surgery.digests import arrow_cache
 from surgery.errors import SurgeryError, nearest
 from surgery.training.data_recipe import SourceConfig
 from surgery.training.documents import Rows, Side, TextFiles, files_identity, held_out
@@ -73,14 +75,18 @@ def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int,
         raise SurgeryError(f"{where} has a row for every document; separator is of text files")
     options: dict[str, Any] = {"data_files": [str(f) for f in files]} if kind else {"revision": config.revision}
     try:
-        rows: Any = datasets.load_dataset(
-            kind or config.path,
-            None if kind else config.subset,
-            split="train" if kind else config.split,
-            streaming=config.streaming,
-            **options,
-        )
-        first = next(iter(rows.take(1)), None)
+        with arrow_cache(files) if kind else nullcontext() as cache:
+            rows: Any = datasets.load_dataset(
+                kind or config.path,
+                None if kind else config.subset,
+                split="train" if kind else config.split,
+                streaming=config.streaming,
+                cache_dir=None if cache is None else str(cache),
+                **options,
+            )
+            first = next(iter(rows.take(1)), None)
+    except SurgeryError:
+        raise
     except Exception as error:  # as above
         raise unreadable(where, error) from None
     if first is None:

@@ -47,10 +47,11 @@ def write_teacher_cache(
     resume: bool = False,
     teacher: str = "",
     progress: Progress | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
-    """Targets of the first `examples` of the data, `rows` of them a forward. teacher: a name for the index. Returns the
-    index. Without `resume` a folder that holds a cache is refused, with it the same cache is finished: shards that
-    are lost or damaged are written again."""
+    """Targets of the first `examples` of the data, `rows` of them a forward. teacher: a name for the index; weights: the digest
+    of the teacher's files, which must be the one that the cache was begun with. Returns the index. Without `resume` a folder
+    that holds a cache is refused, with it the same cache is finished: shards that are lost or damaged are written again."""
     out = Path(out_dir)
     size = model.config.get_text_config().vocab_size
     if not 1 <= top_k <= size:
@@ -63,7 +64,7 @@ def write_teacher_cache(
         "top_k": top_k, "length": data.length, "dtype": str(dtype).removeprefix("torch."), "vocabulary": size,
         "examples": examples, "per_shard": per_shard, "seed": data.seed,
         "tokenizer": tokenizer_fingerprint(data.tokenizer), "data": data.fingerprint(),
-        "sources": [source.path for source in data.config.sources],
+        "sources": [source.path for source in data.config.sources], "teacher_digest": weights,
     }  # fmt: skip
     with disk_errors(out, "run the same command with --resume"):
         out.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,8 @@ def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
     if not resume:
         raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
     index = read_index(out)
+    if None in (about["teacher_digest"], index.get("teacher_digest")):  # it was not said, then or now
+        about["teacher_digest"] = index.get("teacher_digest")
     for key, value in about.items():
         if index.get(key) != value and key not in ("examples", "teacher", "sources"):
             raise SurgeryError(
