@@ -2,7 +2,7 @@
 
     kernel:  A_ts = phi(q_t) . phi(k_s)                                   delta:  A = T_K (see scores.py), k of unit norm
     normalise: O_t / sum_s (A . M)_ts, by a column of ones beside V carried through the same recurrence
-               (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 4)
+               (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 1, where the denominator of its eq. 4 cancels)
     window, sinks: far tokens by the linear part, near ones and the first ones by softmax (nearby.py)
 
 Of what the library masks only padding is seen here (valid_BT; packed documents come as rows of their own), and a
