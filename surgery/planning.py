@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from surgery.errors import SurgeryError, nearest
 from surgery.recipe import Recipe, Settings
+from surgery.registry import typed
 from surgery.seats import Seat, find_seats
 from surgery.skeleton import Skeleton
 from surgery.source import refuse_dtype
@@ -185,7 +187,13 @@ def _config(name: str, settings: Settings, auto: bool) -> StructureConfig:
         for key in given:
             if key not in options:
                 raise SurgeryError(f"plan: structure {name!r} has no option {key!r}{nearest(key, options)}")
-    return config_type(**{k: v for k, v in given.items() if k in options})
+        return typed(config_type, given)
+    config = config_type()
+    for key in given.keys() & options:
+        with suppress(SurgeryError):
+            typed(config_type, {key: given[key]})
+            config = replace(config, **{key: given[key]})
+    return config
 
 
 def fused_sizes(linear: Linear, config: Any) -> tuple[tuple[int, ...], int]:

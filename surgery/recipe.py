@@ -27,7 +27,8 @@ from surgery.storage import refuse_halves
 from surgery.structures import STRUCTURES
 
 Share = Annotated[float, Field(gt=0, le=1)]
-Blocks = Literal["sqrt", "budget"] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Blocks = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 MAX_BYTES = 1_000_000
 
@@ -126,7 +127,10 @@ class Recipe(_Strict):
                     raise SurgeryError(f"keep: {pattern!r} wants a share over 0 and at most 1 (got {share!r})")
             default = shares.pop("*", 1.0)
             rules = [{"match": pattern, "keep": share} for pattern, share in shares.items()]
-            data = {**data, "keep": default, "rules": rules + list(data.get("rules") or [])}
+            written = data.get("rules") or []
+            data = {**data, "keep": default}
+            if isinstance(written, list | tuple):  # else it is refused below, by its own name
+                data["rules"] = rules + list(written)
         return data
 
     def settings(self, matches: Any, index: int | None, count: int) -> Settings:
@@ -238,7 +242,7 @@ def validated(data: dict[str, Any], where: str) -> Recipe:
 # What a key wants that may be written in more than one way.
 WANTED = {
     "keep": "a share over 0 and at most 1, for example 0.5, or {pattern: share}",
-    "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget",
+    "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
 }
 

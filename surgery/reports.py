@@ -53,7 +53,7 @@ def describe(structure: dict[str, Any]) -> str:
     words = [structure["structure"]]
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
-    if structure.get("rank") is not None and structure["structure"] != "monarch":
+    if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
     return " ".join(words)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from surgery.errors import SurgeryError
 from surgery.registry import typed
+from surgery.standins import empty_standin
 from surgery.structures import STRUCTURES, Metric, damped
 from surgery.structures.base import StructureConfig, config_from_dict
 from surgery.structures.btt import BTT, BTTLinear, btt_mvm
@@ -271,6 +272,15 @@ def test_als_reaches_the_stationary_point_of_each_core():
 def test_monarch_chooses_the_squarest_full_grid():
     config = STRUCTURES[Monarch].fit(Monarch(), 512, 512, 0.5 * 512 * 512)
     assert STRUCTURES[config].block_shape(config, 512, 512) == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["btt", "monarch", "kronecker"])
+@pytest.mark.parametrize("blocks", ["sqrt", "budget", 4])
+def test_a_checkpoint_s_table_has_grids_in_numbers(name, blocks):
+    """Words that only a recipe may say end in a refusal, not in arithmetic with them."""
+    entry = {"structure": name, "blocks": blocks, "rank": 1, "in_features": 32, "out_features": 32, "bias": False}
+    with pytest.raises(SurgeryError):
+        empty_standin(entry, device="meta", dtype=torch.float32)
 
 
 def test_pivots_have_small_coefficients():

@@ -2,7 +2,7 @@
 
     kernel:  A_ts = phi(q_t) . phi(k_s)                                   delta:  A = T_K (see scores.py), k of unit norm
     normalise: O_t / sum_s (A . M)_ts, by a column of ones beside V carried through the same recurrence
-               (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 4)
+               (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 1, where the denominator of its eq. 4 cancels)
     window, sinks: far tokens by the linear part, near ones and the first ones by softmax (nearby.py)
 
 Of what the library masks only padding is seen here (valid_BT; packed documents come as rows of their own), and a
@@ -12,7 +12,7 @@ that are causal by nature forwards and backwards (reading.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,6 +133,29 @@ class LinearMixer(Mixer):
             return self._mixed(inputs, past, read, block)
 
     def _mixed(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
+        linear_BGJTV, near, tokens, after = self._parts(inputs, past, read, block)
+        out_BTHV = tokens.packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
+        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), after
+
+    def weighed(self, inputs: Inputs, weights: Sequence[float]) -> list[Tensor]:
+        """Outputs (B, H, T, V) with each of these weights on the linear part of every head and the softmax part at 1.
+        Both parts are computed once."""
+        assert self.linear_weight_H is not None
+        past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
+        with as_written(inputs.x_BTD.device):
+            read = lambda rows: self._read(rows, None, inputs)  # noqa: E731
+            linear_BGJTV, near, tokens, _ = self._parts(inputs, past, read, max(self.config.window, 64))
+            outs = []
+            for weight in weights:
+                linear_H = torch.full_like(self.linear_weight_H, weight)
+                out_BTHV = self._finish(linear_BGJTV, near, tokens.x_BTD, linear_H, torch.ones_like(linear_H))
+                outs.append(tokens.packing.unpacked(out_BTHV, dim=1).transpose(1, 2))
+        return outs
+
+    def _parts(
+        self, inputs: Inputs, past: State, read: Reader, block: int
+    ) -> tuple[Tensor, Pair | None, Tokens, State]:
+        """(the linear part before its weight, the softmax part, the tokens, the state after them)."""
         tokens, after = self._tokens(inputs, past)
         packing, near = tokens.packing, None
         signals = self.mask.signals(tokens.x_BTD)
@@ -147,8 +170,7 @@ class LinearMixer(Mixer):
         rows = replace(self._rows(tokens, written, signals, past.seen_B), most=most)
         linear_BGJTV, kept = self._linear(rows, read, packing)
         after.update({f"mask.{name}": t for name, t in (kept or {}).items()})
-        out_BTHV = packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
-        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), State(past.seen_B + packing.count_B, after, most)
+        return linear_BGJTV, near, tokens, State(past.seen_B + packing.count_B, after, most)
 
     def _tokens(self, inputs: Inputs, past: State) -> tuple[Tokens, Tensors]:
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
@@ -200,16 +222,26 @@ class LinearMixer(Mixer):
         keys, values = ((queue[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
         return nearby(q_BGJTK, keys, values, seen_B, self.shape, block)
 
-    def _finish(self, linear_BGJTV: Tensor, near: Pair | None, x_BTD: Tensor) -> Tensor:
-        """The two parts mixed, the normaliser, norm and gate: out_BTHV."""
+    def _finish(
+        self,
+        linear_BGJTV: Tensor,
+        near: Pair | None,
+        x_BTD: Tensor,
+        linear_H: Tensor | None = None,
+        near_H: Tensor | None = None,
+    ) -> Tensor:
+        """The two parts mixed (with the mixer's own weights unless others are given), the normaliser, norm and gate:
+        out_BTHV."""
+        linear_H = self.linear_weight_H if linear_H is None else linear_H
+        near_H = self.near_weight_H if near_H is None else near_H
         out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
         normalise = self.config.normalise
-        if self.linear_weight_H is not None:
-            out = out * weight_of(self.linear_weight_H, out, normalise)
-        if near is not None and self.near_weight_H is not None:
+        if linear_H is not None:
+            out = out * weight_of(linear_H, out, normalise)
+        if near is not None and near_H is not None:
             above, below = (t.flatten(1, 2).transpose(1, 2) for t in near)
             softmax = torch.cat([above, below], dim=-1) if normalise else above / below
-            out = out + weight_of(self.near_weight_H, out, normalise) * softmax
+            out = out + weight_of(near_H, out, normalise) * softmax
         if normalise:
             out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.least, TINY))
         if self.norm is not None:

@@ -2,7 +2,7 @@
 
     S = sum_l (+)_k Q[l,k] K[l,k]^T      ranks r1|r2|..|rL; level 1 everywhere, level l inside its extent
 
-Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.3, eq. 9 (there extents are
+Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.4, eq. 9 (there extents are
 T / 2^(l-1), the form nested). Extents are counts of tokens, so that levels do not move as a sequence grows: a pair's
 score depends on its two positions alone, and prefill, pieces and steps agree exactly. Beside eq. 9 a level adds a
 learned number to near scores, one for each head, zero at first: what far pairs lose on average, it takes off near ones.

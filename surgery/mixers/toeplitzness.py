@@ -1,5 +1,5 @@
 """How far a block-mixing matrix W depends on the distance of blocks alone, and the sum of exponentials that says so
-(Toeplitz block mixing, its Figure 2):
+(FARS 2026, "Toeplitz Block Mixing", Figure 2):
 
     W_ij ~ c_i K(i - j),  K(d) = sum_r a_r exp(-lambda_r d),  a, lambda >= 0
 

@@ -4,8 +4,9 @@
     global_window   out = (softmax(q_1 . k_1) + softmax(q_2 . k_2, where t - s < window)) V / 2
 
 Sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; keys keep the rotation of their
-own position. Global and window: the baseline of Kuang et al. 2025, section 5, which splits a head's dims a|b and adds
-the two (halved here, so that an output stays an average of values). Both ways, a window is |t - s| < window.
+own position. Global and window splits a head's dims between the two scores, within every layer. It is not the baseline
+"Global + SWA" of Kuang et al. 2025, section 5 and Figure 13, which stacks whole layers of either kind in turn: that is
+`mixer: window` with `hybrid: {keep: 0.5, by: every}`. Both ways, a window is |t - s| < window.
 """
 
 from __future__ import annotations

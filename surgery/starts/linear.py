@@ -1,11 +1,14 @@
 """Linear-type attention started from softmax attention, on calibration windows, no training of the model.
 
-0. Learned softmax features are made as sharp as serves best.
+0. Learned softmax features are made as sharp as serves best (beside a window whose softmax shares their denominator or
+   norm: in step 2, together with the weight).
 1. Masks forget as the teacher does: gates with a half life of the head's mean attention distance d (rate ln 2 / d),
    block mixing by the attention a token of one block gives one of another, Toeplitz block mixing by the exponentials
    that come nearest to that; the delta rule's step from the entropy of the attention.
 2. Whatever the output is linear in (lambda of every Fenwick level, amplitudes of Toeplitz block mixing, the weight of
-   the linear part) by nonnegative least squares of the teacher's output on what each gives alone.
+   the linear part) by nonnegative least squares of the teacher's output on what each gives alone. Where the two parts
+   share a denominator or a norm, so that the output is linear in nothing: weight and sharpness by a search, head by head.
+   Beside a window, one candidate always has the linear part switched off.
 3. Some local steps of Adam on the mixer's own parameters, on the error behind the output projection.
 
 Each is kept only if the error on held-out windows falls.
@@ -39,6 +42,7 @@ from surgery.windows import Window, Windows
 RATE = 1e-2  # of Adam; falls to nothing along half a cosine
 PROFILE_WINDOWS = 4
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
+WEIGHTS = (0.0, *(2.0**n for n in range(-8, 5)))  # of the linear part; the softmax part has weight 1
 OFF, ON = -30.0, math.log(math.e - 1)  # softplus gives 1e-13 and 1
 
 
@@ -53,6 +57,8 @@ class LinearStart(Start):
             ("features", sharpened),
             ("profile", profiled),
             ("least_squares", solved),
+            ("weights", weighed),
+            ("window", window_alone),
             ("local", trained),
         ):
             candidate = better(copy.deepcopy(best), fit, settings.steps)
@@ -68,16 +74,23 @@ class LinearStart(Start):
 @torch.no_grad()
 def sharpened(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
     """Hedgehog's W as a multiple of the identity: at 1 its softmax over the features is all but flat."""
-    if not isinstance(mixer.feature_map, HedgehogMap):
+    if not isinstance(mixer.feature_map, HedgehogMap) or shared_scale(mixer):
         return None
-    tried = []
     few = [fit[i] for i in range(min(len(fit), PROFILE_WINDOWS))]
-    for sharpness in SHARPNESS:
-        way = copy.deepcopy(mixer)
-        for w in (way.feature_map.query_HKK, way.feature_map.key_GKK):
-            w.mul_(sharpness)  # type: ignore[operator]
-        tried.append((relative_error(way, few), way))
-    return min(tried, key=lambda pair: pair[0])[1]
+    ways = [sharpened_by(mixer, torch.full((mixer.shape.groups,), sharpness)) for sharpness in SHARPNESS]
+    return min(ways, key=lambda way: relative_error(way, few))
+
+
+@torch.no_grad()
+def sharpened_by(mixer: LinearMixer, factor_G: Tensor) -> LinearMixer:
+    """A copy whose Hedgehog weights are multiplied by one factor for each key/value head and its query heads."""
+    way = copy.deepcopy(mixer)
+    assert isinstance(way.feature_map, HedgehogMap)
+    w_HKK, w_GKK = way.feature_map.query_HKK, way.feature_map.key_GKK
+    factor_G11 = factor_G.to(w_GKK)[:, None, None]
+    w_HKK.mul_(factor_G11.repeat_interleave(mixer.shape.heads // mixer.shape.groups, 0))
+    w_GKK.mul_(factor_G11)
+    return way
 
 
 # -- 1. what the teacher attends to ------------------------------------------------------------------
@@ -174,7 +187,7 @@ def continued(blocks_HMM: Tensor, count: int) -> Tensor:
 # -- 2. least squares --------------------------------------------------------------------------------
 @torch.no_grad()
 def solved(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
-    """None where the output is linear in nothing: a shared denominator, a norm behind it."""
+    """None where the output is linear in nothing: a shared denominator, a norm behind it (see `weighed`)."""
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
     ways = alone(mixer, fit[0].inputs.x_BTD.shape[1])
@@ -223,6 +236,7 @@ def alone(mixer: LinearMixer, length: int) -> list[LinearMixer]:
 def put(mixer: LinearMixer, weight_HN: Tensor) -> None:
     """The terms' weights where they belong; levels that the text is too short for take the last one's."""
     mask, heads = mixer.mask, mixer.shape.heads
+    mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]  # as in `alone`
     raw_HN = inverse_softplus(weight_HN.double().clamp_min(1e-6)).float()
     if isinstance(mask, HierarchicalMask):
         bias_HL = mask.level.bias.view(heads, -1)
@@ -232,6 +246,45 @@ def put(mixer: LinearMixer, weight_HN: Tensor) -> None:
         mask.amplitude_RGJ.copy_(raw_HN.mT.view_as(mask.amplitude_RGJ))
     else:
         mixer.linear_weight_H.copy_(weight_HN[:, 0])  # type: ignore[union-attr]
+
+
+def shared_scale(mixer: LinearMixer) -> bool:
+    """Whether both parts stand over one denominator or before one norm, so that only the ratio of their weights counts."""
+    return mixer.delay is not None and (mixer.config.normalise or mixer.norm is not None)
+
+
+@torch.no_grad()
+def weighed(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+    """Of each head the weight of the linear part, 0 among them, and of each key/value head the sharpness of learned
+    softmax features, that come nearest to the teacher; by trying all pairs of SHARPNESS and WEIGHTS."""
+    if not shared_scale(mixer):
+        return None
+    groups, sharp = mixer.shape.groups, isinstance(mixer.feature_map, HedgehogMap)
+    factors = SHARPNESS if sharp else (1.0,)
+    ways = [sharpened_by(mixer, torch.full((groups,), f)) for f in factors] if sharp else [mixer]
+    wrong_SPH = torch.zeros(len(ways), len(WEIGHTS), mixer.shape.heads, dtype=torch.float64)
+    for i in range(min(len(fit), PROFILE_WINDOWS)):
+        window = fit[i]
+        goal_HNV = real(window.target_BHTV.float(), window)
+        for s, way in enumerate(ways):
+            for p, out_BHTV in enumerate(way.weighed(window.inputs, WEIGHTS)):
+                off_HNV = real(out_BHTV.float(), window) - goal_HNV
+                wrong_SPH[s, p] += off_HNV.square().sum((1, 2), dtype=torch.float64).cpu()
+    wrong_SPH = wrong_SPH.nan_to_num(nan=torch.inf)
+    least_SH, at_SH = wrong_SPH.min(1)
+    chosen_G = least_SH.unflatten(1, (groups, -1)).sum(2).argmin(0)
+    best = sharpened_by(mixer, torch.tensor(factors)[chosen_G]) if sharp else mixer
+    chosen_H = chosen_G.repeat_interleave(mixer.shape.heads // groups)
+    weight_H = torch.tensor(WEIGHTS)[at_SH.gather(0, chosen_H[None])[0]]
+    best.linear_weight_H.copy_(weight_H)  # type: ignore[union-attr]
+    best.near_weight_H.fill_(1.0)  # type: ignore[union-attr]
+    return best
+
+
+@torch.no_grad()
+def window_alone(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+    """The softmax over the window and the sinks, the linear part switched off; None where there is no window."""
+    return nothing(mixer) if mixer.delay is not None else None
 
 
 # -- 3. local steps ----------------------------------------------------------------------------------

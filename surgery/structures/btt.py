@@ -3,7 +3,8 @@
     b,c: block grid   a,d: block shape   s: block rank        out = b*a, in = c*d (padded up where they do not divide)
 
 Low rank, block by block; b = c = 1 is low rank, s = 1 is Monarch (Dao et al. 2022). Qiu et al. 2024,
-"Compute Better Spent", section 3.1. The product is two batched matrix products.
+"Compute Better Spent", section 2, eq. 2 (whose rows lie in another order: its y[a, b] is row b * |a| + a here, a fixed
+permutation). The product is two batched matrix products.
 """
 
 from __future__ import annotations

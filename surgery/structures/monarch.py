@@ -1,7 +1,11 @@
-"""Monarch: BTT of block rank one (Dao et al. 2022, "Monarch", section 3.1).
+"""Monarch: BTT of block rank one, or as published (Dao et al. 2022, "Monarch", section 3.1).
 
 A block-diagonal matrix, a transposition, another block-diagonal matrix; in block form every a x d block
 is an outer product, so 1/a + 1/d of the numbers are kept and a budget chooses the grid.
+
+Published Monarch matrices have few blocks, each factor b of them (b = 4 in Dao et al. and in Qiu et al. 2024, appendix
+E.2). Between the factors lie m = min(O, I) numbers, m / b^2 for each pair of blocks, so such a matrix is BTT on the grid
+b x b of rank m / b^2. It stores m (O + I) / b numbers: 2 / b of a square matrix.
 """
 
 from __future__ import annotations
@@ -19,31 +23,40 @@ from surgery.structures.metric import Metric
 
 @dataclass(frozen=True)
 class Monarch(StructureConfig):
-    """blocks: grid (b, c); "budget": the grid of squarest blocks that fills the budget; "sqrt" as in BTT.
+    """blocks: grid (b, c); a number b: as published, b blocks in each factor; "budget": the grid of squarest blocks that
+    fills the budget; "sqrt" as in BTT.
 
-    rank: 1, or "full" for blocks one row high, which hold any matrix.
+    rank: 1, or "full" for blocks one row high, which hold any matrix; published blocks have a rank of their own.
     """
 
     name: ClassVar[str] = "monarch"
-    blocks: tuple[int, int] | Literal["budget", "sqrt"] = "budget"
+    blocks: tuple[int, int] | int | Literal["budget", "sqrt"] = "budget"
     rank: Literal["full"] | int | None = None
 
 
 @STRUCTURES.register(Monarch)
 class MonarchLinear(BTTLinear):
-    """As BTTLinear with s = 1."""
+    """As BTTLinear with s = 1, or with the rank of published blocks."""
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
         if config.rank == "full":
             return replace(config, blocks=(out, 1), rank=1)
-        if config.rank not in (None, 1):
+        if isinstance(config.blocks, int):
+            b = config.blocks
+            if config.rank is not None or not 2 <= b <= min(out, in_):
+                raise SurgeryError(
+                    f"{config} cannot tile a matrix of out={out}, in={in_}: blocks given as one number must be 2 to "
+                    f"{min(out, in_)} and leave rank out; use for example blocks: 4"
+                )
+            return replace(config, blocks=(b, b), rank=published_rank(b, out, in_))
+        if config.rank not in (None, 1) and not is_published(config, out, in_):
             raise SurgeryError(
                 f"{config}: a monarch block has rank 1 (or rank: full); give blocks, or use structure btt for rank {config.rank}"
             )
         if config.blocks == "budget":
             return replace(config, rank=1)
-        return replace(super().resolve(config, out, in_), rank=1)
+        return replace(super().resolve(config, out, in_), rank=config.rank or 1)
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
@@ -70,7 +83,20 @@ class MonarchLinear(BTTLinear):
             by_size[cls.params(option, out, in_)] = option
         chosen = [by_size[size] for size in sorted(by_size) if size <= out * in_]
         stride = max(1, len(chosen) // steps)
-        return [(o, cls.block_tails(weight_OI, o, metric)[1]) for o in chosen[::stride]]
+        return [(o, cls.block_tails(weight_OI, o, metric)[o.rank]) for o in chosen[::stride]]
+
+
+def published_rank(b: int, out: int, in_: int) -> int:
+    """Block rank of a published Monarch matrix with b blocks in each factor, rounded up where b^2 does not divide."""
+    return -(-min(out, in_) // b**2)
+
+
+def is_published(config: Any, out: int, in_: int) -> bool:
+    """Whether the config is one that a number of blocks was resolved to."""
+    grid = config.blocks
+    return (
+        isinstance(grid, tuple | list) and grid[0] == grid[1] > 1 and config.rank == published_rank(grid[0], out, in_)
+    )
 
 
 def block_sizes(n: int) -> list[int]:

@@ -6,14 +6,16 @@
     norms and biases                as the model's class begins
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
-output layer has variance 1 / in^2: zeros here.) The rates that go with it are those of optim.py with a base_width.
+output layer has variance 1 / in^2: zeros here.) The first factor V of U V begins like every core with sqrt(rank) / in,
+low_rank_start "spectral", or as in Qiu et al. 2024, appendix E.2, with sqrt(1 / in), "unit": where U is zero, gradients then
+do not vanish with the width. The paper also begins W_Q at zero; here it begins like other linears. The rates that go with it are those of optim.py with a base_width.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,9 +30,11 @@ from surgery.source import Source
 from surgery.standins import FoldedLinear, SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
+from surgery.structures.low_rank import LowRankLinear
 from surgery.walk import Body, is_linear, walk
 from surgery.weights import part_name, spec_of
 
+LowRankStart = Literal["spectral", "unit"]
 ADDED = ("attention.output", "mlp.down")  # roles whose linears write into the residual stream
 
 
@@ -49,7 +53,9 @@ def plan_for(folder: Path, recipe: Recipe) -> Plan:
     return make_plan(Skeleton(Source(name, folder, config, tensors)), recipe)
 
 
-def fresh_model(config: Any, plan: Plan | None, embedding_std: float, seed: int) -> Any:
+def fresh_model(
+    config: Any, plan: Plan | None, embedding_std: float, seed: int, low_rank_start: LowRankStart = "spectral"
+) -> Any:
     """A causal language model in float32; plan: None where all stays dense. It saves itself as `convert`'s do."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,6 +64,8 @@ def fresh_model(config: Any, plan: Plan | None, embedding_std: float, seed: int)
         if plan is not None:
             put_standins(model, plan)
         initialise(model, body, embedding_std)
+        if low_rank_start == "unit":
+            unit_low_rank(model)
         if plan is not None and plan.seats:
             put_mixers(model, plan)
     return model
@@ -132,6 +140,14 @@ def silence(module: Any) -> None:
     nn.init.zeros_(module.weight)
     if isinstance(module, StructuredLinear) and bool(module.dense().any()):
         nn.init.zeros_(module.get_parameter("right"))
+
+
+@torch.no_grad()
+def unit_low_rank(model: Any) -> None:
+    """V of every low rank layer from N(0, 1 / in): the variance that the dense layer would begin with."""
+    for module in model.modules():
+        if isinstance(module, LowRankLinear):
+            nn.init.normal_(module.right, std=module.in_features**-0.5)
 
 
 def _shape(module: Any) -> tuple[int, int]:

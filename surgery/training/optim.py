@@ -8,7 +8,8 @@ suits the dense layer it stands for it would learn too slowly. With out x in the
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; for SGD and sign descent Yang et al. 2023, "A
 spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
-rate serves all widths; dense matrices then follow the same rule.
+rate serves all widths; dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
+(its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense matrix.
 """
 
 from __future__ import annotations

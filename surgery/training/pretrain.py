@@ -118,7 +118,7 @@ def write_blank(recipe: PretrainRecipe, folder: Path) -> None:
     config = new_config(recipe.new.model, tokenizer)
     config.save_pretrained(folder)
     plan = plan_for(folder, recipe.structure) if recipe.structure is not None else None
-    model = fresh_model(config, plan, recipe.new.embedding_std, recipe.training.seed)
+    model = fresh_model(config, plan, recipe.new.embedding_std, recipe.training.seed, recipe.new.low_rank_start)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))

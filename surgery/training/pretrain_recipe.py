@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from surgery.errors import SurgeryError
 from surgery.recipe import Recipe, load_recipe, recipes_folder, validated
+from surgery.training.fresh import LowRankStart
 from surgery.training.recipe import HealingRecipe, parse_healing, read_recipe
 from surgery.training.strict import Real, Strict, merged, said
 from surgery.training.vocabulary import TokenizerConfig
@@ -26,12 +27,15 @@ FOLDER = "pretrain"
 
 
 class New(Strict):
-    """The keys that a healing recipe does not have. embedding_std: of token and position embeddings at the start."""
+    """The keys that a healing recipe does not have. embedding_std: of token and position embeddings at the start.
+    low_rank_start: the standard deviation of the first factor of low rank layers at the start, "spectral" or "unit" (see
+    training/fresh.py)."""
 
     model: dict[str, Any]
     layers: dict[str, Any] | str | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     embedding_std: Annotated[Real, Field(gt=0)] = 0.02
+    low_rank_start: LowRankStart = "spectral"
 
 
 class PretrainRecipe(Strict):

@@ -1,8 +1,10 @@
 """FAVOR+: positive random features, phi(q) . phi(k) estimates exp(q . k).
 
-    phi(x)_f = exp(w_f . x - |x|^2 / 2) / sqrt(F)     w ~ N(0, I), orthogonal in runs of K
+    one side    phi(x)_f = exp(w_f . x - |x|^2 / 2) / sqrt(F)                       w ~ N(0, I), orthogonal in runs of K
+    two sides   phi(x) = (exp(w_f . x), exp(-w_f . x)) exp(-|x|^2 / 2) / sqrt(F)    F / 2 draws, each with both signs
 
-Choromanski et al. 2021, "Rethinking Attention with Performers", Lemma 1 and section 2.4. The paper's code steadies
+Choromanski et al. 2021, "Rethinking Attention with Performers", Lemma 1 (which has both) and section 2.4. Two sides are
+what Dao and Gu 2024, section 4.1.3, describe as Performer. The paper's code steadies
 the keys by the largest exponent over all tokens, which a causal step cannot know. Here no token looks at another: an
 exponent stops at CEILING (|w|^2 / 2 bounds it, so this is rare), and a query is divided by its largest feature,
 which the normaliser takes out exactly.
@@ -26,15 +28,22 @@ CEILING = 40.0  # the product of two features stays below e^80, inside float32
 
 @dataclass(frozen=True)
 class Favor:
-    """queries: "scaled": divided by their largest feature, for normalised attention; "exact": as they are."""
+    """queries: "scaled": divided by their largest feature, for normalised attention; "exact": as they are. sides: 1, a
+    feature for each draw w; 2, features of w and of -w, half as many draws."""
 
     name: ClassVar[str] = "favor"
     features: int = 128
     queries: Literal["scaled", "exact"] = "scaled"
     seed: int = 0
+    sides: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         known(self.name, self.queries)
+        if self.sides not in (1, 2) or self.features % self.sides:
+            raise SurgeryError(
+                f"favor: features {self.features} with sides {self.sides}; sides must be 1 or 2, and 2 needs an even "
+                "number of features. Use for example features: 128 and sides: 2"
+            )
 
 
 def known(name: str, queries: str) -> None:
@@ -48,7 +57,8 @@ class FavorMap(FeatureMap):
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
-        self.register_buffer("w_GFK", orthogonal(config.seed, shape.groups, config.features, shape.key))
+        draws = config.features // config.sides
+        self.register_buffer("w_GFK", orthogonal(config.seed, shape.groups, draws, shape.key))
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
@@ -56,14 +66,19 @@ class FavorMap(FeatureMap):
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
-        return (shape.heads + shape.groups) * config.features * shape.key
+        return (shape.heads + shape.groups) * (config.features // config.sides) * shape.key
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
-        log_BHTF = exponents(q_BHTK, self.w_GFK)
+        log_BHTF = self._logarithms(q_BHTK)
         return of_queries(log_BHTF, self.config.queries) * self.config.features**-0.5
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
-        return bounded_exp(exponents(k_BGTK, self.w_GFK)) * self.config.features**-0.5
+        return bounded_exp(self._logarithms(k_BGTK)) * self.config.features**-0.5
+
+    def _logarithms(self, x_BHTK: Tensor) -> Tensor:
+        """(B, H, T, F)"""
+        w_GFK = self.w_GFK if self.config.sides == 1 else torch.cat([self.w_GFK, -self.w_GFK], dim=1)
+        return exponents(x_BHTK, w_GFK)
 
 
 def exponents(x_BHTK: Tensor, w_GFK: Tensor) -> Tensor:

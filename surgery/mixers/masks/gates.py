@@ -2,6 +2,9 @@
 eq. 6); with the delta rule Gated DeltaNet (Yang et al. 2025, eq. 10).
 
     log alpha_t = -exp(A) softplus(W x_t + b)      for each key/value head
+
+As in Guo et al. 2025, eq. 2, a token is written with weight one. Mamba-2's own layer multiplies what it writes by its time
+step softplus(W x_t + b) too; here only the gate depends on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""M_ts = lambda_t^(level(t, s)) x gates: the mask of log-linear attention (Guo et al. 2025, eqs. 5-7 and appendix).
+"""M_ts = lambda_t^(level(t, s)) x gates: the mask of log-linear attention (Guo et al. 2025, eq. 4, section 3.4).
 
 A query at position t sees the past in Fenwick buckets: level 0 is t itself, level l >= 1 the 2^(l-1) tokens that
 clearing the l-th bit of t leaves behind. So level(t, s) = bit_length(t xor s), on absolute positions. With kernel

@@ -1,10 +1,12 @@
 """M_ts = K(block(t) - block(s)), K(delta) = sum_r a_r exp(-lambda_r delta), a and lambda >= 0: Toeplitz block mixing
-(TBM). Any length: what it learned on M blocks it extends to more.
+(TBM; FARS 2026, "Toeplitz Block Mixing for Scalable Multi-Head Linear Attention", eqs. 3 to 6). Any length: what it learned on M blocks it extends to more.
 
     R sums of exponentials are R masks of gates whose gate is exp(-lambda_r) at the first token of each block,
     so it is linear in time and keeps R states, whatever the chunks.
-Its equation 6 is this; equation 4, normalised, appends a column of ones to V (the mixer does). Where attention is
-not causal, K(|delta|) over all blocks: a sweep over the blocks' sums from either end. Sequences then begin at 0.
+The sum over b <= i of K(i - b) S_b, with its own block read causally. Equation 6 as printed reads the states of equation 5
+one block too early, K(i - 1 - b), and leaves block i out; its text says K(i - b), as equation 4 does. The denominator of
+equation 4 cancels where the mixer normalises (a column of ones beside V, equation 1); without, the sum is unnormalised as
+in equation 6. Where attention is not causal, K(|delta|) over all blocks: a sweep over the blocks' sums from either end. Sequences then begin at 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-linear attention in chunks of C = 2^c tokens: T log T (Guo et al. 2025, section 3.3).
+"""Log-linear attention in chunks of C = 2^c tokens: T log T (Guo et al. 2025, section 3.3, eq. 5).
 
 Inside chunks the mask is written out; above, segments of 2^l chunks read their left siblings with the lambda of level
 c + l + 1 (fenwick.py). Buckets below c that a row brings along lie in its first chunk: its queries read them one by
