@@ -15,6 +15,7 @@ from surgery.mixers.bilinear_btt import BilinearBTT
 from surgery.mixers.bilinear_mlr import BilinearMLR
 from surgery.mixers.bilinear_start import from_bilinear
 from surgery.mixers.mlr import MLR
+from surgery.mixers.slots import Frame
 
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 STILL = replace(SHAPE, rotary=0)
@@ -126,7 +127,9 @@ PAPER = [
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("config, shape", PAPER, ids=lambda value: f"D = {value.dim}" if hasattr(value, "dim") else str(value))
+@pytest.mark.parametrize(
+    "config, shape", PAPER, ids=lambda value: f"D = {value.dim}" if hasattr(value, "dim") else str(value)
+)
 def test_norm_qk_is_equations_39_and_40(config, shape, causal):
     """Square and ragged grids, several heads a group, causal or not."""
     shape = replace(shape, causal=causal)
@@ -328,6 +331,55 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
         if (kind, norm, side) == ("btt", "qk", "right"):
             moved[width, rank] /= rank**0.5
     assert min(moved.values()) > 0 and max(moved.values()) / min(moved.values()) < 1.4, moved
+
+
+def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_factors():
+    """`pretrain` makes them with fresh_model; weight_norm cores holds the factors' size, as it does that of cores."""
+    from surgery.recipes.papers.bilinear_norms import FORMS, model_of
+    from surgery.training.weight_norm import fold, normalise, rms
+
+    for form, fans in (("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}), ("BTT rank 1, qk, C = 8", {"left": 8, "right": 8})):
+        model = model_of(FORMS[form], 20, seed=0)
+        path = "transformer.h.1.attn.mixer"
+        mixer, names = model.get_submodule(path), {f"{path}.{name}" for name in fans}
+        sizes = {name: rms(getattr(mixer, name)).item() for name in fans}
+        assert sizes == pytest.approx({name: fan_in**-0.5 for name, fan_in in fans.items()}, rel=0.1)
+        trained = normalise(model, names)
+        assert all(f"{path}.parametrizations.{name}.original" in trained for name in fans) and not names & trained
+        with torch.no_grad():
+            for name in fans:
+                mixer.parametrizations[name].original.mul_(5)
+        held = {name: rms(getattr(mixer, name)).item() for name in fans}
+        assert held == pytest.approx(sizes)
+        fold(model)
+        assert names <= {name for name, _ in model.named_parameters()}
+
+
+def test_norms_are_compared_from_scratch():
+    from surgery.recipes.papers.bilinear_norms import rows
+
+    text = "Mia went to the harbour and saw the boats. " * 20
+    for row in rows(text, text, 1, 2, [-6.0], "qk, C = 8", False):
+        assert row["losses"][0] < 4 and row["log2 rate"] == -6
+
+
+def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
+    """Keys that all groups share have one group in memory: a kernel that steps through groups would read behind them."""
+    pytest.importorskip("triton")
+    from surgery.kernels import attend_library, mlr_attention
+
+    shape = replace(SHAPE, value=24)
+    values = drawn(1, shape=shape).v_BGTV.bfloat16()
+    for config in (BilinearBTT((4, 6), base="own"), BilinearBTT((4, 6), base="own", norm="qk")):
+        mixer, inputs = made(config, shape), drawn(1, shape=shape)
+        (term,) = mixer.terms(inputs, mixer.remembered(inputs))
+        term = term._replace(q_BGJTR=term.q_BGJTR.bfloat16(), k_BGSR=term.k_BGSR.bfloat16())
+        each = term._replace(k_BGSR=term.k_BGSR.expand(-1, shape.groups, -1, -1))
+        for accepts in (mlr_attention.can, attend_library.accepts):
+            frame = Frame(torch.tensor([23]), 23, 23, holes=False)
+            assert accepts([each._replace(scale_BGJS=None)], values, frame, shape)
+            assert not accepts([term._replace(scale_BGJS=None)], values, frame, shape)
+            assert accepts([each], values, frame, shape) == (config.norm == "none")
 
 
 def test_gradients():

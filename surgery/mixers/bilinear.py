@@ -239,7 +239,11 @@ class Bilinear(Mixer):
         each = cls.feature_macs(config, shape)
         made = shape.heads * each * (2 if query else 1) + (0 if query else shape.groups * each)
         if cls.scales_keys(config):  # M x' is made for its variance, and one number a head kept
-            kept_numbers, width, made = kept_numbers + shape.heads, width + 1, made + (shape.groups + shape.heads) * each
+            kept_numbers, width, made = (
+                kept_numbers + shape.heads,
+                width + 1,
+                made + (shape.groups + shape.heads) * each,
+            )
         return MixerCost(live * kept_numbers, made + shape.heads * live * (base + width + shape.value), params)
 
     @classmethod

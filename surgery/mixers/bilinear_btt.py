@@ -38,7 +38,9 @@ class BilinearBTT(MixerConfig):
         if self.rank < 1:
             raise ValueError(f"rank {self.rank} must be 1 or more")
         if self.norm != "none" and self.contraction == "split":
-            raise ValueError(f"norm {self.norm!r} is of M's products, which contraction 'split' never makes; use 'query'")
+            raise ValueError(
+                f"norm {self.norm!r} is of M's products, which contraction 'split' never makes; use 'query'"
+            )
 
 
 @MIXERS.register(BilinearBTT)

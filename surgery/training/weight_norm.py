@@ -1,4 +1,6 @@
-"""Weight normalisation of structured cores and of factors of bilinear scores: core = gamma min(1, size / rms(M)) M, gamma learnable, one at first.
+"""Weight normalisation of structured cores, and of factors of bilinear scores (Kuang et al. 2025, appendix F.1):
+
+    core = gamma min(1, size / rms(M)) M                    gamma learnable, one at first
 
 Keeps a core's entries from outgrowing the size they began with, which is what makes BTT diverge at large rates (Qiu et
 al. 2024, section 5.1, where size is that of the muP initialisation; here it is the start's own root mean square, since
