@@ -338,7 +338,10 @@ def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_fa
     from surgery.recipes.papers.bilinear_norms import FORMS, model_of
     from surgery.training.weight_norm import fold, normalise, rms
 
-    for form, fans in (("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}), ("BTT rank 1, qk, C = 8", {"left": 8, "right": 8})):
+    for form, fans in (
+        ("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}),
+        ("BTT rank 1, qk, C = 8", {"left": 8, "right": 8}),
+    ):
         model = model_of(FORMS[form], 20, seed=0)
         path = "transformer.h.1.attn.mixer"
         mixer, names = model.get_submodule(path), {f"{path}.{name}" for name in fans}
