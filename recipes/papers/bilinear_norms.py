@@ -1,7 +1,7 @@
 """Bilinear scores from scratch, one row for each norm: the held-out loss of a small GPT-2 whose attention has a bilinear score
 in place of q . k (base `own`), at the best of some base rates.
 
-python -m surgery.recipes.papers.bilinear_norms --text calibration.txt --held heldout.txt [--only qk] [--flat]
+python -m surgery.recipes.papers.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
 
 --flat gives the factors the base rate, whatever their fan-in. Characters, two layers of width 64, four heads of 16, 8
 windows of 32 a step; AdamW, cosine, the same batches for every form. The loss is in nats per character.
@@ -58,8 +58,8 @@ def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: b
     for step in range(steps):
         starts = torch.randint(len(ids) - SIZES.length, (SIZES.rows,), generator=generator)
         batch = torch.stack([ids[i : i + SIZES.length] for i in starts])
-        for group in optimiser.param_groups:
-            group["lr"] = group["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for given in optimiser.param_groups:
+            given["lr"] = given["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimiser.zero_grad()
         model(batch, labels=batch, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="Train on this text.")
     parser.add_argument("--held", type=Path, required=True, help="Score this text; 16,384 characters at most.")
     parser.add_argument("--seeds", type=int, default=2, help="Runs for each form and rate; default 2.")
-    parser.add_argument("--steps", type=int, default=400, help="Steps of each run; default 400.")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each run; default 200.")
     parser.add_argument("--rates", type=float, nargs="+", default=[-7.0, -6.0, -5.0], help="log2 of base rates.")
     parser.add_argument("--only", default="", help="Train forms whose name contains this, e.g. qk; default all.")
     parser.add_argument("--flat", action="store_true", help="Give factors the base rate whatever their fan-in.")
