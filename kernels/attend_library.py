@@ -36,6 +36,8 @@ def accepts(
         and frame.queries == frame.slots
         and not frame.holes
         and all(reaches(term, frame) for term in terms)
+        and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
+        and all(term.scale_BGJS is None for term in terms)
         and (shape.window is None or shape.window >= frame.slots)
         and dims == v_BGSV.shape[-1] <= DIMS
         and dims % 8 == 0

@@ -183,6 +183,8 @@ def can(
         and shape.scaling > 0
         and v_BGSV.dtype in DTYPES
         and all(x.dtype == v_BGSV.dtype for x in tensors)
+        and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
+        and all(term.scale_BGJS is None for term in terms)
         and first.extent is None
         and first.bias_GJ is None
         and first.k_BGSR.shape[2] == frame.slots

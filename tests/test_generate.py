@@ -354,6 +354,7 @@ SPECS: list[dict] = [
     {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     {"mixer": "bilinear_btt"},
     {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
+    {"mixer": "bilinear_btt", "norm": "qk"},
     {"mixer": "linear"},
     {"mixer": "linear", "mask": "hierarchical", "scores": "delta"},
     {"mixer": "linear", "mask": "toeplitz_blocks", "features": "elu", "normalise": True},

@@ -35,6 +35,7 @@ CONFIGS = {
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     "bilinear btt": {"mixer": "bilinear_btt"},
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
+    "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
     "exact": {"mixer": "test-exact"},
     "recurrence": {"mixer": "test-decayed"},
 }

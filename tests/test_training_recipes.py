@@ -7,6 +7,10 @@ import torch
 from small_training import EMBEDDED
 
 from surgery.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape
+from surgery.mixers.bilinear_btt import BilinearBTT
+from surgery.mixers.bilinear_mlr import BilinearMLR
+from surgery.mixers.linear_config import LinearAttention
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.finetune import finetune
@@ -103,6 +107,29 @@ def test_mup_rates_of_sgd_and_of_other_widths():
     assert rates == pytest.approx({"0.right": 256 / 16, "0.weight": 256 / 32, "1.weight": 256 / 128})
     same = make_groups(model, names, stage_of(rates="same"))
     assert {g.rate for g in same} == {1e-4}
+
+
+def test_item_4_6_rates_of_mixers_follow_their_fans():
+    """Factors of bilinear scores by their own fan-in, with base_width or in the D x D matrix that they are part of; linears
+    that read the hidden states by the width alone; gains and biases at the rate of their kind."""
+    shape = AttentionShape(dim=64, heads=4, groups=2, key=16, value=16, scaling=0.25)
+    configs = (
+        BilinearMLR((4, 2, 1), base="own", norm="qk"),
+        BilinearBTT((4, 8), 2, norm="qk"),
+        LinearAttention(mask="gates"),
+    )
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({"mixer": MIXERS[c](c, shape)}) for c in configs)
+    names = {n for n, _ in layers.named_parameters()}
+    fan_ins = {"0.mixer.left1": 64, "0.mixer.right2": 32, "0.mixer.left3": 16, "1.mixer.left": 16, "1.mixer.right": 8}
+    for base, width in (({}, 64), ({"base_width": 256}, 256)):
+        groups = make_groups(layers, names, stage_of(**base))
+        rates = {n: g.rate / 1e-4 for g in groups for n in g.names}
+        assert {n: rates[n] for n in fan_ins} == pytest.approx({n: width / fan for n, fan in fan_ins.items()})
+        assert rates["0.mixer.key_gain"] == rates["2.mixer.mask.rate.bias"] == 1
+        assert rates["2.mixer.mask.rate.weight"] == pytest.approx(width / 64)
+        shown = {(g.row()["fan_in"], g.row()["example"]) for g in groups if "fan_in" in g.row()}
+        assert (64, "0.mixer.left1") in shown and (16, "1.mixer.left") in shown
+    assert {g.rate for g in make_groups(layers, names, stage_of(rates="same"))} == {1e-4}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sign"])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from surgery.errors import SurgeryError, nearest
 from surgery.registry import Registry, typed
+from surgery.structures.base import MuP
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ class Mixer(nn.Module):
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
         raise NotImplementedError
+
+    def mup(self) -> dict[str, MuP]:
+        """Fan-in and fan-out of the mixer's matrices over features, which set their initial scale and their rates. Other
+        parameters have the rate of their kind."""
+        return {}
 
 
 MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")

@@ -7,12 +7,19 @@ Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", sect
 of contraction (eqs. 32, 35): `split` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
 of x'; `query` takes all of M to the query and keeps x' itself, D numbers a token for all heads together.
 base: `kept` adds M to the score that the module has, q . k after RoPE (level 1 of MLR, r1 = K), and starts at zero;
-`own` puts M in its place. norm: layer norms of both sides' features, or of x^T M (eqs. 39, 40).
+`own` puts M in its place.
+norm: `none`, the score is x^T M x' / F. `qk`, the layer norms of the paper (F.2, eqs. 39, 40), C = scale:
+    MLR    sum_l C / (r_l p_l) LN(left_l^T x) . LN(right_l^T x')       every level is normalised on its own
+    BTT    C / D LN(x) . LN(M x')
+`layer`, the older form: MLR normalises the features of all levels together and divides by F, their number; BTT normalises
+x^T M alone and divides by D. It stays for the checkpoints and recipes that name it.
+LN has a learnt gain on the keys' side (`key_gain`), which starts at zero with base `kept`, at one with `own`.
 B batch, T tokens, H = G J heads, D features, F score dims of a head.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +32,30 @@ from surgery.mixers.softmax import Term, attend, define, grouped, wide
 from surgery.structures.base import MuP
 from surgery.structures.metric import symmetric_roots
 
-CHOICES = {"base": ("kept", "own"), "norm": ("none", "layer"), "contraction": ("auto", "split", "query")}
+CHOICES = {"base": ("kept", "own"), "norm": ("none", "layer", "qk"), "contraction": ("auto", "split", "query")}
+SCALE = 8.0  # C of eqs. 39 and 40, which the paper tunes; the authors' code has 8 in standard attention
 
 
 def check_choices(config: Any) -> None:
     for option, words in CHOICES.items():
         if getattr(config, option) not in words:
             raise ValueError(f"{option} {getattr(config, option)!r} is none of {', '.join(words)}")
+    if not (math.isfinite(config.scale) and config.scale > 0):
+        raise ValueError(f"scale must be a positive number (got {config.scale}); for example scale: {SCALE}")
+    if config.norm != "qk" and config.scale != SCALE:
+        raise ValueError(
+            f"scale is the constant C of norm 'qk'; norm {config.norm!r} has none (got scale {config.scale}). Leave scale "
+            "out or use norm: qk"
+        )
+
+
+class Factor(MuP):
+    """Fans of a factor. Its variance at the start is 1 / fan_in whatever the fan-out (Kuang et al. 2025, appendix F.1);
+    the fan-out counts all heads that read one block."""
+
+    @property
+    def std(self) -> float:
+        return self.fan_in**-0.5
 
 
 class Bilinear(Mixer):
@@ -46,12 +70,17 @@ class Bilinear(Mixer):
         self.order = self.contraction(config, shape)
         for name, size in self.factor_shapes(config, shape).items():
             self.register_parameter(name, nn.Parameter(torch.empty(size)))
-        if config.base == "own":  # what the bias of W_Q adds to x's features
+        if self.biased(config):  # what the bias of W_Q adds to x's features
             self.bias = nn.Parameter(torch.zeros(shape.heads, self.dims(config, shape)))
-        if config.norm == "layer":
+        if config.norm != "none":
             dims = self.dims(config, shape) if self.norms_features else shape.dim
             self.key_gain = nn.Parameter(torch.empty(dims))
         self.reset_parameters()
+
+    @staticmethod
+    def biased(config: Any) -> bool:
+        """Eqs. 39 and 40 have no bias."""
+        return config.base == "own" and config.norm != "qk"
 
     # -- what a structure defines ------------------------------------------------------------------------------------
     @classmethod
@@ -78,12 +107,20 @@ class Bilinear(Mixer):
     def mup(self) -> dict[str, MuP]:
         raise NotImplementedError
 
+    def qk_queries(self, x_BTD: Tensor) -> Tensor:
+        """(B, H, T, F or D), norm `qk`: the queries' side of eq. 39 or 40, times the constant."""
+        raise NotImplementedError
+
+    def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Norm `qk`: the keys (B, G or 1, T, F or D), and the factor on each key's products (B, H, T, 1) or None."""
+        raise NotImplementedError
+
     # -- what follows from it ----------------------------------------------------------------------------------------
     @classmethod
     def contraction(cls, config: Any, shape: AttentionShape) -> str:
         if config.contraction != "auto":
             return config.contraction
-        if config.norm == "layer":
+        if config.norm != "none":
             return "split" if cls.norms_features else "query"
         return "query" if shape.dim <= shape.groups * cls.dims(config, shape) else "split"
 
@@ -93,15 +130,24 @@ class Bilinear(Mixer):
         for name, scale in self.mup().items():
             zero = name.startswith("right") and self.config.base == "kept" and self.config.norm == "none"
             nn.init.normal_(getattr(self, name), std=0.0 if zero else scale.std)
-        if self.config.base == "own":
+        if self.biased(self.config):
             nn.init.zeros_(self.bias)
-        if self.config.norm == "layer":
+        if self.config.norm != "none":
             nn.init.constant_(self.key_gain, 0.0 if self.config.base == "kept" else 1.0)
 
     def queries(self, inputs: Inputs) -> list[Tensor]:
         """q_BGJTR of each term. A score is divided by the dims summed (muP); `attend` multiplies by the module's
         scaling, which M is free of."""
-        side = self.features(wide(inputs.x_BTD), "left")
+        if self.config.norm == "qk":
+            side = self.qk_queries(wide(inputs.x_BTD)) / self.shape.scaling
+        else:
+            side = self._side(wide(inputs.x_BTD))
+        own = [grouped(side, self.shape.groups)]
+        return [grouped(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
+
+    def _side(self, x_BTD: Tensor) -> Tensor:
+        """The queries (B, H, T, F or D) of norms `none` and `layer`."""
+        side = self.features(x_BTD, "left")
         if self.config.base == "own":
             side = side + self.bias.to(side.dtype)[:, None]
         if self.config.norm == "layer" and self.norms_features:
@@ -112,19 +158,36 @@ class Bilinear(Mixer):
         if self.config.norm == "layer" and not self.norms_features:
             gain = self.key_gain.to(side.dtype) / (self.shape.dim * self.shape.scaling)
             side = F.layer_norm(side, side.shape[-1:]) * gain
-        own = [grouped(side, self.shape.groups)]
-        return [grouped(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
+        return side
 
-    def keys(self, inputs: Inputs) -> list[Tensor]:
-        """What is remembered of each token, (B, G or 1, T, R) for each term."""
-        if self.order == "query":
+    def remembered(self, inputs: Inputs) -> dict[str, Tensor]:
+        """What a cache keeps of each token, (B, heads, T, numbers): `keys<i>` of term i, `values`, and for eq. 40 the
+        `scale` of each head's products with that key."""
+        keys, scale = self.keys(inputs)
+        scales = {} if scale is None else {"scale": scale}
+        return {**{f"keys{i}": k for i, k in enumerate(keys)}, **scales, "values": inputs.v_BGTV}
+
+    def terms(self, inputs: Inputs, seen: dict[str, Tensor]) -> list[Term]:
+        """seen: as `remembered`, of all slots."""
+        terms = [Term(q, seen[f"keys{i}"]) for i, q in enumerate(self.queries(inputs))]
+        if "scale" in seen:
+            terms[-1] = terms[-1]._replace(scale_BGJS=grouped(seen["scale"], self.shape.groups).squeeze(-1))
+        return terms
+
+    def keys(self, inputs: Inputs) -> tuple[list[Tensor], Tensor | None]:
+        """The keys (B, G or 1, T, R) of each term, and the factor on the last term's products (B, H, T, 1) or None."""
+        scale = None
+        if self.config.norm == "qk":
+            own, scale = self.qk_keys(wide(inputs.x_BTD))
+            own = own.to(inputs.k_BGTK.dtype)
+        elif self.order == "query":
             own = inputs.x_BTD[:, None]
         else:
             own = self.features(wide(inputs.x_BTD), "right")
             if self.config.norm == "layer":
                 own = F.layer_norm(own, own.shape[-1:]) * self.key_gain.to(own.dtype)
             own = own.to(inputs.k_BGTK.dtype)
-        return [inputs.k_BGTK, own] if self.config.base == "kept" else [own]
+        return ([inputs.k_BGTK, own] if self.config.base == "kept" else [own]), scale
 
     def empty_state(self, batch: int, device: torch.device | str) -> State:
         groups, width = (
@@ -132,16 +195,18 @@ class Bilinear(Mixer):
         )
         sizes = [(self.shape.groups, self.shape.key)] * (self.config.base == "kept") + [(groups, width)]
         tensors = {f"keys{i}": torch.empty(batch, g, 0, r, device=device) for i, (g, r) in enumerate(sizes)}
+        if self.scales_keys(self.config):
+            tensors["scale"] = torch.empty(batch, self.shape.heads, 0, 1, device=device)
         tensors["values"] = torch.empty(batch, self.shape.groups, 0, self.shape.value, device=device)
         return State(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
     def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
         packs, back = packed(inputs)
         frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
-        new = {**{f"keys{i}": k for i, k in enumerate(self.keys(packs))}, "values": packs.v_BGTV}
+        new = self.remembered(packs)
         if state is not None:
             new = {name: appended(state.tensors[name], x, count_B) for name, x in new.items()}
-        terms = [Term(q, new[f"keys{i}"]) for i, q in enumerate(self.queries(packs))]
+        terms = self.terms(packs, new)
         mask = packs.mask_BHTS if state is None else None
         out = attend(terms, new["values"], frame, self.shape, mask, packs.dropout)
         out = out if back is None else take(out, back, 2)
@@ -152,8 +217,7 @@ class Bilinear(Mixer):
         return out, State(frame.end_B, {name: kept(x, slots) for name, x in new.items()})
 
     def dense(self, inputs: Inputs) -> Tensor:
-        terms = [Term(q, k) for q, k in zip(self.queries(inputs), self.keys(inputs))]
-        return define(terms, inputs, self.shape)
+        return define(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)
 
     def matrix_HDD(self) -> Tensor:
         """M of every head, multiplied out: x^T M x' is what is added to the scaled score."""
@@ -170,11 +234,22 @@ class Bilinear(Mixer):
         width = shape.dim if query else dims
         kept_numbers = shape.groups * (base + shape.value) + (shape.dim if query else shape.groups * dims)
         params = sum(torch.Size(size).numel() for size in cls.factor_shapes(config, shape).values())
-        params += 0 if config.base == "kept" else shape.heads * dims
+        params += shape.heads * dims if cls.biased(config) else 0
         params += 0 if config.norm == "none" else (dims if cls.norms_features else shape.dim)
         each = cls.feature_macs(config, shape)
         made = shape.heads * each * (2 if query else 1) + (0 if query else shape.groups * each)
+        if cls.scales_keys(config):  # M x' is made for its variance, and one number a head kept
+            kept_numbers, width, made = (
+                kept_numbers + shape.heads,
+                width + 1,
+                made + (shape.groups + shape.heads) * each,
+            )
         return MixerCost(live * kept_numbers, made + shape.heads * live * (base + width + shape.value), params)
+
+    @classmethod
+    def scales_keys(cls, config: Any) -> bool:
+        """Whether each head has a factor on each key's products, for LN(M x') of eq. 40."""
+        return config.norm == "qk" and not cls.norms_features
 
     @classmethod
     def feature_macs(cls, config: Any, shape: AttentionShape) -> int:

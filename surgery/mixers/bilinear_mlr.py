@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
-from surgery.mixers.bilinear import Bilinear, best_factors, check_choices
+from surgery.mixers.bilinear import SCALE, Bilinear, Factor, best_factors, check_choices
 from surgery.mixers.softmax import grouped
 from surgery.structures.base import MuP
 
 
 @dataclass(frozen=True)
 class BilinearMLR(MixerConfig):
-    """ranks of levels 1 .. L, with base 'kept' the first of them K or, whatever K is, 0; contraction auto: the order that keeps fewer numbers."""
+    """ranks of levels 1 .. L, with base 'kept' the first of them K or, whatever K is, 0; contraction auto: the order that
+    keeps fewer numbers. scale: C of norm 'qk', eq. 39."""
 
     name: ClassVar[str] = "bilinear_mlr"
     ranks: tuple[int, ...] = ()
     base: Literal["kept", "own"] = "kept"
-    norm: Literal["none", "layer"] = "none"
+    norm: Literal["none", "layer", "qk"] = "none"
     contraction: Literal["auto", "split", "query"] = "auto"
+    scale: float = SCALE
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -34,8 +37,13 @@ class BilinearMLR(MixerConfig):
                 f"ranks {list(self.ranks)} must give every level a rank, base 'kept' two levels or more (the first is "
                 "the head's own, and may be written 0); for example ranks: [64, 8, 4]"
             )
-        if self.norm == "layer" and self.contraction == "query":
-            raise ValueError("norm 'layer' is of the features that contraction 'query' never makes; use 'split'")
+        if self.norm != "none" and self.contraction == "query":
+            raise ValueError(f"norm {self.norm!r} is of the features that contraction 'query' never makes; use 'split'")
+        if self.norm == "qk" and self.base == "own" and self.ranks[0] == 1:
+            raise ValueError(
+                "norm 'qk' normalises each level on its own, and level 1 of rank 1 has a single feature, whose layer norm "
+                "is always 0; for example ranks: [2, 1]"
+            )
 
 
 @MIXERS.register(BilinearMLR)
@@ -93,9 +101,23 @@ class BilinearMLRAttention(Bilinear):
             total = total + torch.einsum("bgjtpr,gpmr->bgjtpm", grouped_part, right_GPMR).flatten(-2)
         return total.flatten(1, 2)
 
+    def qk_queries(self, x_BTD: Tensor) -> Tensor:
+        parts = self._normed(self.features(x_BTD, "left"))
+        return torch.cat([part * (self.config.scale / part.shape[-1]) for part in parts], -1)
+
+    def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        keys = torch.cat(self._normed(self.features(x_BTD, "right")), -1)
+        return keys * self.key_gain.to(keys.dtype), None
+
+    def _normed(self, features_BHTF: Tensor) -> list[Tensor]:
+        """LN of each level's r_l p_l features, eq. 39."""
+        parts = features_BHTF.split([p * rank for _, p, rank in self.levels(self.config)], -1)
+        return [F.layer_norm(part, part.shape[-1:]) for part in parts]
+
     def mup(self) -> dict[str, MuP]:
+        """Fan-in D / p_l on both sides, whose features meet in the score (eqs. 32, 36)."""
         shapes = self.factor_shapes(self.config, self.shape)
-        return {name: MuP(size[2], size[3]) for name, size in shapes.items()}
+        return {name: Factor(size[2], size[0] * size[3]) for name, size in shapes.items()}
 
     @torch.no_grad()
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:

@@ -26,13 +26,15 @@ QUERIES = 512  # of one pass: what bounds the score matrices held at once
 
 
 class Term(NamedTuple):
-    """One summand of the score. `k` holds the last slots only, at least those that `extent` reaches; None: all."""
+    """One summand of the score. `k` holds the last slots only, at least those that `extent` reaches; None: all.
+    scale: a factor on the products with each key, for each head, at the slots of `k`."""
 
     q_BGJTR: Tensor
     k_BGSR: Tensor
     extent: int | None = None
     form: str = "sliding"
     bias_GJ: Tensor | None = None
+    scale_BGJS: Tensor | None = None
 
 
 def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
@@ -96,6 +98,7 @@ def define(terms: list[Term], inputs: Inputs, shape: AttentionShape) -> Tensor:
     score: Any = 0.0
     for term in terms:
         product = torch.einsum("bgjtr,bgsr->bgjts", wide(term.q_BGJTR), wide(term.k_BGSR))
+        product = product if term.scale_BGJS is None else product * term.scale_BGJS.to(product.dtype)[..., None, :]
         product = product if term.bias_GJ is None else product + term.bias_GJ[..., None, None].to(product.dtype)
         score = score + product * near(term.form, term.extent, t, s)[:, None, None]
     allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
@@ -146,7 +149,10 @@ def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: in
     """q . k of queries start .. stop and slots low .. high, all heads of a group at once."""
     missing = frame.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
-    return (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
+    product = (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
+    if term.scale_BGJS is None:
+        return product
+    return product * term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)
 
 
 def _allowed(t: Tensor, s: Tensor, frame: Frame, shape: AttentionShape) -> Tensor:

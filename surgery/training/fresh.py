@@ -4,6 +4,7 @@
     linears, cores of structures    N(0, min(1, out/in) / in), of their own fan-in and fan-out
     last core of what is added to the residual stream (attention's output, mlp's down), and the head: zeros
     norms and biases                as the model's class begins
+    mixers                          as their class begins; factors of bilinear scores N(0, 1 / fan_in)
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
 output layer has variance 1 / in^2: zeros here.) The first factor V of U V begins like every core with sqrt(rank) / in,

@@ -10,6 +10,8 @@ suits the dense layer it stands for it would learn too slowly. With out x in the
 spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
 rate serves all widths; dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
 (its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense matrix.
+The matrices of attention's mixers follow the same rule: factors of bilinear scores by their own fan-in (Kuang et al. 2025,
+eqs. 36 to 38; width: of the hidden states), linears by theirs.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from surgery.errors import SurgeryError, nearest
+from surgery.mixers import Mixer
 from surgery.standins import FoldedLinear, SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.training.strict import Real, Strict
@@ -31,7 +34,7 @@ from surgery.walk import is_linear
 
 KINDS = {
     "structured": "cores of structured linears",
-    "mixers": "what attention's mixers have of their own: gates, decays, feature maps",
+    "mixers": "what attention's mixers have of their own: gates, decays, feature maps, factors of scores",
     "adapters": "LoRA",
     "dense": "matrices of ordinary linears",
     "embeddings": "token and position embeddings",
@@ -117,9 +120,9 @@ def _known(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> Known
         leaf = core.split(".")[0]
     if ".lora_" in f".{name}" or ".modules_to_save." in name:
         return Known("adapters", None)
-    if ".mixer." in f".{name}":
-        return Known("mixers", None)
     module: Any = modules[path]
+    if ".mixer." in f".{name}":
+        return Known("mixers", _mixer_fans(module, leaf, parameter))
     if isinstance(module, StructuredLinear):
         mup = module.mup().get(leaf)
         fans = Fans(mup.fan_in, mup.fan_out, module.in_features, module.out_features) if mup else None
@@ -132,6 +135,18 @@ def _known(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> Known
             out, in_ = in_, out
         return Known("dense", Fans(in_, out, in_, out))
     return Known("vectors" if parameter.dim() < 2 else "dense", None)
+
+
+def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
+    """Of a factor, in the D x D score matrix that it is part of; of a linear that reads the hidden states. None for the rest,
+    whose size does not depend on the width."""
+    if isinstance(module, Mixer):
+        mup, width = module.mup().get(leaf), module.shape.dim
+        return Fans(mup.fan_in, mup.fan_out, width, width) if mup else None
+    if isinstance(module, nn.Linear) and leaf == "weight":
+        out, in_ = parameter.shape
+        return Fans(in_, out, in_, out)
+    return None
 
 
 def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
@@ -188,7 +203,7 @@ def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Group]:
         kind, fans = known[name].kind, known[name].fans
         rate = stage.rates.get(kind, stage.rate) * _factor(settings, kind, fans)
         decay = settings.weight_decay if kind in DECAYED else 0.0
-        shown = (fans.fan_in, fans.fan_out) if fans and kind == "structured" else None
+        shown = (fans.fan_in, fans.fan_out) if fans and _is_core(kind, fans) else None
         group = groups.setdefault((kind, rate, decay, shown), Group(kind, rate, decay, shown))
         group.parameters.append(parameter)
         group.names.append(name)
@@ -196,10 +211,15 @@ def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Group]:
     return sorted((g for g in groups.values() if g.rate > 0), key=lambda g: (order.index(g.kind), -g.rate))
 
 
+def _is_core(kind: str, fans: Fans) -> bool:
+    """Whether fans are those of a part of a matrix: a core of a structured linear, a factor of a score."""
+    return kind == "structured" or (kind == "mixers" and (fans.fan_in, fans.fan_out) != (fans.in_, fans.out))
+
+
 def _factor(settings: Optimiser, kind: str, fans: Fans | None) -> float:
     if settings.rates == "same" or fans is None:
         return 1.0
-    if kind == "dense" and settings.base_width is None:
+    if settings.base_width is None and (fans.fan_in, fans.fan_out) == (fans.in_, fans.out):
         return 1.0
     if settings.rates == "dense":
         fans = Fans(fans.in_, fans.out, fans.in_, fans.out)

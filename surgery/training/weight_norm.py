@@ -1,4 +1,6 @@
-"""Weight normalisation of structured cores: core = gamma min(1, size / rms(M)) M, gamma learnable, one at first.
+"""Weight normalisation of structured cores, and of factors of bilinear scores (Kuang et al. 2025, appendix F.1):
+
+    core = gamma min(1, size / rms(M)) M                    gamma learnable, one at first
 
 Keeps a core's entries from outgrowing the size they began with, which is what makes BTT diverge at large rates (Qiu et
 al. 2024, section 5.1, where size is that of the muP initialisation; here it is the start's own root mean square, since
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from surgery.mixers import Mixer
 from surgery.structures import StructuredLinear
 
 
@@ -40,9 +43,9 @@ def rms(core: Tensor) -> Tensor:
 
 
 def cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
-    """(path, module, core) of every structured linear."""
+    """(path, module, core) of every structured linear, and of every mixer that says its cores' fans."""
     for path, module in list(model.named_modules()):
-        if isinstance(module, StructuredLinear):
+        if isinstance(module, (StructuredLinear, Mixer)):
             yield from ((path, module, name) for name in module.mup())
 
 
