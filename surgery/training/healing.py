@@ -24,8 +24,16 @@ from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_k
 from surgery.training.packing import check_rows
 from surgery.training.recipe import HealingRecipe, data_of
 from surgery.training.record import circumstances, scores, stage_record
-from surgery.training.result import keys_of, round_as_stored, settle, write_result
-from surgery.training.sharding import rest, whole
+from surgery.training.result import (
+    ADAPTER,
+    adapter_digests,
+    keys_of,
+    refuse_difference,
+    round_as_stored,
+    settle,
+    write_result,
+)
+from surgery.training.sharding import rest
 from surgery.training.shared_tokens import SharedTokens
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
@@ -72,14 +80,17 @@ class Healing:
         at = self._position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
         models = self._models(student)
+        if at.stage == len(self.recipe.stages):
+            self._restored(models)
         self.validation = self._validation()
         self.measured = self._measured(models)
-        after = None
-        for number in range(len(self.recipe.stages)):
-            if number >= at.stage:
-                after = self._stage(models, number, at if number == at.stage else Position(number))
-        record = self._record(self.measured, after, time.perf_counter() - began)
-        self._write(models, record)
+        for number in range(at.stage, len(self.recipe.stages)):
+            self._stage(models, number, at if number == at.stage else Position(number))
+        latest = self.checkpoints.latest()
+        assert latest is not None, "every stage ends with a checkpoint"
+        ended = self.checkpoints.position(latest)
+        record = self._record(ended.notes, time.perf_counter() - began)
+        self._write(models, record, latest, ended.notes)
         return record
 
     # -- what is there ---------------------------------------------------------------------------------
@@ -172,8 +183,8 @@ class Healing:
             self._note({**self.measured, "before": self.validation.of_models(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
-    def _stage(self, models: Models, number: int, at: Position) -> float | None:
-        """The loss on validation text after it."""
+    def _stage(self, models: Models, number: int, at: Position) -> None:
+        """Train one stage, and leave a checkpoint after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
         if self.spread and number:
@@ -215,7 +226,7 @@ class Healing:
         loop = Loop(setting, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
-        return self._over(models, stage, loop)
+        self._over(models, stage, loop)
 
     def _restored(self, models: Models) -> None:
         if latest := self.checkpoints.latest():
@@ -238,9 +249,9 @@ class Healing:
         if models.cache is not None and stage.needs_teacher == "logits":
             models.cache.check(data)
 
-    def _over(self, models: Models, stage: Stage, loop: Loop) -> float | None:
-        """The wrappers off, numbers as they will be stored, and a checkpoint between the stages. The loss on validation
-        text of what is kept."""
+    def _over(self, models: Models, stage: Stage, loop: Loop) -> None:
+        """The wrappers off, numbers as they will be stored, and a checkpoint between the stages. Its notes hold the loss
+        on validation text of what is kept, and digests of the adapter's files."""
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
@@ -259,31 +270,38 @@ class Healing:
         rest(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
         notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
+        notes["adapter"] = adapter_digests(self.work) if self.main else {}
         self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
-        return after
 
     # -- the end ---------------------------------------------------------------------------------------
-    def _record(self, measured: dict[str, float | None], after: float | None, seconds: float) -> dict[str, Any]:
-        if after is None and (latest := self.checkpoints.latest()):
-            after = self.checkpoints.position(latest).notes.get("after")
+    def _record(self, notes: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """notes: of the last checkpoint."""
         told: dict[str, Any] = {
             "out": str(self.out),
             "teacher": self.teacher_name,
             "stages": self.stages,
             "trained": len(self.trained),
         }
-        told |= {"validation": scores({**measured, "after": after}), "validation_rows": len(self.validation.examples)}
+        told["validation"] = scores({**self.measured, "after": notes["after"]})
+        told["validation_rows"] = len(self.validation.examples)
         return {**told, **circumstances(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
-    def _write(self, models: Models, record: dict[str, Any]) -> None:
-        parameters = dict(models.student.named_parameters())
+    def _write(self, models: Models, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
+        """The result from the last checkpoint, never from the model in memory; compared with it before the work goes."""
         if self.main:
             draw(self.log.lines(), self.work / CURVE)
         end_trackers(self.accelerator)
-        trained: dict[str, Tensor] = {name: whole(parameters[name]).cpu() for name in sorted(self.trained)}
         if self.main:
+            trained = self.checkpoints.weights(latest)
+            if set(trained) != self.trained or adapter_digests(self.work) != notes["adapter"]:
+                raise SurgeryError(
+                    f"{latest} does not hold what its notes say, or {self.work / ADAPTER} was changed since; remove that "
+                    "checkpoint and run the same command with --resume to go on from the one before"
+                )
             keys = keys_of(models.student, self.source, set(trained))
-            target = write_result(self.source, keys, trained, self.work, record)
+            new = {keys[name]: info for name, info in trained.items()}
+            target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
+            refuse_difference(target, self.source, new)
             for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / wrote).is_dir():
                     shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)

@@ -63,6 +63,7 @@ class Loop:
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
         self.last: list[Step] = []
+        self.saved = at.step  # the step of the latest checkpoint
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> Position:
@@ -238,9 +239,12 @@ class Loop:
         self.setting.report(line)
 
     def _save(self) -> None:
+        if self.saved == self.at.step:  # a second one would remove the first before it takes its place
+            return
         if (scale := self.descent.scale()) is not None:
             self.at.notes["scaler"] = scale
         self.setting.checkpoints.save(self.at, self.held)
+        self.saved = self.at.step
 
     def _resume(self) -> None:
         folder = self.setting.checkpoints.latest()
