@@ -4,61 +4,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import killing
 import pytest
 import torch
 from forked import processes
-from small import DECODER, recipe_of
-from small_training import EMBEDDED, recipe
+from small_training import LM, LORA, recipe, same, spread, tensors
 
 from surgery.errors import SurgeryError
 from surgery.training.finetune import finetune
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
-LM = {"kind": "lm", "trains": ["all"], "length": 16, "tokens": 128, "batch": 4, "rows": 2, "rate": 1e-2}
-LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens": 64, "batch": 4, "rows": 4}
 OPTIONS = {"device": "cpu", "track": "none"}
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    path = tmp_path_factory.mktemp("words") / "text.txt"
-    path.write_text((EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    """One layer of structured linears, random, with a tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from surgery.conversion import convert
-
-    folder = tmp_path_factory.mktemp("student")
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    torch.manual_seed(0)
-    shape = {**DECODER, "vocab_size": len(tokenizer), "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder / "source")
-    tokenizer.save_pretrained(folder / "source")
-    convert(str(folder / "source"), recipe_of(structure="low_rank"), folder / "converted")
-    return folder / "converted"
-
-
-def tensors(out):
-    """Of the result and of its adapter."""
-    from safetensors.torch import load_file
-
-    return {(path.parent.name == "adapter", name): t for path in sorted(out.rglob("*.safetensors")) for name, t in load_file(path).items()}  # fmt: skip
-
-
-def same(out, whole):
-    ours, theirs = tensors(out), tensors(whole)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def every_state_goes_on(home, states, run, whole):
@@ -108,14 +67,6 @@ def test_1b_pretrain(words, tmp_path):
     states = killing.states(run, home, tmp_path / "states", "stage-01-step-0000000")
     shutil.copytree(home / "out", tmp_path / "whole")
     every_state_goes_on(home, states, run, tmp_path / "whole")
-
-
-def spread(rank):
-    """In a child: FSDP2, as `accelerate launch` asks for it."""
-    told = {"USE_FSDP": "true", "FSDP_VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    names = {"USE_FSDP": "ACCELERATE_USE_FSDP", "AUTO_WRAP_POLICY": "FSDP_AUTO_WRAP_POLICY"}
-    os.environ |= {names.get(key, key): value for key, value in told.items()}
-    os.environ |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 
 
 def test_1b_sharded(student, words, tmp_path):

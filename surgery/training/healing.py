@@ -14,6 +14,7 @@ from surgery.errors import SurgeryError
 from surgery.journal import Journal, partial_of
 from surgery.progress import Progress
 from surgery.training import models as opening
+from surgery.training.best import BEST, Best, better
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.data import make_data
 from surgery.training.devices import make_accelerator, prepared, shares_of, spread, unwrapped
@@ -23,7 +24,7 @@ from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
 from surgery.training.packing import check_rows
 from surgery.training.recipe import HealingRecipe, data_of
-from surgery.training.record import circumstances, scores, stage_record
+from surgery.training.record import circumstances, delivered, scores, stage_record
 from surgery.training.result import (
     ADAPTER,
     adapter_digests,
@@ -33,7 +34,7 @@ from surgery.training.result import (
     settle,
     write_result,
 )
-from surgery.training.sharding import rest
+from surgery.training.sharding import fill, rest
 from surgery.training.shared_tokens import SharedTokens
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
@@ -74,6 +75,7 @@ class Healing:
             self.accelerator.process_index,
             self.accelerator.wait_for_everyone,
         )
+        self.best = Best(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = Log(self.work, self.accelerator)
         student = opening.load_student(self.source, self.trust)
         self.roles = opening.roles_of(self.source, student)
@@ -221,12 +223,17 @@ class Healing:
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
         setting = Setting(
             self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.of_models,
-            self.skip, earlier, sum(s.steps for s in self.recipe.stages[:number]),
+            self.skip, self.recipe.evaluates, self._judge, earlier, sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
         loop = Loop(setting, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
         self._over(models, stage, loop)
+
+    def _judge(self, loss: float | None, at: Position, held: Held) -> None:
+        """Keep the state if it is the best so far."""
+        if self.recipe.deliver == "best":
+            self.best.see(loss, self.measured["before"], at, held)
 
     def _restored(self, models: Models) -> None:
         if latest := self.checkpoints.latest():
@@ -250,8 +257,8 @@ class Healing:
             models.cache.check(data)
 
     def _over(self, models: Models, stage: Stage, loop: Loop) -> None:
-        """The wrappers off, numbers as they will be stored, and a checkpoint between the stages. Its notes hold the loss
-        on validation text of what is kept, and digests of the adapter's files."""
+        """The wrappers off, and a checkpoint between the stages; after the last one it is of what is delivered, in numbers
+        as they will be stored. Its notes hold the loss on validation text, and digests of the adapter's files."""
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
@@ -264,14 +271,69 @@ class Healing:
         stage.finish(models, self.roles, self.work if self.main else None)
         self.trained |= stage.changes(models, self.roles)
         held = Held({n: p for n, p in models.student.named_parameters() if n in self.trained})
-        if loop.at.stage + 1 == len(self.recipe.stages):
+        over = loop.at.stage + 1 == len(self.recipe.stages)
+        if over:
             round_as_stored(held.parameters, keys_of(models.student, self.source, self.trained), self.source)
         after = after if adapter else self.validation.of_models(models)
         rest(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
-        notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
-        notes["adapter"] = adapter_digests(self.work) if self.main else {}
-        self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
+        position = Position(
+            loop.at.stage + 1, notes={"trained": sorted(self.trained), "stages": self.stages, "after": after}
+        )
+        if over:
+            position.notes |= self._delivered(models, held, after)
+        else:
+            self._judge(after, position, held)
+        position.notes["adapter"] = adapter_digests(self.work) if self.main else {}
+        self.checkpoints.save(position, held)
+
+    # -- what is delivered -----------------------------------------------------------------------------
+    def _delivered(self, models: Models, held: Held, last: float | None) -> dict[str, Any]:
+        """Put the state to be delivered in the model's place; notes about it. last: the loss of the state after the last
+        step, which is there now."""
+        start, saved = self.measured["before"], self.best.latest()
+        chosen, after = "last", last
+        if self.recipe.deliver == "best" and last is not None:
+            if saved is not None and better(self.best.loss(saved), last):
+                chosen, after = saved.name, self._put(models, held, saved)
+            if start is not None and after is not None and better(start, after):
+                chosen, after = "start", self._put(models, held, None)
+        return {"after": after, "last": last, "delivered": chosen}
+
+    def _put(self, models: Models, held: Held, saved: Path | None) -> float | None:
+        """The best state, or the start (None), in the place of the trained numbers, as they will be stored; its loss. The
+        student is opened again and made what it was at that step, as when a run goes on after a kill."""
+        student = opening.load_student(self.source, self.trust)
+        adapter = False
+        if self.main:
+            shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # that of the state after the last step
+        if saved is not None:
+            adapter = self._as_saved(Models(student, student, models.teacher, models.cache), saved)
+        parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
+        round_as_stored(parameters, keys_of(student, self.source, self.trained), self.source)
+        for name, p in held.parameters.items():
+            fill(p, parameters[name].detach().to(p.device))
+        if saved is None:
+            return self.measured["before"]
+        loss = self.best.loss(saved) if adapter else self.validation.of_models(models)
+        rest(models.student)
+        return loss
+
+    def _as_saved(self, models: Models, saved: Path) -> bool:
+        """The student as it was saved, without what its stage had brought; whether an adapter is left beside it."""
+        at = self.best.position(saved)
+        if at.step == 0:  # after a stage
+            self.best.restore_weights(saved, named(models.student))
+            return False
+        config = self.recipe.stages[at.stage]
+        stage: Stage = STAGES[config](config)
+        adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
+        self._prepared(models, stage)
+        self.best.restore_weights(saved, named(models.student))
+        if config.weight_norm == "cores":
+            fold(models.student)
+        stage.finish(models, self.roles, self.work if self.main else None)
+        return adapter
 
     # -- the end ---------------------------------------------------------------------------------------
     def _record(self, notes: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -283,6 +345,7 @@ class Healing:
             "trained": len(self.trained),
         }
         told["validation"] = scores({**self.measured, "after": notes["after"]})
+        told["delivered"] = delivered(self.recipe, self.measured["before"], notes)
         told["validation_rows"] = len(self.validation.examples)
         return {**told, **circumstances(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
