@@ -49,6 +49,22 @@ def named(model: Any) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
+def changed_by(recipe: HealingRecipe, models: Models, roles: dict[str, tuple[str, ...]]) -> set[str]:
+    """Names of the student's parameters that some stage changes; SurgeryError where a stage does not fit the model. Weights
+    are not read: the model may lie on the meta device."""
+    found: set[str] = set()
+    for number, config in enumerate(recipe.stages):
+        stage = STAGES[config](config)
+        refuse_unknown_kinds(config.rates)
+        found |= stage.changes(models, roles)
+        if isinstance(stage, LoraStage) and stage.keeps(models, roles) and number + 1 < len(recipe.stages):
+            raise SurgeryError(
+                f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
+                "keep), which later stages would not see; make it the last"
+            )
+    return found
+
+
 class Healing:
     def __init__(
         self, source: Any, recipe: HealingRecipe, out: Path, teacher: str | None, trust: bool, skip: bool,
@@ -134,22 +150,9 @@ class Healing:
 
     def _changing(self, models: Models) -> set[str]:
         """Names of what any stage will change; what one of them refuses is refused here."""
-        found: set[str] = set()
-        for number, config in enumerate(self.recipe.stages):
-            stage = STAGES[config](config)
-            refuse_unknown_kinds(config.rates)
+        for config in self.recipe.stages:
             shares_of(self.accelerator, config)
-            found |= stage.changes(models, self.roles)
-            if (
-                isinstance(stage, LoraStage)
-                and stage.keeps(models, self.roles)
-                and number + 1 < len(self.recipe.stages)
-            ):
-                raise SurgeryError(
-                    f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
-                    "keep), which later stages would not see; make it the last"
-                )
-        return found
+        return changed_by(self.recipe, models, self.roles)
 
     def _validation(self) -> Validation:
         last = self.recipe.stages[-1]
