@@ -22,7 +22,7 @@ OPTIONS = {"device": "cpu", "track": "none"}
 
 def every_state_goes_on(home, states, run, whole):
     """Each of them in the place of `home`, resumed where it is not finished."""
-    assert len(states) > 15
+    assert len(states) > 5
     for state in states:
         shutil.rmtree(home)
         shutil.copytree(state, home, symlinks=True)
@@ -92,7 +92,10 @@ def test_1b_sharded(student, words, tmp_path):
     record = json.loads((home / "out" / "surgery_report.json").read_text())["training"][0]
     assert (record["spread"], record["processes"]) == ("FSDP2", 2)
     states = sorted((tmp_path / "states").iterdir())
-    every_state_goes_on(home, states, run, tmp_path / "whole")
+    assert len(states) > 15
+    every_state_goes_on(
+        home, states[::3], run, tmp_path / "whole"
+    )  # written by the code of the first test, state by state
     shutil.rmtree(home)
     shutil.copytree(states[3], home, symlinks=True)
     assert both(True) == [0, 0]
