@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small import recipe_of, tiny_config, tiny_inputs
-from small_training import btt, mixed, texts, without_curves  # noqa: F401  fixtures: here they are made once for all files
+from small_training import btt, mixed, student, texts, without_curves, words  # noqa: F401  fixtures: here they are made once for all files
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU

@@ -2,13 +2,16 @@
 at once instead of waking an interpreter.
 
 killing.run(convert, out, kills) -> how many were killed; convert(resume) writes into out, or is killed at it.
+killing.states(work, home, folder) -> copies of what each kill between two file operations would leave, from one run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +63,54 @@ def run(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, se
     resume = out.with_name(out.name + ".partial").exists()
     _finished(_child(lambda: convert(out, resume)), None)
     return [*outs, out]
+
+
+CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+
+
+def states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
+    """What a SIGKILL would leave of `home` before each of its file operations: copies in `folder`, one for each that
+    differs from the one before. `work` runs in a child, once; since: how the path ends whose renaming it begins after."""
+    pid = _child(lambda: watched(work, home, folder, since))
+    assert _finished(pid, None)
+    return sorted(folder.iterdir())
+
+
+def watched(work: Callable[[], object], home: Path, folder: Path, since: str) -> None:
+    begun, busy, before, place = not since, False, None, os.fspath(home)
+
+    def hear(event: str, told: tuple[object, ...]) -> None:
+        nonlocal begun, busy, before
+        opened = event == "open" and isinstance(told[2], int) and told[2] & (os.O_WRONLY | os.O_RDWR)
+        if busy or not (opened or event in CHANGING):
+            return
+        paths = [os.fsdecode(path) for path in told[:2] if isinstance(path, (str, bytes, os.PathLike))]
+        if not any(path.startswith(place) for path in paths) and event not in ("os.remove", "os.rmdir"):
+            return
+        busy = True
+        try:
+            if begun and (now := _files(home)) != before:
+                before = now
+                shutil.copytree(home, folder / f"{len(os.listdir(folder)):04d}", symlinks=True)
+            begun = begun or (event == "os.rename" and paths[1].endswith(since))
+        finally:
+            busy = False
+
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.addaudithook(hear)
+    work()
+    begun = False
+
+
+def _files(home: Path) -> list[tuple[str, bytes]]:
+    return [(os.fspath(p), p.read_bytes() if p.is_file() else b"") for p in sorted(home.rglob("*"))]
+
+
+def at_a_rename(ending: str) -> None:
+    """Kill this process when it is about to rename something to a path that ends so."""
+
+    def hear(event: str, told: tuple[object, ...]) -> None:
+        if event == "os.rename" and os.fspath(told[1]).endswith(ending):  # type: ignore[call-overload]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)

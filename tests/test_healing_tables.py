@@ -26,6 +26,7 @@ def test_cells_say_what_was_measured():
 def test_a_curve_runs_over_all_stages():
     record = {
         "validation": {"before": {"loss": 3.0}, "after": {"loss": 1.0}},
+        "delivered": {"last": 1.0},
         "stages": [{"tokens": 10}, {"tokens": 30}],
     }
     log = [{"stage": 0, "step": 1, "tokens": 5, "loss": 9.0}, {"stage": 0, "tokens": 5, "validation": 2.5}]

@@ -28,7 +28,8 @@ STAGES = [
 def told(texts):
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
     common = {"length": 48, "batch": 4, "rows": 2, "tokens": 384, "rate": 1e-4}
-    return {"precision": "float32", "log": 1, "checkpoint": 1, "data": data, "common": common, "stages": STAGES}
+    told = {"precision": "float32", "log": 1, "checkpoint": 1, "evaluate": 0, "deliver": "last"}
+    return {**told, "data": data, "common": common, "stages": STAGES}
 
 
 @pytest.fixture(scope="session")

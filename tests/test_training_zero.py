@@ -29,6 +29,7 @@ def told(texts, stages=STAGES, **keys):
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
     common = {"length": 48, "batch": 4, "rows": 1, "tokens": 384, "rate": 1e-4}
     base = {"precision": "float32", "log": 1, "checkpoint": 1, "data": data, "common": common}
+    base |= {"evaluate": 0, "deliver": "last"}
     return parse_healing({**base, "stages": stages, **keys})
 
 

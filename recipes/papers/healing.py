@@ -161,14 +161,15 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 def curve(record: dict[str, Any], log: str) -> list[list[float]]:
     """[tokens over all stages, nats per token of validation text], from before the first step on."""
-    before, after = (record["validation"][key] for key in ("before", "after"))
+    before = record["validation"]["before"]
+    last = record["delivered"]["last"]
     points = [[0, before["loss"]]] if before else []
     done = [0]
     for stage in record["stages"]:
         done.append(done[-1] + stage["tokens"])
     lines = [json.loads(text) for text in log.splitlines()]
     points += [[done[x["stage"]] + x["tokens"], x["validation"]] for x in lines if "validation" in x]
-    return points + ([[done[-1], after["loss"]]] if after else [])
+    return points + ([[done[-1], last]] if last is not None else [])
 
 
 # -- the table -------------------------------------------------------------------------------------

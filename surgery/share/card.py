@@ -161,8 +161,8 @@ def _trained(report: dict[str, Any]) -> str:
         return ""
     lines = ["## Healing", ""]
     lines += [
-        "| run | stages | tokens | perplexity: original | converted | healed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| run | stages | tokens | perplexity: original | converted | healed | state handed back |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for number, run in enumerate(runs, 1):
         stages = run.get("stages", [])
@@ -171,7 +171,10 @@ def _trained(report: dict[str, Any]) -> str:
         scores = run.get("validation", {})
         shown_scores = ((scores.get(key) or {}).get("perplexity") for key in ("original", "before", "after"))
         cells = " | ".join("-" if score is None else f"{score:.3f}" for score in shown_scores)
-        lines.append(f"| {number} | {kinds} | {tokens:,} | {cells} |")
+        told = run.get("delivered") or {"state": "last"}
+        state = {"last": "after the last step", "start": "the start, unchanged"}.get(told["state"], told["state"])
+        state += ", worse than the start" if told.get("worse") else ""
+        lines.append(f"| {number} | {kinds} | {tokens:,} | {cells} | {state} |")
     return "\n".join(
         [*lines, "", "Recipes, seeds and losses of every run are in `surgery_report.json` under `training`."]
     )

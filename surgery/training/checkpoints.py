@@ -4,7 +4,7 @@ WORK/checkpoints/stage-1-step-000500/
   weights.safetensors      every parameter trained so far, float32, by its name in the model
   optimiser.safetensors    <state>.<parameter>, and ema.<parameter>
   rng-00000.safetensors    of each process
-  state.json               stage, step, examples and tokens taken; the rest in JSON
+  state.json               stage, step, examples and tokens taken; sha256 of weights.safetensors; the rest in JSON
 
 Written into a folder beside and renamed. Tensors are whole, whatever number of devices they are spread over, so a
 run may go on with another.
@@ -27,8 +27,10 @@ from surgery.errors import SurgeryError
 from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_shard
 from surgery.storage import checksum, read_json, write_json
 from surgery.training.sharding import Spread, fill, whole
+from surgery.training.teacher_index import sha256
 
 STATE, EMA, SUM = "state.json", "ema", "crc32"
+WEIGHTS, DIGEST = "weights.safetensors", "sha256"
 Stored = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
 
 
@@ -120,11 +122,11 @@ class Checkpoints:
             partial.mkdir(parents=True)
         self.wait()
         write_shard(partial / f"rng-{self.rank:05d}.safetensors", _rng())
-        self._gathered(partial / "weights.safetensors", held.parameters)
+        self._gathered(partial / WEIGHTS, held.parameters)
         self._gathered(partial / "optimiser.safetensors", held.states())
         self.wait()
         if self.rank == 0:
-            told = {**position.__dict__, "python": _python_rng()}
+            told = {**position.__dict__, "python": _python_rng(), DIGEST: sha256(partial / WEIGHTS)}
             write_json(partial / STATE, {**told, SUM: checksum(told)})
             _settled(partial, target)
             self._prune()
@@ -152,12 +154,19 @@ class Checkpoints:
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
         """Names of what was restored."""
-        stored = read_header(folder / "weights.safetensors")
+        stored = self.weights(folder)
         for name, info in stored.items():
             if name not in parameters or tuple(parameters[name].shape) != info.shape:
                 raise SurgeryError(f"checkpoint {folder} holds {name!r} {list(info.shape)}, which this model has not")
             fill(parameters[name], read_tensor(info))
         return set(stored)
+
+    def weights(self, folder: Path) -> dict[str, TensorInfo]:
+        """Every trained parameter by name; SurgeryError where the file is not the one that was written."""
+        path = folder / WEIGHTS
+        if not path.is_file() or sha256(path) != _told(folder).get(DIGEST):
+            raise _damaged(path)
+        return read_header(path)
 
     def restore(self, folder: Path, held: Held) -> None:
         """The optimiser, the running mean and the random states; weights are restored before they are spread."""

@@ -31,7 +31,7 @@ def finetune(
     from surgery.training.ahead import one_thread
     from surgery.training.finetune import finetune as run
     from surgery.training.recipe import load_healing
-    from surgery.training.shown import result_table
+    from surgery.training.shown import last_line, result_table
 
     one_thread()
     given = [*(overrides or []), *reading(data)]
@@ -48,7 +48,7 @@ def finetune(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    tell(record, as_json, [*result_table(record), f"healed checkpoint: {record['out']}"])
+    tell(record, as_json, [*result_table(record), last_line(record, "healed checkpoint")])
 
 
 def reading(data: str | None) -> list[str]:

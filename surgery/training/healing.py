@@ -14,6 +14,7 @@ from surgery.errors import SurgeryError
 from surgery.journal import Journal, partial_of
 from surgery.progress import Progress
 from surgery.training import models as opening
+from surgery.training.best import BEST, Best, better
 from surgery.training.checkpoints import Checkpoints, Held, Position
 from surgery.training.data import make_data
 from surgery.training.devices import make_accelerator, prepared, shares_of, spread, unwrapped
@@ -23,9 +24,17 @@ from surgery.training.loop import Loop, Setting
 from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
 from surgery.training.packing import check_rows
 from surgery.training.recipe import HealingRecipe, data_of
-from surgery.training.record import circumstances, scores, stage_record
-from surgery.training.result import keys_of, round_as_stored, settle, write_result
-from surgery.training.sharding import rest, whole
+from surgery.training.record import circumstances, delivered, scores, stage_record
+from surgery.training.result import (
+    ADAPTER,
+    adapter_digests,
+    keys_of,
+    refuse_difference,
+    round_as_stored,
+    settle,
+    write_result,
+)
+from surgery.training.sharding import fill, rest
 from surgery.training.shared_tokens import SharedTokens
 from surgery.training.shown import Reporter, groups_table
 from surgery.training.stages import STAGES, Models, Stage
@@ -38,6 +47,22 @@ from surgery.training.weight_norm import fold, normalise
 def named(model: Any) -> dict[str, Tensor]:
     """Parameters by the names they have without adapters around them."""
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+
+
+def changed_by(recipe: HealingRecipe, models: Models, roles: dict[str, tuple[str, ...]]) -> set[str]:
+    """Names of the student's parameters that some stage changes; SurgeryError where a stage does not fit the model. Weights
+    are not read: the model may lie on the meta device."""
+    found: set[str] = set()
+    for number, config in enumerate(recipe.stages):
+        stage = STAGES[config](config)
+        refuse_unknown_kinds(config.rates)
+        found |= stage.changes(models, roles)
+        if isinstance(stage, LoraStage) and stage.keeps(models, roles) and number + 1 < len(recipe.stages):
+            raise SurgeryError(
+                f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
+                "keep), which later stages would not see; make it the last"
+            )
+    return found
 
 
 class Healing:
@@ -66,20 +91,24 @@ class Healing:
             self.accelerator.process_index,
             self.accelerator.wait_for_everyone,
         )
+        self.best = Best(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = Log(self.work, self.accelerator)
         student = opening.load_student(self.source, self.trust)
         self.roles = opening.roles_of(self.source, student)
         at = self._position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
         models = self._models(student)
+        if at.stage == len(self.recipe.stages):
+            self._restored(models)
         self.validation = self._validation()
         self.measured = self._measured(models)
-        after = None
-        for number in range(len(self.recipe.stages)):
-            if number >= at.stage:
-                after = self._stage(models, number, at if number == at.stage else Position(number))
-        record = self._record(self.measured, after, time.perf_counter() - began)
-        self._write(models, record)
+        for number in range(at.stage, len(self.recipe.stages)):
+            self._stage(models, number, at if number == at.stage else Position(number))
+        latest = self.checkpoints.latest()
+        assert latest is not None, "every stage ends with a checkpoint"
+        ended = self.checkpoints.position(latest)
+        record = self._record(ended.notes, time.perf_counter() - began)
+        self._write(models, record, latest, ended.notes)
         return record
 
     # -- what is there ---------------------------------------------------------------------------------
@@ -121,22 +150,9 @@ class Healing:
 
     def _changing(self, models: Models) -> set[str]:
         """Names of what any stage will change; what one of them refuses is refused here."""
-        found: set[str] = set()
-        for number, config in enumerate(self.recipe.stages):
-            stage = STAGES[config](config)
-            refuse_unknown_kinds(config.rates)
+        for config in self.recipe.stages:
             shares_of(self.accelerator, config)
-            found |= stage.changes(models, self.roles)
-            if (
-                isinstance(stage, LoraStage)
-                and stage.keeps(models, self.roles)
-                and number + 1 < len(self.recipe.stages)
-            ):
-                raise SurgeryError(
-                    f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
-                    "keep), which later stages would not see; make it the last"
-                )
-        return found
+        return changed_by(self.recipe, models, self.roles)
 
     def _validation(self) -> Validation:
         last = self.recipe.stages[-1]
@@ -172,8 +188,8 @@ class Healing:
             self._note({**self.measured, "before": self.validation.of_models(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
-    def _stage(self, models: Models, number: int, at: Position) -> float | None:
-        """The loss on validation text after it."""
+    def _stage(self, models: Models, number: int, at: Position) -> None:
+        """Train one stage, and leave a checkpoint after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
         if self.spread and number:
@@ -210,12 +226,17 @@ class Healing:
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
         setting = Setting(
             self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.of_models,
-            self.skip, earlier, sum(s.steps for s in self.recipe.stages[:number]),
+            self.skip, self.recipe.evaluates, self._judge, earlier, sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
         loop = Loop(setting, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
-        return self._over(models, stage, loop)
+        self._over(models, stage, loop)
+
+    def _judge(self, loss: float | None, at: Position, held: Held) -> None:
+        """Keep the state if it is the best so far."""
+        if self.recipe.deliver == "best":
+            self.best.see(loss, self.measured["before"], at, held)
 
     def _restored(self, models: Models) -> None:
         if latest := self.checkpoints.latest():
@@ -238,9 +259,9 @@ class Healing:
         if models.cache is not None and stage.needs_teacher == "logits":
             models.cache.check(data)
 
-    def _over(self, models: Models, stage: Stage, loop: Loop) -> float | None:
-        """The wrappers off, numbers as they will be stored, and a checkpoint between the stages. The loss on validation
-        text of what is kept."""
+    def _over(self, models: Models, stage: Stage, loop: Loop) -> None:
+        """The wrappers off, and a checkpoint between the stages; after the last one it is of what is delivered, in numbers
+        as they will be stored. Its notes hold the loss on validation text, and digests of the adapter's files."""
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
@@ -253,37 +274,100 @@ class Healing:
         stage.finish(models, self.roles, self.work if self.main else None)
         self.trained |= stage.changes(models, self.roles)
         held = Held({n: p for n, p in models.student.named_parameters() if n in self.trained})
-        if loop.at.stage + 1 == len(self.recipe.stages):
+        over = loop.at.stage + 1 == len(self.recipe.stages)
+        if over:
             round_as_stored(held.parameters, keys_of(models.student, self.source, self.trained), self.source)
         after = after if adapter else self.validation.of_models(models)
         rest(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
-        notes = {"trained": sorted(self.trained), "stages": self.stages, "after": after}
-        self.checkpoints.save(Position(loop.at.stage + 1, notes=notes), held)
-        return after
+        position = Position(
+            loop.at.stage + 1, notes={"trained": sorted(self.trained), "stages": self.stages, "after": after}
+        )
+        if over:
+            position.notes |= self._delivered(models, held, after)
+        else:
+            self._judge(after, position, held)
+        position.notes["adapter"] = adapter_digests(self.work) if self.main else {}
+        self.checkpoints.save(position, held)
+
+    # -- what is delivered -----------------------------------------------------------------------------
+    def _delivered(self, models: Models, held: Held, last: float | None) -> dict[str, Any]:
+        """Put the state to be delivered in the model's place; notes about it. last: the loss of the state after the last
+        step, which is there now."""
+        start, saved = self.measured["before"], self.best.latest()
+        chosen, after = "last", last
+        if self.recipe.deliver == "best" and last is not None:
+            if saved is not None and better(self.best.loss(saved), last):
+                chosen, after = saved.name, self._put(models, held, saved)
+            if start is not None and after is not None and better(start, after):
+                chosen, after = "start", self._put(models, held, None)
+        return {"after": after, "last": last, "delivered": chosen}
+
+    def _put(self, models: Models, held: Held, saved: Path | None) -> float | None:
+        """The best state, or the start (None), in the place of the trained numbers, as they will be stored; its loss. The
+        student is opened again and made what it was at that step, as when a run goes on after a kill."""
+        student = opening.load_student(self.source, self.trust)
+        adapter = False
+        if self.main:
+            shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # that of the state after the last step
+        if saved is not None:
+            adapter = self._as_saved(Models(student, student, models.teacher, models.cache), saved)
+        parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
+        round_as_stored(parameters, keys_of(student, self.source, self.trained), self.source)
+        for name, p in held.parameters.items():
+            fill(p, parameters[name].detach().to(p.device))
+        if saved is None:
+            return self.measured["before"]
+        loss = self.best.loss(saved) if adapter else self.validation.of_models(models)
+        rest(models.student)
+        return loss
+
+    def _as_saved(self, models: Models, saved: Path) -> bool:
+        """The student as it was saved, without what its stage had brought; whether an adapter is left beside it."""
+        at = self.best.position(saved)
+        if at.step == 0:  # after a stage
+            self.best.restore_weights(saved, named(models.student))
+            return False
+        config = self.recipe.stages[at.stage]
+        stage: Stage = STAGES[config](config)
+        adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
+        self._prepared(models, stage)
+        self.best.restore_weights(saved, named(models.student))
+        if config.weight_norm == "cores":
+            fold(models.student)
+        stage.finish(models, self.roles, self.work if self.main else None)
+        return adapter
 
     # -- the end ---------------------------------------------------------------------------------------
-    def _record(self, measured: dict[str, float | None], after: float | None, seconds: float) -> dict[str, Any]:
-        if after is None and (latest := self.checkpoints.latest()):
-            after = self.checkpoints.position(latest).notes.get("after")
+    def _record(self, notes: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """notes: of the last checkpoint."""
         told: dict[str, Any] = {
             "out": str(self.out),
             "teacher": self.teacher_name,
             "stages": self.stages,
             "trained": len(self.trained),
         }
-        told |= {"validation": scores({**measured, "after": after}), "validation_rows": len(self.validation.examples)}
+        told["validation"] = scores({**self.measured, "after": notes["after"]})
+        told["delivered"] = delivered(self.recipe, self.measured["before"], notes)
+        told["validation_rows"] = len(self.validation.examples)
         return {**told, **circumstances(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
-    def _write(self, models: Models, record: dict[str, Any]) -> None:
-        parameters = dict(models.student.named_parameters())
+    def _write(self, models: Models, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
+        """The result from the last checkpoint, never from the model in memory; compared with it before the work goes."""
         if self.main:
             draw(self.log.lines(), self.work / CURVE)
         end_trackers(self.accelerator)
-        trained: dict[str, Tensor] = {name: whole(parameters[name]).cpu() for name in sorted(self.trained)}
         if self.main:
+            trained = self.checkpoints.weights(latest)
+            if set(trained) != self.trained or adapter_digests(self.work) != notes["adapter"]:
+                raise SurgeryError(
+                    f"{latest} does not hold what its notes say, or {self.work / ADAPTER} was changed since; remove that "
+                    "checkpoint and run the same command with --resume to go on from the one before"
+                )
             keys = keys_of(models.student, self.source, set(trained))
-            target = write_result(self.source, keys, trained, self.work, record)
+            new = {keys[name]: info for name, info in trained.items()}
+            target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
+            refuse_difference(target, self.source, new)
             for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / wrote).is_dir():
                     shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)

@@ -29,7 +29,8 @@ from surgery.training.stages import Batch, Models, Stage
 
 @dataclass
 class Setting:
-    """What a stage runs in. report: told every line of the log; validate: nats per token, or None."""
+    """What a stage runs in. report: told every line of the log; validate: nats per token, or None; evaluate: steps
+    between two looks at validation text, 0 for none; judge: given that loss, where it was measured, and the weights."""
 
     accelerator: Any
     recipe: HealingRecipe
@@ -39,6 +40,8 @@ class Setting:
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Models], float | None]
     skip_bad_steps: bool = False
+    evaluate: int = 0
+    judge: Callable[[float | None, Position, Held], None] = lambda *given: None
     earlier: dict[str, Tensor] = field(default_factory=dict)  # trained by stages before this one
     steps_before: int = 0
 
@@ -63,6 +66,7 @@ class Loop:
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
         self.last: list[Step] = []
+        self.saved = at.step  # the step of the latest checkpoint
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> Position:
@@ -206,7 +210,8 @@ class Loop:
     def _pause(self, began: float) -> float:
         """Validation and checkpoints; their time is not the loop's. When the clock starts again."""
         recipe, done = self.setting.recipe, self.at.step == self.config.steps
-        checked = bool(recipe.evaluate) and self.at.step % recipe.evaluate == 0 and not done
+        every = self.setting.evaluate
+        checked = bool(every) and self.at.step % every == 0 and not done
         saved = bool(recipe.checkpoint) and self.at.step % recipe.checkpoint == 0 and not done
         if not (checked or saved):
             return began
@@ -236,11 +241,15 @@ class Loop:
         if self.accelerator.is_main_process:
             self.setting.log.add(line)
         self.setting.report(line)
+        self.setting.judge(loss, self.at, self.held)
 
     def _save(self) -> None:
+        if self.saved == self.at.step:  # a second one would remove the first before it takes its place
+            return
         if (scale := self.descent.scale()) is not None:
             self.at.notes["scaler"] = scale
         self.setting.checkpoints.save(self.at, self.held)
+        self.saved = self.at.step
 
     def _resume(self) -> None:
         folder = self.setting.checkpoints.latest()

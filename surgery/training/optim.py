@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from surgery.cache import mixed_modules
 from surgery.errors import SurgeryError, nearest
 from surgery.mixers import Mixer
 from surgery.standins import FoldedLinear, SplitLinear
@@ -151,32 +152,47 @@ def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
 
 def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
     """Names of the parameters that the words select: "all", "new" (what the conversion brought), a kind, a role of a
-    linear (roles: path -> its roles), or a path with * and ?. SurgeryError for a word that selects none."""
+    linear (roles: path -> its roles), or a path with * and ?. SurgeryError for a word that selects none; but "mixers" may
+    stand beside other words where the model's mixers have no parameters of their own, as a window of softmax has none. The
+    attention around such a mixer is "new": its projections are what can adapt to it."""
     known = known_parameters(model)
+    bare = tuple(
+        f"{path}." for path, module in mixed_modules(model) if not any(True for _ in module.mixer.parameters())
+    )
     new_places = tuple(
         f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear))
     )
     found: set[str] = set()
+    trains = tuple(trains)
     for word in trains:
         if word == "all":
             hit = set(known)
         elif word == "new":
-            hit = {n for n, k in known.items() if k.kind in ("mixers", "adapters") or n.startswith(new_places)}
+            hit = {
+                n for n, k in known.items() if k.kind in ("mixers", "adapters") or n.startswith((*new_places, *bare))
+            }
         elif word in KINDS:
             hit = {n for n, k in known.items() if k.kind == word}
         else:
             hit = {n for n in known if fnmatchcase(n, word) or fnmatchcase(n.rpartition(".")[0], word)}
             hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _plays(r, word))}
-        if not hit:
-            raise SurgeryError(_selects_none(word, model, {k.kind for k in known.values()}, roles))
+        if not hit and not (word == "mixers" and bare and len(trains) > 1):
+            raise SurgeryError(_selects_none(word, model, {k.kind for k in known.values()}, roles, bool(bare)))
         found |= hit
     return found
 
 
-def _selects_none(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]]) -> str:
+def _selects_none(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool) -> str:
     said = f"trains: {word!r} selects no parameter of {type(model).__name__}"
+    if word == "mixers" and bare:
+        return (
+            f"{said}, whose mixers have no parameters of their own; trains: [new] takes the projections of their attention, as "
+            "--recipe standard and small-attention do"
+        )
     if word == "mixers" and "structured" in there:
         return f"{said}, whose attention was left alone; --recipe weights-only heals its structured linears"
+    if word == "structured" and (bare or "mixers" in there):
+        return f"{said}, whose linears were left alone; --recipe standard and small-attention heal its attention"
     if word in (*KINDS, "new"):
         return f"{said}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
     return said + nearest(word, [*KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})])

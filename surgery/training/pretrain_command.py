@@ -31,7 +31,7 @@ def pretrain(
     from surgery.training.new_model import keys_of_config
     from surgery.training.pretrain import pretrain as run
     from surgery.training.pretrain_recipe import load_pretrain
-    from surgery.training.shown import result_table
+    from surgery.training.shown import last_line, result_table
 
     one_thread()
     given = [f"model={json.dumps(keys_of_config(model))}"] if model is not None else []
@@ -48,7 +48,7 @@ def pretrain(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    tell(record, as_json, [*result_table(record, UNTRAINED), f"trained checkpoint: {record['out']}"])
+    tell(record, as_json, [*result_table(record, UNTRAINED), last_line(record, "trained checkpoint")])
 
 
 UNTRAINED = (("before", "untrained"), ("after", "trained"))

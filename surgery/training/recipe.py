@@ -41,7 +41,8 @@ class Guard(Strict):
 
 class HealingRecipe(Strict):
     """What `surgery finetune` does; docs/finetune.md explains every key. precision: of the products, float32 weights
-    beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps."""
+    beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps; evaluate:
+    None is a tenth of the run. deliver: the state of the lowest loss on validation text, the start included, or the last."""
 
     description: str = ""
     data: dict[str, Any] = Field(default_factory=dict)
@@ -51,9 +52,15 @@ class HealingRecipe(Strict):
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log: Annotated[Count, Field(ge=1)] = 10
-    evaluate: Annotated[Count, Field(ge=0)] = 0
+    evaluate: Annotated[Count, Field(ge=0)] | None = None
+    deliver: Literal["best", "last"] = "best"
     checkpoint: Annotated[Count, Field(ge=0)] = 500
     keep: Annotated[int, Field(ge=1)] = 2
+
+    @property
+    def evaluates(self) -> int:
+        """Steps of a stage between two looks at validation text; 0: only after stages."""
+        return self.evaluate if self.evaluate is not None else -(-sum(stage.steps for stage in self.stages) // 10)
 
 
 def shipped() -> dict[str, str]:

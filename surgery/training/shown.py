@@ -89,7 +89,17 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
             f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {stage['first_loss']:.4f} -> "
             f"{stage['last_loss']:.4f}, {stage['tokens_per_second']:,.0f} tokens/s"
         )
-    return parts
+    return [*parts, f"delivered: {result['delivered']['says']}"]
+
+
+def last_line(result: dict[str, Any], what: str) -> str:
+    """Where the checkpoint is; and whether training has left it as it was, or made it worse."""
+    told = result["delivered"]
+    if told["state"] == "start":
+        return f"{what}, no better than the start and so unchanged: {result['out']}"
+    if told["worse"]:
+        return f"{what}, WORSE than the start ({told['loss']:.4f} after {told['start']:.4f} nats per token): {result['out']}"
+    return f"{what}: {result['out']}"
 
 
 ROWS = (("original", "original"), ("before", "converted"), ("after", "healed"))
