@@ -70,5 +70,5 @@ def _stream(text: str) -> Iterator[str]:
         return
     import datasets
 
-    for row in datasets.load_dataset(text, "wikitext-2-raw-v1", split="test"):
+    for row in datasets.load_dataset(text, "wikitext-2-raw-v1", split="test", trust_remote_code=False):
         yield row["page"]

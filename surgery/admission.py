@@ -26,7 +26,9 @@ def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None
                 "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
             )
         return None
-    inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
+    inputs = calibration_inputs(
+        recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length, skeleton.trust_remote_code
+    )
     refuse_unfit(inputs, skeleton.model)
     return Batch.of(inputs, recipe.holdout)
 

@@ -22,12 +22,16 @@ from torch import Tensor
 from surgery.errors import SurgeryError
 from surgery.parts import Turn
 from surgery.ranks import Ranks
+from surgery.remote_code import refuse_code
+from surgery.storage import read_json
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, inner
 
 
 # -- text ------------------------------------------------------------------------------------------
-def calibration_inputs(text: str, source_folder: Path, config: Any, tokens: int, length: int) -> dict[str, Tensor]:
+def calibration_inputs(
+    text: str, source_folder: Path, config: Any, tokens: int, length: int, trust_remote_code: bool = False
+) -> dict[str, Tensor]:
     """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
     adds them; an encoder-decoder reads the first half of a window and writes the second.
 
@@ -38,7 +42,8 @@ def calibration_inputs(text: str, source_folder: Path, config: Any, tokens: int,
     if path.suffix == ".safetensors":
         return ready_inputs(path)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
-    windows_NT = text_windows(document_stream(text), load_tokenizer(source_folder), tokens, min(length, limit), text)
+    tokenizer = load_tokenizer(source_folder, trust_remote_code)
+    windows_NT = text_windows(document_stream(text), tokenizer, tokens, min(length, limit), text)
     if getattr(config, "is_encoder_decoder", False):
         half = windows_NT.shape[1] // 2
         start = torch.full((len(windows_NT), 1), config.decoder_start_token_id)
@@ -60,11 +65,16 @@ def ready_inputs(path: Path) -> dict[str, Tensor]:
     return inputs
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint. trust_remote_code is never left to transformers' default, which asks on the terminal."""
     from transformers import AutoTokenizer
 
+    folder = Path(folder)
+    config = folder / "config.json"
+    known = read_json(config) if config.is_file() else {}
+    refuse_code(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise SurgeryError(
             f"{folder} has no tokenizer that transformers can load ({' '.join(str(error).split())[:200]}); "
@@ -94,7 +104,9 @@ def _rows(name: str, config: str | None, split: str, column: str | None, options
     import datasets
 
     try:
-        rows = iter(datasets.load_dataset(name, config, split=split, streaming=True, **options))
+        rows = iter(
+            datasets.load_dataset(name, config, split=split, streaming=True, trust_remote_code=False, **options)
+        )
         first = next(rows)
     except StopIteration:
         raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
+from surgery.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
 from surgery.storage import read_json
 
@@ -55,7 +56,7 @@ class Source:
 
     def companions(self) -> list[Path]:
         """Files to copy beside the converted weights."""
-        code = ("*.py",) if self.config.get("auto_map") else ()  # of a model that is remote code
+        code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
         files = {p for pattern in (*COPIED, *code) for p in self.folder.glob(pattern) if p.is_file()}
         return sorted(p for p in files if p.name not in NOT_COPIED)
 
@@ -75,11 +76,7 @@ def open_source(
     name, folder, commit = _found(name, weights, revision)
     config = read_config(folder, name)
     _refuse_quantised(config, name)
-    if config.get("auto_map") and not trust_remote_code:
-        raise SurgeryError(
-            f"{name} needs code from its own repository ({str(config['auto_map'])[:100]}); read that code, "
-            "then pass --trust-remote-code"
-        )
+    refuse_code(folder, name, config, trust_remote_code)
     tensors = _headers(folder, name) if commit is None or weights else _remote_headers(name, commit)
     return Source(name, folder, config, tensors, commit)
 
@@ -121,6 +118,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _refuse_enormous(config, path)
+    refuse_named_elsewhere(config, path)
     return config
 
 
@@ -239,7 +237,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    patterns = ["config.json", "*.py"] + (["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else [])
+    patterns = ["config.json", "*.py", *CONFIGS] + (
+        ["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else []
+    )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:

@@ -27,7 +27,7 @@ def hub(monkeypatch):
     place = SimpleNamespace(asked=[], broken=set())
     real = datasets.load_dataset
 
-    def load_dataset(path, config=None, split=None, revision=None):
+    def load_dataset(path, config=None, split=None, revision=None, trust_remote_code=False):
         if not Path(path).is_absolute():
             place.asked.append((path, config, split, revision))
             if (path, split) in place.broken:
@@ -35,7 +35,7 @@ def hub(monkeypatch):
             path = str(MIRROR / path)
         return real(path, config, split=split)
 
-    def names(path, config=None, revision=None):
+    def names(path, config=None, revision=None, trust_remote_code=False):
         header = yaml.safe_load((MIRROR / path / "README.md").read_text().split("---\n")[1])["configs"]
         (one,) = [c for c in header if c["config_name"] == (config or "default")]
         return [file["split"] for file in one["data_files"]]

@@ -28,7 +28,7 @@ def rows(root: Path | None, suite: str, path: str, config: str | None, split: st
     place = str(Path(root) / path) if root is not None else path
     try:
         with without_bars():
-            return load_dataset(place, config, split=split)
+            return load_dataset(place, config, split=split, trust_remote_code=False)
     except Exception as error:
         raise SurgeryError(
             f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}); fetch it "

@@ -16,6 +16,7 @@ from typing import Any
 from surgery.checkpoint import SHIM
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
+from surgery.remote_code import named_code
 from surgery.source import COPIED, INDEX, Source
 from surgery.storage import read_json
 
@@ -58,7 +59,7 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
     """
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
-    code = {"*.py"} if source.config.get("auto_map") else set()
+    code = {"*.py"} if named_code(folder, source.config) else set()
     known = {*WRITTEN, *weights, *COPIED, *BESIDE, *code}
     found: list[Item] = []
     unknown: list[str] = []

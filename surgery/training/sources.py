@@ -78,6 +78,7 @@ def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int,
             None if kind else config.subset,
             split="train" if kind else config.split,
             streaming=config.streaming,
+            trust_remote_code=False,
             **options,
         )
         first = next(iter(rows.take(1)), None)
