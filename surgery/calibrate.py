@@ -23,6 +23,7 @@ from surgery.errors import SurgeryError
 from surgery.parts import Turn
 from surgery.ranks import Ranks
 from surgery.remote_code import refuse_code
+from surgery.shards import finite
 from surgery.storage import read_json
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, inner
@@ -239,6 +240,11 @@ class Moments:
         assert self.summing
         for total in self.held():
             total /= self.count
+            if not finite(total):
+                raise SurgeryError(
+                    f"calibration: what reaches {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
+                    "squared; the original model computes no usable numbers on this text: check the checkpoint"
+                )
         for target in self.targets.values():
             target.energy /= self.count
         self.summing = False
