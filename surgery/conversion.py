@@ -24,6 +24,7 @@ from surgery.assemble import assemble, copy_companions, out_config
 from surgery.batch import Batch
 from surgery.budget import budgets
 from surgery.checkpoint import write_shims
+from surgery.companions import in_subfolders
 from surgery.datafree import layers_without_text
 from surgery.devices import choose_device, device_name
 from surgery.errors import Interrupted, SurgeryError
@@ -92,6 +93,8 @@ def _convert(
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
+    for name in in_subfolders(opened.folder).left:
+        progress.say(f"note: not copied beside the weights: {name}")
     batch = batch_of(opened, skeleton, recipe)
     ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
     partial = partial_of(out)
@@ -295,6 +298,7 @@ class _Run:
             "recipe": json.loads(self.recipe.model_dump_json()),
             "seed": self.recipe.seed,
             "notes": list(self.plan.notes),
+            "companions": [path.as_posix() for path in source.companions()],
             "calibration": {
                 "tokens": self.batch.tokens(),
                 "held_out_windows": self.batch.rows - self.batch.fit_rows,

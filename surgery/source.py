@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import SHIM
+from surgery.companions import COPIED, SMALL, in_folder, in_subfolders
 from surgery.errors import SurgeryError
 from surgery.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
@@ -17,12 +18,6 @@ from surgery.storage import read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
-COPIED = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja"),
-    *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "NOTICE*"),
-)
 # Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
 MOST = (
     (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
@@ -55,10 +50,11 @@ class Source:
         return digest.hexdigest()
 
     def companions(self) -> list[Path]:
-        """Files to copy beside the converted weights."""
+        """Files to copy beside the converted weights, relative to the folder."""
         code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
-        files = {p for pattern in (*COPIED, *code) for p in self.folder.glob(pattern) if p.is_file()}
-        return sorted(p for p in files if p.name not in NOT_COPIED)
+        weights = {info.file for info in self.tensors.values()}
+        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in NOT_COPIED]
+        return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
 
     @property
     def nbytes(self) -> int:
@@ -143,8 +139,9 @@ def _refuse_links_out(folder: Path) -> None:
     """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
     home, wanted = folder.resolve(), ("config.json", INDEX, "*.safetensors", "*.py", *COPIED)
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    for path in folder.iterdir():
-        if not path.is_symlink() or not any(path.match(pattern) for pattern in wanted):
+    below = [folder / path for path in in_subfolders(folder).files]
+    for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
+        if not path.is_symlink():
             continue
         if not any(path.resolve().is_relative_to(place) for place in homes):
             raise SurgeryError(
@@ -238,7 +235,7 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     patterns = ["config.json", "*.py", *CONFIGS] + (
-        ["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else []
+        ["*.safetensors", INDEX, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
     )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a module imports from its own floor and those below it. A new module is added to the
 # lowest floor that serves it.
 FLOORS = [
-    "errors storage remote_code locks version ranks registry op hooks memory devices precision progress options console data recipes",
+    "errors storage remote_code companions locks version ranks registry op hooks memory devices precision progress options console data recipes",
     "structures",
     "mixers",
     "anatomy",

@@ -16,10 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint import SHIM
+from surgery.companions import COPIED, in_subfolders
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.remote_code import named_code
-from surgery.source import COPIED, INDEX, Source
+from surgery.source import INDEX, Source
 from surgery.storage import parsed, read_json
 
 CARD = "README.md"
@@ -65,7 +66,7 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
     code = {"*.py"} if named_code(folder, source.config) else set()
-    known = {*WRITTEN, *weights, *COPIED, *BESIDE, *code}
+    known = {*WRITTEN, *weights, *COPIED, *BESIDE, *code, *_below(source)}
     found: list[Item] = []
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
@@ -88,6 +89,15 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
     for item in found:
         _refuse_secrets(item)
     return _without_local_paths(found)
+
+
+def _below(source: Source) -> set[str]:
+    """Files in sub-folders that travelled from the source: the report lists them, so nothing that was put there since."""
+    path = source.folder / REPORT
+    report = read_json(path) if path.is_file() else {}
+    listed = report.get("companions", []) if isinstance(report, dict) else []
+    travelled = set(map(str, listed)) if isinstance(listed, list) else set()
+    return {p.as_posix() for p in in_subfolders(source.folder).files} & travelled
 
 
 def _measured(folder: Path) -> list[Item]:
