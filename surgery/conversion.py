@@ -46,7 +46,7 @@ from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
 from surgery.storage import disk_errors, write_json
 from surgery.stream import Stream
-from surgery.text_check import text_fit
+from surgery.text_check import TextFit, text_fit
 from surgery.version import __version__
 
 REPORT = "surgery_report.json"
@@ -130,7 +130,8 @@ class _Run:
         progress: Progress,
         odd: list[str],
     ):
-        self.odd, self.text_fit = odd, None
+        self.odd = odd
+        self.text_fit: TextFit | None = None
         self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
         self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
         self.pieces, self.grams = partial / "pieces", partial / "curvature"

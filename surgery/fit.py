@@ -212,8 +212,8 @@ def _swept(start: Attempt, metric: Metric, arbiter: Arbiter, sweeps: int) -> Att
 def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fitted:
     linear = None if isinstance(best.b, Tensor) else round_to(best.b, stored)
     dense_OI = best.b.to(stored).float().contiguous() if isinstance(best.b, Tensor) else None
-    for tensor in linear.parameters() if linear is not None else [dense_OI]:
-        if not bool(torch.isfinite(tensor).all()):
+    for tensor in [*linear.parameters()] if linear is not None else [dense_OI]:
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
             largest = float(torch.finfo(stored).max)
             raise NumbersError(
                 f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}); leave it "

@@ -160,7 +160,9 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     batch = batch_of(source, skeleton, plan.recipe)
     stream = Stream(skeleton, plan.body.layers, plan.body.head, torch.device("cpu"))
     again = text_fit(skeleton, plan, batch, stream, plan.recipe.seed)
-    assert again is not None and again.own_samples == pytest.approx(suits[0]["calibration"]["own_samples_loss"], abs=2e-4)
+    assert again is not None and again.own_samples == pytest.approx(
+        suits[0]["calibration"]["own_samples_loss"], abs=2e-4
+    )
     assert again.loss == pytest.approx(suits[0]["calibration"]["loss"], abs=2e-4)
 
 
