@@ -16,8 +16,9 @@ from surgery.errors import SurgeryError, nearest
 from surgery.eval.suites import Role, Subject
 from surgery.progress import Progress
 from surgery.ranks import Ranks
+from surgery.remote_code import refuse_code
 from surgery.skeleton import model_class
-from surgery.source import open_converted
+from surgery.source import open_converted, read_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,11 +48,12 @@ def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code:
     from transformers import AutoConfig
 
     check_dtype(dtype)
+    refuse_code(folder, str(folder), read_config(folder, str(folder)), trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model = model_class(config, trust_remote_code).from_pretrained(
         folder, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    return model.to(device).eval(), load_tokenizer(folder)
+    return model.to(device).eval(), load_tokenizer(folder, trust_remote_code)
 
 
 def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

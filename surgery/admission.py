@@ -19,14 +19,23 @@ from surgery.source import Source
 from surgery.version import __version__
 
 
-def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe) -> Batch | None:
+def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe, notes: list[str] | None = None) -> Batch | None:
+    """The calibration windows; notes: gets what is odd about the text."""
     if recipe.calibration is None:
         if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
             raise SurgeryError(
                 "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
             )
         return None
-    inputs = calibration_inputs(recipe.calibration, source.folder, skeleton.config, recipe.tokens, recipe.length)
+    inputs = calibration_inputs(
+        recipe.calibration,
+        source.folder,
+        skeleton.config,
+        recipe.tokens,
+        recipe.length,
+        skeleton.trust_remote_code,
+        [] if notes is None else notes,
+    )
     refuse_unfit(inputs, skeleton.model)
     return Batch.of(inputs, recipe.holdout)
 

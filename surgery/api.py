@@ -126,9 +126,11 @@ def load(
     from surgery.source import pinned_name
 
     bare, pinned = pinned_name(os.fspath(name))
-    where = {"revision": revision or pinned or "main", "trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(bare, dtype=dtype, device_map=device, **where)
-    return model, AutoTokenizer.from_pretrained(bare, **where)
+    commit, trust = revision or pinned or "main", trust_remote_code
+    model = AutoModelForCausalLM.from_pretrained(
+        bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
+    )
+    return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
 
 
 def inspect(converted: PathLike, *, modules: bool = False) -> Told:

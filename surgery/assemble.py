@@ -86,8 +86,11 @@ def _untied(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
 def copy_companions(source: Source, folder: Path) -> None:
     try:
         for path in source.companions():
-            shutil.copyfile(path, folder / path.name)
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / path, folder / path)
     except OSError as error:
         if is_disk(error):
             raise
-        raise SurgeryError(f"cannot copy the tokenizer files: {error}") from None
+        raise SurgeryError(
+            f"cannot copy the files beside the weights (tokenizer, licence, sub-folders): {error}"
+        ) from None

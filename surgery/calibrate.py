@@ -10,8 +10,10 @@ so the best unconstrained matrix is K C^-1, and its structured stand-in is the p
 
 from __future__ import annotations
 
+import codecs
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,23 +26,39 @@ from torch import Tensor
 from surgery.errors import SurgeryError
 from surgery.parts import Turn
 from surgery.ranks import Ranks
+from surgery.remote_code import refuse_code
+from surgery.shards import finite
+from surgery.storage import read_json
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, inner
 
 
 # -- text ------------------------------------------------------------------------------------------
-def calibration_inputs(text: str, source_folder: Path, config: Any, tokens: int, length: int) -> dict[str, Tensor]:
+def calibration_inputs(
+    text: str,
+    source_folder: Path,
+    config: Any,
+    tokens: int,
+    length: int,
+    trust_remote_code: bool = False,
+    notes: list[str] | None = None,
+) -> dict[str, Tensor]:
     """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
     adds them; an encoder-decoder reads the first half of a window and writes the second.
 
     text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
-    images or sound) or a Hub data set, "org/name" or "org/name:config:split:column".
+    images or sound) or a Hub data set, "org/name" or "org/name:config:split:column". notes: gets what was odd about it.
     """
     path = Path(text)
     if path.suffix == ".safetensors":
         return ready_inputs(path)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
-    windows_NT = text_windows(document_stream(text), load_tokenizer(source_folder), tokens, min(length, limit), text)
+    documents = document_stream(text, notes)
+    windows_NT = text_windows(
+        documents, load_tokenizer(source_folder, trust_remote_code), tokens, min(length, limit), text
+    )
+    if notes is not None and windows_NT.numel() < 0.9 * tokens:
+        notes.append(f"{text} gives {windows_NT.numel():,} tokens in whole windows, where {tokens:,} were asked for")
     if getattr(config, "is_encoder_decoder", False):
         half = windows_NT.shape[1] // 2
         start = torch.full((len(windows_NT), 1), config.decoder_start_token_id)
@@ -62,11 +80,16 @@ def ready_inputs(path: Path) -> dict[str, Tensor]:
     return inputs
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint. trust_remote_code is never left to transformers' default, which asks on the terminal."""
     from transformers import AutoTokenizer
 
+    folder = Path(folder)
+    config = folder / "config.json"
+    known = read_json(config) if config.is_file() else {}
+    refuse_code(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise SurgeryError(
             f"{folder} has no tokenizer that transformers can load ({' '.join(str(error).split())[:200]}); "
@@ -78,18 +101,60 @@ FILES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
 HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
-def document_stream(text: str) -> Iterator[str]:
-    """The documents of a file or of a Hub data set, streamed."""
+def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
+    """The documents of a file or of a Hub data set, streamed; notes (else warnings) tell how a file was decoded."""
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
             return _rows(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
-        return iter([path.read_text(encoding="utf-8", errors="replace")])
+        read, note = decoded(path)
+        if note and notes is None:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        elif note and notes is not None:
+            notes.append(note)
+        return iter([read])
     if not HUB_DATASET.fullmatch(text) or path.suffix in FILES:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]
     return _rows(name, config or None, split or "train", column or None, {})
+
+
+def encoding_of(start: bytes) -> str | None:
+    """UTF-16 or UTF-32 by its mark, or UTF-16 by where its zero bytes stand; None where it may be UTF-8."""
+    for mark, name in MARKS:
+        if start.startswith(mark):
+            return name
+    if len(start) < 8 or 0 not in start:
+        return None
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    share = max(even, odd) / max(1, len(start) // 2)
+    return ("utf-16-le" if odd > even else "utf-16-be") if share > 0.2 and min(even, odd) < max(even, odd) / 4 else None
+
+
+# The longer mark first: that of UTF-32 begins with that of UTF-16.
+MARKS = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16")),
+    *((codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
+)
+UNREADABLE = 0.1  # share of characters that are no UTF-8, from which a file is no text
+
+
+def decoded(path: Path) -> tuple[str, str | None]:
+    """(text, a note or None): UTF-8, or UTF-16 and UTF-32 where the bytes say so; SurgeryError for what is none of them."""
+    data = path.read_bytes()
+    name = encoding_of(data[:4096])
+    if name is not None:
+        note = None if name == "utf-8-sig" else f"{path} is {name.upper()}, not UTF-8, and was read as that"
+        return data.decode(name, errors="replace"), note
+    text = data.decode("utf-8", errors="replace")
+    bad = text.count("\ufffd") - data.count("\ufffd".encode())
+    if bad > UNREADABLE * len(text):
+        raise SurgeryError(
+            f"{path} is not text in UTF-8: {bad:,} of {len(text):,} characters cannot be read; save it as UTF-8 "
+            "(for example: iconv -f LATIN1 -t UTF-8)"
+        )
+    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
 
 
 def _rows(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
@@ -99,7 +164,11 @@ def _rows(name: str, config: str | None, split: str, column: str | None, options
     local = "data_files" in options or Path(name).is_dir()
     try:
         with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
-            rows = iter(datasets.load_dataset(name, config, split=split, streaming=True, cache_dir=cache, **options))
+            rows = iter(
+                datasets.load_dataset(
+                    name, config, split=split, streaming=True, trust_remote_code=False, cache_dir=cache, **options
+                )
+            )
         first = next(rows)
     except StopIteration:
         raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None
@@ -107,15 +176,24 @@ def _rows(name: str, config: str | None, split: str, column: str | None, options
         raise SurgeryError(
             f"cannot read calibration data {options.get('data_files', name)}: {' '.join(str(error).split())[:200]}"
         ) from None
+    where = options.get("data_files", name)
     texts = [key for key, value in first.items() if isinstance(value, str)]
-    column = column or ("text" if "text" in texts else next(iter(texts), None))
+    fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in first.items()) or "none"
+    if column is None and not texts:
+        raise SurgeryError(f"calibration data {where} has no field with text; its fields: {fields}")
+    column = column or ("text" if "text" in texts else texts[0])
     if column not in texts:
-        raise SurgeryError(
-            f"calibration data {name} has no text column {column or ''!r}; its columns: {', '.join(first)}"
-        )
+        raise SurgeryError(f"calibration data {where} has no text field {column!r}; its fields: {fields}")
     yield first[column]
-    for row in rows:
-        yield row[column]
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # as above, further into the file
+            raise SurgeryError(f"cannot read calibration data {where}: {' '.join(str(error).split())[:200]}") from None
+        if row is None:
+            return
+        if isinstance(row.get(column), str):  # not a row without it
+            yield row[column]
 
 
 def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str) -> Tensor:
@@ -232,6 +310,11 @@ class Moments:
         assert self.summing
         for total in self.held():
             total /= self.count
+            if not finite(total):
+                raise SurgeryError(
+                    f"calibration: what reaches {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
+                    "squared; the original model computes no usable numbers on this text: check the checkpoint"
+                )
         for target in self.targets.values():
             target.energy /= self.count
         self.summing = False

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from surgery.admission import batch_of, fingerprint_of, refuse_small_disk, refuse_unlike
 from surgery.assemble import assemble, copy_companions, out_config
 from surgery.batch import Batch
 from surgery.budget import budgets
 from surgery.checkpoint import write_shims
+from surgery.companions import in_subfolders
 from surgery.datafree import layers_without_text
 from surgery.devices import choose_device, device_name
 from surgery.errors import Interrupted, SurgeryError
@@ -44,6 +46,7 @@ from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
 from surgery.storage import disk_errors, write_json
 from surgery.stream import Stream
+from surgery.text_check import TextFit, text_fit
 from surgery.version import __version__
 
 REPORT = "surgery_report.json"
@@ -92,7 +95,10 @@ def _convert(
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
-    batch = batch_of(opened, skeleton, recipe)
+    for name in in_subfolders(opened.folder).left:
+        progress.say(f"note: not copied beside the weights: {name}")
+    odd: list[str] = []
+    batch = batch_of(opened, skeleton, recipe, odd)
     ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
     partial = partial_of(out)
     place = choose_device(device)
@@ -101,7 +107,7 @@ def _convert(
     with Journal(partial, begun, resume, ranks) as journal, float32_products(place):
         try:
             ranks.by_main(lambda: refuse_out(out, True))  # another conversion may have ended there meanwhile
-            report = _Run(skeleton, plan, batch, partial, journal, place, progress).everything(began)
+            report = _Run(skeleton, plan, batch, partial, journal, place, progress, odd).everything(began)
         except Interrupted:
             raise
         except SurgeryError:
@@ -122,7 +128,10 @@ class _Run:
         journal: Journal,
         device: torch.device,
         progress: Progress,
+        odd: list[str],
     ):
+        self.odd = odd
+        self.text_fit: TextFit | None = None
         self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
         self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
         self.pieces, self.grams = partial / "pieces", partial / "curvature"
@@ -134,11 +143,25 @@ class _Run:
 
     def everything(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
+        self._check_text()
         hybrid = self._seats()
         if self.journal.find("piece", piece=REST) is None:
             given, allocation = self._budgets()
             self._convert(given, allocation)
         return self.ranks.by_main(lambda: self._whole(hybrid, began))
+
+    def _check_text(self) -> None:
+        """Warns of a text that does not suit the model; ready inputs are taken as they are."""
+        text = self.recipe.calibration
+        if self.batch is None or text is None or text.endswith(".safetensors"):
+            return
+        batch, seed = self.batch, self.recipe.seed
+        self.text_fit = self.ranks.by_main(lambda: text_fit(self.skeleton, self.plan, batch, self._stream(), seed))
+        for line in self._text_warnings():
+            self.progress.say(f"[bold yellow]warning[/]: {escape(line)}")
+
+    def _text_warnings(self) -> list[str]:
+        return [*self.odd, *(self.text_fit.warnings if self.text_fit else [])]
 
     def _whole(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Pieces to a checkpoint with its report."""
@@ -295,10 +318,14 @@ class _Run:
             "recipe": json.loads(self.recipe.model_dump_json()),
             "seed": self.recipe.seed,
             "notes": list(self.plan.notes),
+            "companions": [path.as_posix() for path in source.companions()],
             "calibration": {
                 "tokens": self.batch.tokens(),
                 "held_out_windows": self.batch.rows - self.batch.fit_rows,
                 "windows": self.batch.rows,
+                "loss": self.text_fit.loss if self.text_fit else None,
+                "own_samples_loss": self.text_fit.own_samples if self.text_fit else None,
+                "warnings": self._text_warnings(),
             }
             if self.batch
             else None,

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from surgery.allocate import Option
 from surgery.batch import Batch, real_rows
+from surgery.errors import naming
 from surgery.fit import damped_gram
 from surgery.goingback import Gather
 from surgery.head import ROWS, Head
@@ -133,7 +134,8 @@ class Survey:
             if owner == ranks.index:
                 weight_OI = matrix_of(self.skeleton, cut, self.stream.device)
                 two_sided = Metric(metric.c_II, damped_gram(kept[cut.name]), metric.of_c)
-                found[cut.name] = options_of(cut, weight_OI, two_sided)
+                with naming(cut.name):
+                    found[cut.name] = options_of(cut, weight_OI, two_sided)
         for theirs in ranks.gather(found):
             self.options |= theirs
 

@@ -4,13 +4,27 @@ them as one message and exits with code 2; anything else is a defect and keeps i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SurgeryError(Exception):
     """Something the user can put right: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
 
     elsewhere = False  # whether another process of this run says so already
+
+
+class NumbersError(SurgeryError):
+    """A matrix that cannot be factored or fitted: NaN, overflow, singular. Whoever knows the name of the matrix adds it."""
+
+
+@contextmanager
+def naming(matrix: str) -> Iterator[None]:
+    """NumbersError within gets the matrix's name in front."""
+    try:
+        yield
+    except NumbersError as error:
+        raise SurgeryError(f"{matrix}: {error}") from None
 
 
 class Interrupted(SurgeryError):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from surgery.calibrate import Check, Moments
-from surgery.errors import SurgeryError
+from surgery.errors import NumbersError, SurgeryError, naming
 from surgery.planning import Cut, with_budget
-from surgery.structures import STRUCTURES, Metric, StructuredLinear
+from surgery.structures import STRUCTURES, Metric, StructuredLinear, linalg
 from surgery.structures.metric import damp_, damped, spd_factor
 
 # Sweeps go on while they lower the error of the fit by this share.
@@ -89,9 +89,14 @@ Arbiter = Check | Metric | None
 def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     """The best of the cut's structures within `budget` numbers, by held-out error.
 
-    Two targets are tried: W itself, and the regression K C^-1 of the wanted output on the input that the
+    SurgeryError with the matrix's name where its numbers cannot be fitted or stored. Two targets are tried: W itself, and the regression K C^-1 of the wanted output on the input that the
     converted layers give; the second is taken only if the held-out error falls. So is what sweeps gain.
     """
+    with naming(cut.name):
+        return _fit_cut(cut, budget, weight_OI, judge)
+
+
+def _fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
     began = time.perf_counter()
     metric = stage_metric(judge)
     configs, targets = fitting(cut, budget), [weight_OI, *_moved_target(cut, weight_OI, judge, metric)]
@@ -115,8 +120,9 @@ def fit_cut(cut: Cut, budget: float, weight_OI: Tensor, judge: Judge) -> Fitted:
 def quick_fit(cut: Cut, configs: list[Any], weight_OI: Tensor, metric: Metric, sweeps: int) -> Fitted:
     """The best of `configs` in the metric itself, nothing held out: for a trial, which is judged as a whole."""
     began, arbiter = time.perf_counter(), metric if len(configs) > 1 else None
-    attempts = [_swept(_start(c, weight_OI, metric, arbiter, False), metric, arbiter, sweeps) for c in configs]
-    return _fitted(cut, min(attempts, key=lambda a: a.loss), torch.float32, time.perf_counter() - began)
+    with naming(cut.name):
+        attempts = [_swept(_start(c, weight_OI, metric, arbiter, False), metric, arbiter, sweeps) for c in configs]
+        return _fitted(cut, min(attempts, key=lambda a: a.loss), torch.float32, time.perf_counter() - began)
 
 
 def stage_metric(judge: Judge) -> Metric:
@@ -159,7 +165,7 @@ def _moved_target(cut: Cut, weight_OI: Tensor, judge: Judge, metric: Metric) -> 
     # Kept only where another matrix will ask for it: of a wide input it is as large as C.
     only = len(fit.targets) == 1
     factor_II = spd_factor(moment_II) if only else metric.once("factor", lambda: spd_factor(moment_II))
-    moved_OI = torch.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()
+    moved_OI = linalg.cholesky_solve(wanted_OI.mT, factor_II).mT.contiguous()
     metric.know_times_c(moved_OI, wanted_OI)
     return [moved_OI]
 
@@ -206,6 +212,13 @@ def _swept(start: Attempt, metric: Metric, arbiter: Arbiter, sweeps: int) -> Att
 def _fitted(cut: Cut, best: Attempt, stored: torch.dtype, seconds: float) -> Fitted:
     linear = None if isinstance(best.b, Tensor) else round_to(best.b, stored)
     dense_OI = best.b.to(stored).float().contiguous() if isinstance(best.b, Tensor) else None
+    for tensor in [*linear.parameters()] if linear is not None else [dense_OI]:
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            largest = float(torch.finfo(stored).max)
+            raise NumbersError(
+                f"its fit holds NaN or Inf in {str(stored).removeprefix('torch.')} (numbers up to {largest:.1e}); leave it "
+                f"dense (a rule {{match: {cut.name}, structure: dense}}), or convert from a checkpoint in bfloat16 or float32"
+            )
     params, macs = linear.cost() if linear is not None else (cut.numel, cut.numel)
     record = Record(
         name=cut.name,

@@ -29,6 +29,7 @@ from surgery.mixers.base import AttentionShape, Inputs
 from surgery.mixers.mlr import MLR, MLRAttention
 from surgery.mixers.slots import counted
 from surgery.mixers.softmax import grouped, near, wide
+from surgery.structures import linalg
 from surgery.structures.metric import symmetric_roots
 
 EVERYWHERE = 2**31
@@ -134,7 +135,7 @@ class Damage:
         wanted_HL = torch.einsum("le,hex,hx->hl", inside_LE, self.cross_HEX, out_HX)
         form_HLL = torch.einsum("le,hef,mf->hlm", inside_LE, self.bins_HEE, inside_LE)
         ridge_HL = 1e-3 * form_HLL.diagonal(dim1=1, dim2=2) + 1e-30
-        near_HL = torch.linalg.solve(form_HLL + torch.diag_embed(ridge_HL), wanted_HL.unsqueeze(-1)).squeeze(-1)
+        near_HL = linalg.solve(form_HLL + torch.diag_embed(ridge_HL), wanted_HL.unsqueeze(-1)).squeeze(-1)
         before = rise(self.gram_GXX, place_GU, bins).sum()
         gain = (near_HL * wanted_HL).sum() - 0.5 * torch.einsum("hl,hlm,hm->", near_HL, form_HLL, near_HL)
         return (near_HL / self.shape.scaling).float(), float(before - gain / max(1, self.tokens))
@@ -285,6 +286,6 @@ def balanced_basis(query_GKK: Tensor, key_GKK: Tensor) -> tuple[Tensor, Tensor]:
     E (q . k)^2 behind. Fold them into the projections: W_Q A, W_K B. Not through a norm or RoPE."""
     q_root, q_inverse = symmetric_roots(query_GKK.double())
     k_root, k_inverse = symmetric_roots(key_GKK.double())
-    u, s, vh = torch.linalg.svd(q_root @ k_root)
+    u, s, vh = linalg.svd(q_root @ k_root)
     scale = s.clamp_min(1e-12 * s[..., :1]).sqrt().unsqueeze(-2)
     return q_inverse @ u * scale, k_inverse @ vh.mT * scale

@@ -22,7 +22,7 @@ class Skeleton:
     """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file."""
 
     def __init__(self, source: Source, trust_remote_code: bool = False):
-        self.source = source
+        self.source, self.trust_remote_code = source, trust_remote_code
         self.config = _config(source, trust_remote_code)
         self.model = _on_meta(self.config, source, trust_remote_code)
         self.keys = _parameter_keys(self.model, source)

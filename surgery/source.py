@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint import SHIM
+from surgery.companions import COPIED, SMALL, in_folder, in_subfolders
 from surgery.digests import files_digest
 from surgery.errors import SurgeryError
+from surgery.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
 from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
 from surgery.storage import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What travels to the output beside the weights: tokenizer, processor, generation settings, licence.
-COPIED = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja"),
-    *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "NOTICE*"),
-)
 # Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
 MOST = (
     (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
@@ -58,16 +54,17 @@ class Source:
 
     def digest(self) -> str:
         """SHA-256 over all files that decide what the model answers: weights, config, tokenizer, templates, settings, code."""
-        files = {info.file for info in self.tensors.values()} | set(self.companions())
+        files = {info.file for info in self.tensors.values()} | {self.folder / name for name in self.companions()}
         files |= {path for end in ("*.json", "*.py", "*.jinja") for path in self.folder.glob(end) if path.is_file()}
         files -= {self.folder / name for name in WRITTEN}
         return files_digest((Path(os.path.relpath(path, self.folder)).as_posix(), path) for path in files)
 
     def companions(self) -> list[Path]:
-        """Files to copy beside the converted weights."""
-        code = ("*.py",) if self.config.get("auto_map") else ()  # of a model that is remote code
-        files = {p for pattern in (*COPIED, *code) for p in self.folder.glob(pattern) if p.is_file()}
-        return sorted(p for p in files if p.name not in NOT_COPIED)
+        """Files to copy beside the converted weights, relative to the folder."""
+        code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
+        weights = {info.file for info in self.tensors.values()}
+        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in NOT_COPIED]
+        return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +82,7 @@ def open_source(
     name, folder, commit = _found(name, weights, revision)
     config = read_config(folder, name)
     _refuse_quantised(config, name)
-    if config.get("auto_map") and not trust_remote_code:
-        raise SurgeryError(
-            f"{name} needs code from its own repository ({str(config['auto_map'])[:100]}); read that code, "
-            "then pass --trust-remote-code"
-        )
+    refuse_code(folder, name, config, trust_remote_code)
     tensors = _headers(folder, name) if commit is None or weights else _remote_headers(name, commit)
     return Source(name, folder, config, tensors, commit)
 
@@ -131,6 +124,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _refuse_enormous(config, path)
+    refuse_named_elsewhere(config, path)
     return config
 
 
@@ -155,8 +149,9 @@ def _refuse_links_out(folder: Path) -> None:
     """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
     home, wanted = folder.resolve(), ("config.json", INDEX, "*.safetensors", "*.py", *COPIED)
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    for path in folder.iterdir():
-        if not path.is_symlink() or not any(path.match(pattern) for pattern in wanted):
+    below = [folder / path for path in in_subfolders(folder).files]
+    for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
+        if not path.is_symlink():
             continue
         if not any(path.resolve().is_relative_to(place) for place in homes):
             raise SurgeryError(
@@ -249,7 +244,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    patterns = ["config.json", "*.py"] + (["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else [])
+    patterns = ["config.json", "*.py", *CONFIGS] + (
+        ["*.safetensors", INDEX, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
+    )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:

@@ -18,7 +18,8 @@ from surgery.errors import Interrupted, SurgeryError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
 # What libraries written in Rust (safetensors, tokenizers) say of the system's errors.
-NUMBER = re.compile(r"os error (\d+)|\bcode: (\d+)")
+# (torch.linalg counts columns in "error code: 30", which is no number of the system's.)
+NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
 # -- writing -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape as as_html
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -153,6 +154,8 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
         )
+    for line in (report.get("calibration") or {}).get("warnings", []):
+        lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]
     layers = list(report["time"]["layers"].values())
     each = f", {sum(layers) / len(layers):.1f} s a layer" if layers else ""

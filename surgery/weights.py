@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.errors import SurgeryError
 from surgery.planning import Cut, Part, fused_sizes
 from surgery.shards import read_tensor
 from surgery.skeleton import Skeleton
 from surgery.structures import StructureConfig
 from surgery.walk import walk
+
+LARGEST = 1e15  # of a weight: the sum of a hundred million squares is 1e38, and float32 ends at 3e38
 
 
 def part_rows(part: Part) -> Tensor:
@@ -41,7 +44,14 @@ def matrix_of(skeleton: Skeleton, cut: Cut, device: torch.device) -> Tensor:
     weight = skeleton.module(cut.linear.path).weight.detach()  # type: ignore[operator]
     if weight.is_meta or weight.device.type != device.type:
         weight = read_tensor(skeleton.info(f"{cut.linear.path}.weight"), torch.float32, device=device)
-    return rows_of(cut, weight.mT if cut.linear.transposed else weight).contiguous()
+    weight_OI = rows_of(cut, weight.mT if cut.linear.transposed else weight).contiguous()
+    largest = float(weight_OI.abs().max()) if weight_OI.numel() else 0.0
+    if not largest <= LARGEST:
+        raise SurgeryError(
+            f"{cut.name} holds numbers up to {largest:.1e}; sums of their squares overflow float32, so numbers up to "
+            f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {cut.name}, structure: dense}}"
+        )
+    return weight_OI
 
 
 def part_name(role: str) -> str:

@@ -91,7 +91,7 @@ def test_every_kind_of_file_gives_the_same_windows(name, folder):
     "name, says",
     [
         ("empty.jsonl", "empty.jsonl"),
-        ("numbers.jsonl", "has no text column.*its columns: n"),
+        ("numbers.jsonl", r"has no field with text; its fields: n \(int\)"),
         ("broken.parquet", "cannot read calibration data .*broken.parquet"),
         ("none.txt", "is not a file; give a text file, or a Hub data set as org/name"),
         ("none.safetensors", "does not exist"),

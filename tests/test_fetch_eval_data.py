@@ -27,7 +27,7 @@ def hub(monkeypatch):
     place = SimpleNamespace(asked=[], broken=set())
     real = datasets.load_dataset
 
-    def load_dataset(path, config=None, split=None, revision=None, cache_dir=None):
+    def load_dataset(path, config=None, split=None, revision=None, cache_dir=None, trust_remote_code=False):
         if not Path(path).is_absolute():
             assert not Path(path).exists(), "datasets would read that folder, not the Hub"
             place.asked.append((path, config, split, revision))
@@ -36,7 +36,7 @@ def hub(monkeypatch):
             path = str(MIRROR / path)
         return real(path, config, split=split, cache_dir=cache_dir)
 
-    def names(path, config=None, revision=None):
+    def names(path, config=None, revision=None, trust_remote_code=False):
         header = yaml.safe_load((MIRROR / path / "README.md").read_text().split("---\n")[1])["configs"]
         (one,) = [c for c in header if c["config_name"] == (config or "default")]
         return [file["split"] for file in one["data_files"]]

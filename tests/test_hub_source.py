@@ -179,7 +179,7 @@ def test_a_converted_checkpoint_on_the_hub_is_inspected(told):
         ("plan, gated", "org/gated is gated: accept its terms"),
         ("plan, not a name", "neither a local folder nor a Hub id"),
         ("convert, nowhere", "org/nowhere"),
-        ("convert, no such column", "has no text column 'txt'; its columns: n, body"),
+        ("convert, no such column", "has no text field 'txt'; its fields: n (int), body (str)"),
         ("convert, no such split", "dev"),
         ("convert, no such data", "org/nothing"),
     ],

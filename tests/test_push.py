@@ -241,3 +241,79 @@ def _split(folder: Path) -> None:
         save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, mine in halves.items() for name in mine}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+LOCAL = "/home/somebody/models/my llama"
+
+
+def test_2_6_paths_are_cut_from_every_file(hub, pushed, out, tmp_path):
+    """In configs by key, in reports and logs wherever they stand; labels and tokens that only look like paths stay."""
+
+    def put(name: str, **told: Any) -> None:
+        path = out / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **told}))
+
+    labels = {"0": "/m/09l8g", "1": "/think"}
+    put("config.json", _name_or_path=LOCAL, id2label=labels, task_specific={"cache_dir": "C:\\Users\\me\\cache"})
+    put(
+        "tokenizer_config.json",
+        name_or_path=LOCAL,
+        vocab_file=f"{LOCAL}/vocab.txt",
+        eos_token="/think",
+        extra=str(tmp_path),
+    )
+    put("generation_config.json", _name_or_path=LOCAL)
+    put("adapter/adapter_config.json", base_model_name_or_path=LOCAL, peft_type="LORA")
+    (out / "adapter" / "README.md").write_text(
+        f"base_model: {LOCAL}\n\nTrained from {tmp_path}/x.txt, see https://x.org/home/y."
+    )
+    (out / "training").mkdir()
+    lines = [{"source": LOCAL}, {"said": f"reads {tmp_path}/data.jsonl. ~/notes too"}]
+    (out / "training" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off')
+    (out / "report.html").write_text(f"<title>{LOCAL}</title><p>from '{tmp_path}/a&amp;b'</p>")
+    (out / "eval").mkdir()
+    put("eval/results.json", command=f"surgery eval {tmp_path}/OUT --text {LOCAL}", rows=[])
+    (out / "eval" / "table.md").write_text(f"| {tmp_path}/OUT | 1.0 |\n")
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["recipe"]["description"] = f"Made with {tmp_path}/recipe.yaml"
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    code, _, said = pushed(out, "me/small", "--license", "mit")
+    assert code == 0, said
+    there = hub.files("me/small")
+    for name, content in there.items():
+        for path in (
+            LOCAL,
+            str(tmp_path),
+            str(tmp_path.parent),
+            "/home/somebody",
+            "Users",
+            "~/notes",
+            report["source"]["name"],
+        ):
+            assert path.encode() not in content, (name, path)
+    config = json.loads(there["config.json"])
+    assert config["_name_or_path"] == "my llama" and config["id2label"] == labels
+    tokenizer = json.loads(there["tokenizer_config.json"])
+    assert tokenizer["vocab_file"] == "vocab.txt" and tokenizer["eos_token"] == "/think"
+    assert there["adapter/README.md"].decode().endswith("from x.txt, see https://x.org/home/y.")
+    assert there["training/log.jsonl"].decode() == '{"source": "my llama"}\n{"said": "reads data.jsonl. notes too"}\n'
+    assert json.loads(there["eval/results.json"])["command"] == "surgery eval OUT --text my llama"
+    assert b"| OUT | 1.0 |" in there["README.md"] and b"Made with recipe.yaml" in there["README.md"]
+
+
+@pytest.mark.parametrize("ticks", ["```", "````", "`"])
+def test_2_6_a_code_fence_in_a_recipe_stays_inside(out, ticks):
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["recipe"]["description"] = f"a\n{ticks}\n\n# Not a heading\n\n![x](https://x.org/y.png)\n"
+    report["versions"] = {"torch": "2.0\n\n# Nor this"}
+    report["source"]["revision"] = "`\n# Nor this one"
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    lines = pack(str(out), "me/small", "mit").card.splitlines()
+    fences = [i for i, line in enumerate(lines) if line.endswith("```yaml")]
+    (start,) = fences
+    fence = lines[start].removesuffix("yaml")
+    stop = next(i for i, line in enumerate(lines[start + 1 :], start + 1) if line.startswith(fence))
+    inside = [i for i, line in enumerate(lines) if "Not a heading" in line or "x.org" in line]
+    assert inside and all(start < i < stop for i in inside)
+    assert "seed: " in "\n".join(lines[start:stop]) and not [line for line in lines if line.startswith("# Nor")]

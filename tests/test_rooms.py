@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # lowest floor that serves it.
 FLOORS = [
     "errors storage locks version ranks registry op hooks memory digests devices precision progress options console data recipes",
+    "errors storage remote_code companions locks version ranks registry op hooks memory devices precision progress options console data recipes",
     "structures",
     "mixers",
     "anatomy",
@@ -26,7 +27,7 @@ FLOORS = [
     "shards standins checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
     "ranges attention_recipe mlr_start recipe walk seats planning",
     # conversion and back
-    "allocate weights batch parts calibrate stream phases windows starts head fit goingback curvature score grafts sharing layerwise headcut trial hybrid arrange datafree budget"
+    "allocate weights batch parts calibrate stream phases windows starts head fit goingback curvature score text_check grafts sharing layerwise headcut trial hybrid arrange datafree budget"
     " journal admission seating assemble conversion rewrite densifying toeplitz",
     "report_shape mixer_report reports tables",
     "share page",
@@ -44,6 +45,7 @@ HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the f
 LINES, LONGER = 300, {"surgery/conversion.py": 380, "eval/run.py": 340}
 LINES, LONGER = 340, {"surgery/conversion.py": 380}
 LINES, LONGER = 300, {"surgery/conversion.py": 380, "surgery/training/healing.py": 400}
+LINES, LONGER = 300, {"surgery/conversion.py": 420, "surgery/calibrate.py": 400}
 
 
 FILES = sorted(p for room in ("surgery", "kernels", "eval", "recipes") for p in (ROOT / room).rglob("*.py"))

@@ -180,12 +180,14 @@ def _files(folder: Path, source: Source, commit: str | None, there: set[str]) ->
 
     folder = folder.absolute()
     with mirror.in_empty_folder():
-        splits = source.splits or tuple(get_dataset_split_names(source.path, source.config, revision=commit))
+        splits = source.splits or tuple(
+            get_dataset_split_names(source.path, source.config, revision=commit, trust_remote_code=False)
+        )
     inner, files = re.sub(r"[^\w-]+", "-", source.name), []
     (folder / inner).mkdir(exist_ok=True)
     for split in (s for s in splits if s not in there):
         with mirror.without_bars(), mirror.in_empty_folder():
-            data = load_dataset(source.path, source.config, split=split, revision=commit)
+            data = load_dataset(source.path, source.config, split=split, revision=commit, trust_remote_code=False)
             data.to_json(folder / inner / f"{split}.jsonl", lines=True, force_ascii=False)
         files.append({"split": split, "path": f"{inner}/{split}.jsonl"})
     return files

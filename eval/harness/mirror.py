@@ -48,14 +48,14 @@ def folder_rows(place: Path, config: str | None, split: str) -> Any:
     from datasets import load_dataset
 
     with without_bars(), arrow_cache([place]) as cache:
-        return load_dataset(str(place), config, split=split, cache_dir=str(cache))
+        return load_dataset(str(place), config, split=split, cache_dir=str(cache), trust_remote_code=False)
 
 
 def _hub_rows(path: str, config: str | None, split: str) -> Any:
     from datasets import load_dataset
 
     with without_bars():
-        return load_dataset(path, config, split=split)
+        return load_dataset(path, config, split=split, trust_remote_code=False)
 
 
 def record(root: Path | None, paths: Sequence[str]) -> None:

@@ -116,9 +116,9 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
 
 def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
     """The scores of the saved file, computed in float32 from its bfloat16 weights."""
-    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     model = model.to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     table = needle_accuracy(model, tokenizer, choices.lengths, choices.depths, choices.samples, seed=7, batch_size=64)
     tokens = len(tokenizer(stories.heldout(), verbose=False).input_ids)
     options = EvalOptions(text=str(out / "heldout.txt"), tokens=tokens, length=choices.context)

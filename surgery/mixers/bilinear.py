@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from surgery.mixers.base import AttentionShape, Inputs, Mixer, MixerCost, State
 from surgery.mixers.slots import appended, framed, kept, packed, take
 from surgery.mixers.softmax import Term, attend, define, grouped, wide
+from surgery.structures import linalg
 from surgery.structures.base import MuP
 from surgery.structures.metric import symmetric_roots
 
@@ -265,7 +266,7 @@ def best_factors(block_JAD: Tensor, a_AA: Tensor, c_DD: Tensor, rank: int) -> tu
     """left_JAR, right_DR: the best rank-r factors of J blocks that share their right one,
     min sum_j ||A^(1/2) (block - left right^T) C^(1/2)||^2, by the SVD of the whitened stack."""
     (a_root, a_inverse), (c_root, c_inverse) = symmetric_roots(a_AA), symmetric_roots(c_DD)
-    u, s, v = torch.linalg.svd((a_root @ block_JAD @ c_root).flatten(0, 1), full_matrices=False)
+    u, s, v = linalg.svd((a_root @ block_JAD @ c_root).flatten(0, 1), full_matrices=False)
     found = min(rank, len(s))
     root = s[:found].sqrt()
     left = a_inverse @ (u[:, :found] * root).unflatten(0, block_JAD.shape[:2])

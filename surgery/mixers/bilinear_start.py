@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.mixers.bilinear import Bilinear
+from surgery.structures import linalg
 from surgery.structures.metric import symmetric_roots
 
 
@@ -83,5 +84,5 @@ def _fit_bias(mixer: Bilinear, wanted_HD: Tensor, root_DD: Tensor) -> None:
     readers_HFD = mixer.product(eye_1HFF)[0] @ root_DD
     gram_HFF = readers_HFD @ readers_HFD.mT
     gram_HFF.diagonal(dim1=1, dim2=2).add_(1e-9 * gram_HFF.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
-    solution = torch.linalg.solve(gram_HFF, readers_HFD @ (wanted_HD @ root_DD).unsqueeze(-1)).squeeze(-1)
+    solution = linalg.solve(gram_HFF, readers_HFD @ (wanted_HD @ root_DD).unsqueeze(-1)).squeeze(-1)
     mixer.bias.copy_(solution * dims)

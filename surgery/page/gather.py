@@ -52,6 +52,13 @@ class Facts:
         return known + sorted(found - set(known))
 
 
+def text_warnings(report: dict[str, Any]) -> list[str]:
+    """What the conversion said of its calibration text."""
+    text = report.get("calibration")
+    said = text.get("warnings", []) if isinstance(text, dict) else []
+    return [f"calibration: {line}" for line in said if isinstance(line, str)] if isinstance(said, list) else []
+
+
 def layer_of(path: str) -> int | None:
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
@@ -67,6 +74,7 @@ def gather(name: str, measured: Path | None = None) -> Facts:
     report = read_report(source.folder, name)
     facts = Facts(name, source.folder, report, {})
     _attend(facts, source)
+    facts.notes += text_warnings(report)
     facts.log = _log(source.folder / "training" / "log.jsonl", facts.notes)
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,12 @@ def card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def plain(value: Any) -> str:
+    """A text from a file, in the midst of Markdown: one line, without what could end or begin a code span, a link, a tag
+    or a cell of a table."""
+    return " ".join(re.sub(r"[`<>|\[\]]", " ", str(value)).split())
+
+
 def _head(source: Source, report: dict[str, Any], licence: Licence, name: str, items: list[Item]) -> str:
     import yaml
 
@@ -86,11 +93,11 @@ def _named(spec: dict[str, Any]) -> str:
 
 def _what(source: Source, report: dict[str, Any], name: str) -> str:
     revision = report["source"].get("revision")
-    at = f" at revision `{revision}`" if revision else ""
-    link = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{shown(name)}`"
+    at = f" at revision `{plain(revision)}`" if revision else ""
+    link = f"[{plain(name)}](https://huggingface.co/{plain(name)})" if is_hub_id(name) else f"`{plain(shown(name))}`"
     how = "converted and healed" if report.get("training") else "converted, without training,"
     return (
-        f"{link}{at}, {how} by [surgery](https://pypi.org/project/transformer-surgery/) {report['surgery']}: its "
+        f"{link}{at}, {how} by [surgery](https://pypi.org/project/transformer-surgery/) {plain(report['surgery'])}: its "
         "expensive parts are replaced by structured ones. Architecture, tokenizer and use are those of the original."
     )
 
@@ -105,8 +112,10 @@ def _replaced(source: Source, report: dict[str, Any]) -> str:
         lines.append(_row("their multiply-accumulates per token", total["macs_before"], total["macs_after"]))
     lines.append(_row("numbers in the checkpoint", total["params_before"], total["params_after"]))
     lines.append(_row("bytes on disk", total["bytes_before"], total["bytes_after"]))
-    kinds = ", ".join(f"{number} linears by {name}" for name, number in _structures(report).items())
-    swapped = ", ".join(f"softmax attention of {number} layers by {name}" for name, number in _mixers(source).items())
+    kinds = ", ".join(f"{number} linears by {plain(name)}" for name, number in _structures(report).items())
+    swapped = ", ".join(
+        f"softmax attention of {number} layers by {plain(name)}" for name, number in _mixers(source).items()
+    )
     told = "; ".join(part for part in (kinds, swapped) if part)
     return "\n".join([*lines, "", f"Replaced: {told}. `surgery_report.json` has every matrix with its error."])
 
@@ -134,8 +143,8 @@ checkpoint for it."""
 def _measured(source: Source, items: list[Item], report: dict[str, Any]) -> str:
     table = next((item for item in items if item.name == "eval/table.md"), None)
     lines = ["## Before and after", ""]
-    if table is not None and table.path is not None:
-        lines.append(table.path.read_text(encoding="utf-8").strip())
+    if table is not None:
+        lines.append(table.content().strip())
         lines += [
             "",
             *(
@@ -148,7 +157,7 @@ def _measured(source: Source, items: list[Item], report: dict[str, Any]) -> str:
         error = f" ± {held['difference_se']:.4f} (standard error)" if held.get("difference_se") is not None else ""
         lines.append(
             f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any training: {held['original']:.4f} -> "
-            f"{held['converted']:.4f} {held['unit']}, a difference of {held['converted'] - held['original']:.4f}{error}."
+            f"{held['converted']:.4f} {plain(held['unit'])}, a difference of {held['converted'] - held['original']:.4f}{error}."
         )
     if len(lines) == 2:
         lines.append("Not measured: it was converted without a text. `surgery eval` measures it beside the original.")
@@ -166,7 +175,7 @@ def _trained(report: dict[str, Any]) -> str:
     ]
     for number, run in enumerate(runs, 1):
         stages = run.get("stages", [])
-        kinds = ", ".join(str(stage["kind"]) for stage in stages)
+        kinds = ", ".join(plain(stage["kind"]) for stage in stages)
         tokens = sum(int(stage["tokens"]) for stage in stages)
         scores = run.get("validation", {})
         shown_scores = ((scores.get(key) or {}).get("perplexity") for key in ("original", "before", "after"))
@@ -187,7 +196,7 @@ def _limits(report: dict[str, Any], licence: Licence) -> str:
         "## Limits\n\n"
         f"It answers as the original does only as far as the figures above say; it was {fitted}, and texts unlike that "
         "(other languages, longer contexts, code) may lose more than is shown. What the original is not for, this is not for "
-        f"either. Licence: {licence.id} ({licence.origin})."
+        f"either. Licence: {plain(licence.id)} ({plain(licence.origin)})."
     )
 
 
@@ -196,9 +205,10 @@ def _made_by(report: dict[str, Any]) -> str:
 
     recipe = {key: value for key, value in report["recipe"].items() if value not in (None, [], {})}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
-    versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
-    told = ", ".join(part for part in (f"surgery {report['surgery']}", versions) if part)
-    return f"## Recipe\n\n```yaml\n{text}\n```\n\nSeed {report['seed']}; {told}."
+    versions = ", ".join(plain(f"{name} {version}") for name, version in report.get("versions", {}).items())
+    told = ", ".join(part for part in (f"surgery {plain(report['surgery'])}", versions) if part)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # longer than any in the recipe's texts
+    return f"## Recipe\n\n{fence}yaml\n{text}\n{fence}\n\nSeed {plain(report['seed'])}; {told}."
 
 
 def _papers(source: Source) -> str:

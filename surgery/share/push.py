@@ -18,7 +18,7 @@ from surgery.errors import SurgeryError
 from surgery.progress import Progress
 from surgery.reports import read_report
 from surgery.share.card import card
-from surgery.share.files import BESIDE, CARD, Item, cleaned_paths, items_of, matches
+from surgery.share.files import BESIDE, CARD, Item, cleaned_told, items_of, matches
 from surgery.share.licence import Licence, licence_of
 from surgery.source import INDEX, Source, open_converted
 from surgery.version import __version__
@@ -152,7 +152,7 @@ def _check_whole(source: Source, report: dict[str, Any]) -> None:
 
 def _cleaned(report: dict[str, Any]) -> dict[str, Any]:
     """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
-    return {**cleaned_paths(report), "source": report["source"]}
+    return {**cleaned_told(report), "source": report["source"]}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from surgery.errors import SurgeryError
 from surgery.op import op
+from surgery.structures import linalg
 from surgery.structures.base import (
     STRUCTURES,
     MuP,
@@ -246,8 +247,8 @@ def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
 def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
     """matrix^-1 rhs, with a ridge of rounding size: the Gram matrix of cores may well be singular."""
     factor = spd_factor(matrix, (1e-6, 1e-4, 1e-2))
-    half = torch.linalg.solve_triangular(factor, rhs, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    half = linalg.solve_triangular(factor, rhs, upper=False)
+    return linalg.solve_triangular(factor.mT, half, upper=True)
 
 
 def sweep(

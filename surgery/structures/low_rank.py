@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.structures import linalg
 from surgery.structures.base import (
     STRUCTURES,
     MuP,
@@ -51,15 +52,15 @@ def orthonormal(y_OR: Tensor) -> Tensor:
     q_OR = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
     for _ in range(2):
         gram_RR = q_OR.mT @ q_OR
-        lower_RR, failed = torch.linalg.cholesky_ex(gram_RR)
+        lower_RR, failed = linalg.cholesky_ex(gram_RR)
         if bool(failed.any() | (lower_RR.diagonal(dim1=-2, dim2=-1) < 1e-2).any()):
-            return torch.linalg.qr(y_OR)[0]
-        q_OR = torch.linalg.solve_triangular(lower_RR.mT, q_OR, upper=True, left=False)
+            return linalg.qr(y_OR)[0]
+        q_OR = linalg.solve_triangular(lower_RR.mT, q_OR, upper=True, left=False)
     return q_OR
 
 
 def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    return torch.linalg.eigh(gram)[1][..., -rank:].flip(-1)
+    return linalg.eigh(gram)[1][..., -rank:].flip(-1)
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def tail_energies(m_OI: Tensor) -> Tensor:
 
 
 def gram_tails(gram: Tensor) -> Tensor:
-    energies = torch.linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
+    energies = linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
     tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
     return tail.flip(-1)
 

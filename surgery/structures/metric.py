@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.errors import NumbersError
+from surgery.structures import linalg
 
 
 def damp_(moment_II: Tensor, damping: float) -> float:
@@ -53,7 +54,7 @@ def damped(moment_II: Tensor, damping: float) -> Tensor:
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """C^(1/2) and C^(-1/2) by eigh, of (a batch of) positive semidefinite matrices; eigenvalues below
     float32 rounding of the largest are raised to it."""
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = linalg.eigh(matrix)
     values = torch.maximum(values, values[..., -1:].clamp_min(1e-30) * 1e-7)
     root = values.sqrt().unsqueeze(-2)
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
@@ -62,17 +63,17 @@ def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def input_root(moment_II: Tensor) -> Tensor:
     """R with R R^T = C, of (a batch of) C. Every such R gives W R the same left singular vectors and the same
     singular values, so the cheapest is taken: Cholesky's, and the symmetric one where that fails."""
-    lower, failed = torch.linalg.cholesky_ex(moment_II)
+    lower, failed = linalg.cholesky_ex(moment_II)
     return symmetric_roots(moment_II)[0] if bool(failed.any()) else lower
 
 
 def output_roots(gram_OO: Tensor) -> tuple[Tensor, Tensor]:
     """T, T^-1 with T^T T = G, of (a batch of) G; any root serves on the output side too."""
-    lower, failed = torch.linalg.cholesky_ex(gram_OO)
+    lower, failed = linalg.cholesky_ex(gram_OO)
     if bool(failed.any()):
         return symmetric_roots(gram_OO)
     eye = torch.eye(gram_OO.shape[-1], dtype=gram_OO.dtype, device=gram_OO.device)
-    return lower.mT, torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+    return lower.mT, linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
 
 
 def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-2)) -> Tensor:
@@ -84,10 +85,13 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
             mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None].clamp_min(1e-30)
             ridged = matrix.clone()
             ridged.diagonal(dim1=-2, dim2=-1).add_(ridge * mean)
-        factor, failed = torch.linalg.cholesky_ex(ridged)
+        factor, failed = linalg.cholesky_ex(ridged)
         if not bool(failed.any()):
             return factor
-    raise SurgeryError("a second moment is not positive semidefinite: the activations hold NaN or Inf")
+    raise NumbersError(
+        "a second moment is not positive semidefinite: activations hold NaN or Inf, or overflow float32 when squared; check "
+        "the checkpoint and the calibration text"
+    )
 
 
 LARGE = 1024
@@ -100,7 +104,7 @@ def spd_inverse(matrix: Tensor) -> Tensor:
         return torch.stack([spd_inverse(one) for one in matrix])
     factor = spd_factor(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    inverse = linalg.solve_triangular(factor, eye, upper=False)
     return inverse.mT @ inverse
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.errors import SurgeryError
+from surgery.structures import linalg
 from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear
 from surgery.structures.low_rank import LowRankLinear, low_rank_factors
 from surgery.structures.metric import Metric
@@ -36,12 +37,12 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
     each swap growing the volume by that factor.
     """
     rank = tall_OR.shape[1]
-    _factors, pivot_steps = torch.linalg.lu_factor(tall_OR)
+    _factors, pivot_steps = linalg.lu_factor(tall_OR)
     order = torch.arange(tall_OR.shape[0], device=tall_OR.device)
     for i, step in enumerate((pivot_steps - 1).tolist()):
         order[[i, step]] = order[[step, i]]
     pivots = order[:rank].clone()
-    coefficients = torch.linalg.solve(tall_OR[pivots], tall_OR, left=False)
+    coefficients = linalg.solve(tall_OR[pivots], tall_OR, left=False)
     for _ in range(swaps):
         row, column = divmod(int(coefficients.abs().argmax()), rank)
         if float(coefficients[row, column].abs()) <= bound:
@@ -51,7 +52,7 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
         coefficients -= torch.outer(coefficients[:, column] / coefficients[row, column], change)
         pivots[column] = row
     # The rank-one updates gather rounding: solve once more for the chosen rows.
-    return pivots, torch.linalg.solve(tall_OR[pivots], tall_OR, left=False)
+    return pivots, linalg.solve(tall_OR[pivots], tall_OR, left=False)
 
 
 @STRUCTURES.register(PivotedLowRank)

@@ -87,7 +87,7 @@ def written(
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     model = load(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)
     check_length(model, stage.length)
-    made = make_data(config, load_tokenizer(source.folder), stage.length, recipe.seed)
+    made = make_data(config, load_tokenizer(source.folder, trust_remote_code), stage.length, recipe.seed)
     count = examples or config.rows or stage.steps * stage.batch
     return write_teacher_cache(
         model.to(place), made, out, top_k, count, stage.rows, resume=resume, teacher=name, progress=progress,

@@ -84,7 +84,7 @@ class Healing:
     def everything(self) -> dict[str, Any]:
         began = time.perf_counter()
         torch.manual_seed(self.recipe.seed)
-        self.tokenizer = opening.tokenizer_of(self.source)
+        self.tokenizer = opening.tokenizer_of(self.source, self.trust)
         self.checkpoints = Checkpoints(
             self.work / "checkpoints",
             self.recipe.keep,

@@ -10,6 +10,7 @@ from torch import nn
 from surgery.calibrate import load_tokenizer
 from surgery.checkpoint import METHOD
 from surgery.errors import SurgeryError
+from surgery.remote_code import refuse_code
 from surgery.skeleton import model_class, unconverted
 from surgery.source import Source, open_converted, open_source
 from surgery.walk import walk
@@ -20,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def opened(name: str, trust_remote_code: bool = False) -> Source:
     """A checkpoint to be trained, converted or not."""
     source = open_converted(name)
+    refuse_code(source.folder, name, source.config, trust_remote_code)
     method = (source.config.get("quantization_config") or {}).get("quant_method", METHOD)
     if method != METHOD:
         raise SurgeryError(f"{name} is quantised ({method}); training wants full-precision weights")
@@ -56,7 +58,7 @@ def load_teacher(
 ) -> Any:
     """Frozen, on its device; tokenizer: the student's; settings: recipe.Teacher."""
     source = open_source(name, trust_remote_code)
-    same_tokens(tokenizer, source)
+    same_tokens(tokenizer, source, trust_remote_code)
     place = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     teacher = load(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
@@ -69,10 +71,10 @@ def load_teacher(
         raise SurgeryError(f"teacher.device {place}: {str(error).splitlines()[0]}") from None
 
 
-def same_tokens(tokenizer: Any, teacher: Source) -> None:
+def same_tokens(tokenizer: Any, teacher: Source, trust_remote_code: bool = False) -> None:
     """One of the two may know more words than the other. Of a teacher's folder without a tokenizer nothing is known."""
     try:
-        theirs = load_tokenizer(teacher.folder).get_vocab().items()
+        theirs = load_tokenizer(teacher.folder, trust_remote_code).get_vocab().items()
     except SurgeryError:
         return
     ours = tokenizer.get_vocab().items()
@@ -83,8 +85,8 @@ def same_tokens(tokenizer: Any, teacher: Source) -> None:
         )
 
 
-def tokenizer_of(source: Source) -> Any:
-    return load_tokenizer(source.folder)
+def tokenizer_of(source: Source, trust_remote_code: bool = False) -> Any:
+    return load_tokenizer(source.folder, trust_remote_code)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from surgery.calibrate import encoding_of
 from surgery.digests import arrow_cache
 from surgery.errors import SurgeryError, nearest
 from surgery.training.data_recipe import SourceConfig
@@ -60,6 +61,15 @@ def _files(path: Path) -> tuple[str, list[Path]]:
             f"data source {path}: {'no file' if not files else 'not one'} of a known kind ({known}; tables also "
             f"compressed, {', '.join(PACKED)})"
         )
+    if "text" in kinds:
+        for file in files:
+            with open(file, "rb") as opened:
+                name = encoding_of(opened.read(4096))
+            if name not in (None, "utf-8-sig"):
+                raise SurgeryError(
+                    f"data source {file} is {str(name).upper()}, and texts to train on are UTF-8; convert it, for example: "
+                    f"iconv -f {str(name).upper()} -t UTF-8"
+                )
     if len(kinds) > 1:
         raise SurgeryError(
             f"data source {path} holds files of several kinds ({', '.join(sorted(kinds))}); give each kind a source"
@@ -82,6 +92,7 @@ def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int,
                 split="train" if kind else config.split,
                 streaming=config.streaming,
                 cache_dir=None if cache is None else str(cache),
+                trust_remote_code=False,
                 **options,
             )
             first = next(iter(rows.take(1)), None)

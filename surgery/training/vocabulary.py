@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from surgery.calibrate import load_tokenizer
 from surgery.errors import SurgeryError
 from surgery.training.data_recipe import DataConfig
 from surgery.training.sources import open_source
@@ -31,7 +33,9 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
 
     if config.path is not None:
         try:
-            return AutoTokenizer.from_pretrained(config.path)
+            if Path(config.path).is_dir():
+                return load_tokenizer(Path(config.path))
+            return AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise SurgeryError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.structures import linalg
+
 
 def gaussian(seed: int, *shape: int) -> Tensor:
     """Standard normal numbers of that seed, on the default device (meta included)."""
@@ -15,7 +17,7 @@ def orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
     """w_GFK with rows orthogonal within each run of `dim` and lengths as of a Gaussian's: marginally N(0, I), and
     with less variance (Choromanski et al. 2021, "Rethinking Attention with Performers", section 2.4)."""
     runs = -(-features // dim)
-    square_GRKK, upper = torch.linalg.qr(_draw(seed, (groups, runs, dim, dim)))
+    square_GRKK, upper = linalg.qr(_draw(seed, (groups, runs, dim, dim)))
     # A Q uniform over all rotations: the sign that QR leaves open is set by R's diagonal.
     square_GRKK = square_GRKK * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     length_GF = _draw(seed + 1, (groups, features, dim)).norm(dim=-1)
