@@ -10,7 +10,7 @@ from typing import Any
 
 from surgery.checkpoint import SHIM
 from surgery.errors import SurgeryError
-from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header, source_errors
 from surgery.storage import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -47,7 +47,7 @@ class Source:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            with open(info.file, "rb") as file:
+            with source_errors(info.file), open(info.file, "rb") as file:
                 for start in {info.start, max(info.start, info.stop - 4096)}:
                     file.seek(start)
                     digest.update(file.read(min(4096, info.stop - start)))

@@ -27,8 +27,8 @@ FLOORS = [
     "ranges attention_recipe mlr_start recipe walk seats planning",
     # conversion and back
     "allocate weights batch parts calibrate stream phases windows starts head fit goingback curvature score grafts sharing layerwise headcut trial hybrid arrange datafree budget"
-    " journal admission seating assemble conversion rewrite densifying toeplitz",
-    "report_shape mixer_report reports tables",
+    " journal admission seating report_shape pieces assemble conversion rewrite densifying toeplitz",
+    "mixer_report reports tables",
     "share page",
     "eval papers kernels bench training",
     "demo api cli __main__",
@@ -41,7 +41,7 @@ TIGHTER = {  # rooms that may use less than their floor allows
     "kernels": {"kernels", "structures", "mixers", "registry", "op", "errors"},
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them
-LINES, LONGER = 300, {"surgery/conversion.py": 380}
+LINES, LONGER = 400, {"surgery/conversion.py": 420}
 
 
 FILES = sorted(p for room in ("surgery", "kernels", "eval", "recipes") for p in (ROOT / room).rglob("*.py"))
