@@ -37,8 +37,8 @@ class _Piece(_Said):
     sha256: str
     table: dict[str, dict[str, Any]]
     records: list[Module]
-    mixers: dict[str, dict[str, Any]] = {}
-    mixer_records: list[Mixer] = []
+    mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    mixer_records: list[Mixer] = Field(default_factory=list)
     seconds: Finite = 0.0
 
 

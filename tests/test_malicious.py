@@ -7,7 +7,10 @@ import shutil
 import struct
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small import recipe_of
+from transformers import LlamaForCausalLM
 
 from surgery.conversion import convert
 from surgery.errors import SurgeryError
@@ -15,7 +18,7 @@ from surgery.recipe import load_recipe, parse_recipe
 from surgery.shards import read_header, read_tensor
 from surgery.share.licence import local_card
 from surgery.skeleton import Skeleton
-from surgery.source import INDEX, SINGLE, open_source
+from surgery.source import INDEX, SINGLE, open_converted, open_source
 from surgery.training.recipe import load_healing, parse_healing
 from surgery.training.strict import put_text
 
@@ -121,6 +124,65 @@ def test_a_dtype_nobody_knows(tmp_path):
     header = read_header(stored(tmp_path / "x.safetensors", {"a": entry(dtype="os.system")}, b"0" * 8))
     with pytest.raises(SurgeryError, match="which surgery cannot read"):
         read_tensor(header["a"])
+
+
+# -- which weights ---------------------------------------------------------------------------------
+def halved(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
+    """The weights of a folder as two shards with an index, times `scale`; model.safetensors stays."""
+    tensors = {name: scale * tensor for name, tensor in load_file(folder / SINGLE).items()}
+    half = len(tensors) // 2
+    parts = [dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:])]
+    for name, part in zip(names, parts):
+        save_file(part, folder / name, metadata={"format": "pt"})
+    weight_map = {tensor: name for name, part in zip(names, parts) for tensor in part}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_2_3_model_safetensors_beside_an_index(source):
+    """transformers loads the single file. An index of that same file is no contradiction; any other is."""
+    tensors = list(read_header(source / SINGLE))
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SINGLE)}))
+    assert {t.file.name for t in open_source(str(source)).tensors.values()} == {SINGLE}
+    halved(source, scale=2.0)
+    for read in (open_source, open_converted):
+        with pytest.raises(SurgeryError, match="names other weights; transformers would load the first"):
+            read(str(source))
+    (source / SINGLE).unlink()
+    loaded = LlamaForCausalLM.from_pretrained(source).state_dict()
+    for name, info in open_source(str(source)).tensors.items():
+        assert torch.equal(read_tensor(info), loaded[name])
+
+
+def test_2_3_weights_that_the_config_names(source):
+    shutil.copy(source / SINGLE, source / "other.safetensors")
+    with_config(source, transformers_weights="other.safetensors")
+    with pytest.raises(SurgeryError, match=r"names its weights by transformers_weights \('other.safetensors'\)"):
+        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+
+
+def test_2_3_an_adapter_beside_whole_weights(source):
+    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(SurgeryError, match=r"would load the PEFT adapter .* of org/base: merge it first"):
+        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+
+
+def test_2_3_a_distributed_checkpoint_beside_whole_weights(source):
+    shutil.copy(source / SINGLE, source / "shard-00000-model-00001-of-00002.safetensors")
+    with pytest.raises(SurgeryError, match="distributed checkpoint of torch"):
+        open_source(str(source))
+
+
+def test_2_3_a_tensor_in_two_shards_and_an_index_without_metadata(source):
+    halved(source)
+    (source / SINGLE).unlink()
+    index = json.loads((source / INDEX).read_text())
+    (source / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]}))
+    with pytest.raises(SurgeryError, match='has no table "metadata"'):
+        open_source(str(source))
+    both = {**load_file(source / "a.safetensors"), **load_file(source / "b.safetensors")}
+    save_file(both, source / "b.safetensors")
+    with pytest.raises(SurgeryError, match="is in two shards"):
+        open_source(str(source))
 
 
 # -- configs ---------------------------------------------------------------------------------------
