@@ -100,7 +100,7 @@ def _join(target: Path, pieces: list[Path]) -> str:
 
 def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
     """The source's config with our tables; a replaced head is no longer tied."""
-    config = {**source.config, "quantization_config": quantization_table(table, mixers)}
+    config = {**source.config, "quantization_config": quantization_table(table, mixers, skeleton.unused)}
     twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
     return _untied(config, skeleton.config) if twins & set(table) else config
 

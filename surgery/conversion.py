@@ -46,6 +46,7 @@ from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
 from surgery.storage import disk_errors, write_json
 from surgery.stream import Stream
+from surgery.tensor_names import listed
 from surgery.version import __version__
 
 REPORT = "surgery_report.json"
@@ -93,6 +94,8 @@ def _convert(
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
+    if skeleton.unused:
+        progress.say(f"note: {type(skeleton.model).__name__} does not use {listed(skeleton.unused)}; copied as stored")
     batch = batch_of(opened, skeleton, recipe)
     ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
     partial = partial_of(out)

@@ -106,9 +106,9 @@ def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> No
         )
 
 
-def open_converted(name: str) -> Source:
+def open_converted(name: str, revision: str | None = None) -> Source:
     """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
-    name, folder, commit = _found(name, True, None)
+    name, folder, commit = _found(name, True, revision)
     return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
 
 
@@ -244,13 +244,17 @@ def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
             raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
         header = read_header(folder / shard)
         if twice := header.keys() & tensors.keys():
-            raise SurgeryError(f"{name}: tensor {min(twice)!r} is in two shards, {shard} and {tensors[min(twice)].file.name}")
+            raise SurgeryError(
+                f"{name}: tensor {min(twice)!r} is in two shards, {shard} and {tensors[min(twice)].file.name}"
+            )
         tensors.update(header)
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].file.name != shard:
             raise SurgeryError(f"{name}: the index puts tensor {tensor!r} in {shard}, whose header does not have it")
     if not isinstance(metadata, dict):
-        raise SurgeryError(f'{index} has no table "metadata", without which transformers cannot load it; add "metadata": {{}}')
+        raise SurgeryError(
+            f'{index} has no table "metadata", without which transformers cannot load it; add "metadata": {{}}'
+        )
     return tensors
 
 
@@ -276,7 +280,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    patterns = ["config.json", ADAPTER_CONFIG, "*.py"] + (["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else [])
+    patterns = ["config.json", ADAPTER_CONFIG, "*.py"] + (
+        ["*.safetensors", INDEX, "surgery_report.json", *COPIED] if weights else []
+    )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:

@@ -23,7 +23,7 @@ FLOORS = [
     "mixers",
     "anatomy",
     # opening checkpoints, ours and others'
-    "shards standins checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
+    "shards standins tensor_names checkpoint quantizer heads cache captured cache_file attention shims lora source skeleton",
     "ranges attention_recipe mlr_start recipe walk seats planning",
     # conversion and back
     "allocate weights batch parts calibrate stream phases windows starts head fit goingback curvature score grafts sharing layerwise headcut trial hybrid arrange datafree budget"

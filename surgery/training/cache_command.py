@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from surgery import options
 from surgery.console import progress, show
 from surgery.errors import SurgeryError
-from surgery.storage import size_text
+from surgery.storage import refuse_links_in, size_text
 
 if TYPE_CHECKING:
     from surgery.training.recipe import HealingRecipe
@@ -78,6 +78,7 @@ def written(
     from surgery.training.stages import STAGES
     from surgery.training.teacher_cache import write_teacher_cache
 
+    refuse_links_in(out)
     stage = next((s for s in recipe.stages if STAGES[s](s).needs_teacher == "logits"), None)
     if stage is None:
         raise SurgeryError("the recipe has no stage that learns from logits; a cache is for stages of kind distill")
