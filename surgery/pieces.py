@@ -191,7 +191,7 @@ class Pieces:
 def well_formed(lines: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
     """The lines that are as surgery writes them for this plan."""
     kept = [line for line in lines if _is_well_formed(line, plan)]
-    hybrid = next((line["told"]["softmax"] for line in kept if line["step"] == "hybrid"), [])
+    hybrid: list[str] = next((line["told"]["softmax"] for line in kept if line["step"] == "hybrid"), [])
     return [x for x in kept if x["step"] != "arranged" or set(x["chosen"]) == set(plan.seats) - set(hybrid)]
 
 
