@@ -26,7 +26,7 @@ from surgery.errors import SurgeryError
 from surgery.eval.reads import unchanged
 from surgery.eval.suites import EvalOptions, Metric, Sample, SuiteResult
 from surgery.shards import Entry, write_shard
-from surgery.storage import whole
+from surgery.storage import refuse_dangling, whole
 from surgery.version import __version__
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
@@ -55,6 +55,7 @@ class Store:
     def open(self) -> None:
         if self.folder is None:
             return
+        refuse_dangling(self.folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise SurgeryError(f"--out {self.folder} is a file; give a folder for results")
         if not self.folder.absolute().parent.is_dir():

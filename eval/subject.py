@@ -19,6 +19,7 @@ from surgery.ranks import Ranks
 from surgery.remote_code import refuse_code
 from surgery.skeleton import model_class
 from surgery.source import open_converted, read_config
+from surgery.tensor_names import load_complete
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -50,9 +51,8 @@ def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code:
     check_dtype(dtype)
     refuse_code(folder, str(folder), read_config(folder, str(folder)), trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = model_class(config, trust_remote_code).from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    cls = model_class(config, trust_remote_code)
+    model = load_complete(cls, folder, str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
     return model.to(device).eval(), load_tokenizer(folder, trust_remote_code)
 
 

@@ -16,6 +16,7 @@ from surgery.ranks import Ranks
 from surgery.recipe import Recipe
 from surgery.skeleton import Skeleton
 from surgery.source import Source
+from surgery.storage import size_text
 from surgery.version import __version__
 
 
@@ -68,6 +69,6 @@ def refuse_small_disk(source: Source, plan: Plan, recipe: Recipe, out: Path) -> 
     free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_of(out).rglob("*") if f.is_file())
     if needed > free:
         raise SurgeryError(
-            f"{out.parent} has {free / 1e9:.1f} GB free, the conversion writes up to {needed / 1e9:.1f} GB; "
+            f"{out.parent} has {size_text(free)} free, the conversion writes up to {size_text(needed)}; "
             "free some, or choose --out on another disk"
         )

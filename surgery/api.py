@@ -123,14 +123,16 @@ def load(
     """(model, tokenizer) of a checkpoint, converted or not, for what it generates; any other Auto class does as well."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from surgery.source import pinned_name
+    from surgery.remote_code import refuse_code
+    from surgery.source import open_converted, pinned_name
+    from surgery.tensor_names import load_complete
 
-    bare, pinned = pinned_name(os.fspath(name))
-    commit, trust = revision or pinned or "main", trust_remote_code
-    model = AutoModelForCausalLM.from_pretrained(
-        bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
-    )
-    return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
+    source = open_converted(os.fspath(name), revision)
+    refuse_code(source.folder, source.name, source.config, trust_remote_code)
+    bare, _ = pinned_name(os.fspath(name))
+    where = {"revision": source.revision or "main", "trust_remote_code": trust_remote_code}
+    model = load_complete(AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, **where)
+    return model, AutoTokenizer.from_pretrained(bare, **where)
 
 
 def inspect(converted: PathLike, *, modules: bool = False) -> Told:

@@ -48,12 +48,14 @@ def _register_quantizer() -> None:
     auto.register_quantizer(METHOD)(SurgeryQuantizer)
 
 
-def quantization_table(table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The config's entry: what stands at which path."""
+def quantization_table(
+    table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]], unused: list[str]
+) -> dict[str, Any]:
+    """The config's entry: what stands at which path, and the tensors that the model's class does not use."""
     from surgery.version import __version__
 
     told = {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
-    return {**told, "mixers": mixers} if mixers else told
+    return {**told, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
 
 
 def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:

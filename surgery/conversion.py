@@ -34,11 +34,13 @@ from surgery.headcut import convert_head
 from surgery.journal import Journal, partial_of, refuse_out
 from surgery.layerwise import Layerwise
 from surgery.memory import peak_rss, return_freed_memory, trim
+from surgery.pieces import REST, Pieces, well_formed
 from surgery.planning import Plan, make_plan
 from surgery.precision import float32_products
 from surgery.progress import Progress
 from surgery.ranks import Ranks, device_of, start_ranks
 from surgery.recipe import Recipe
+from surgery.report_shape import refuse_no_report
 from surgery.score import Score
 from surgery.seating import settled
 from surgery.shards import Entry, read_header, write_shard
@@ -46,11 +48,11 @@ from surgery.skeleton import Skeleton
 from surgery.source import Source, open_source
 from surgery.storage import disk_errors, write_json
 from surgery.stream import Stream
+from surgery.tensor_names import listed
 from surgery.text_check import TextFit, text_fit
 from surgery.version import __version__
 
 REPORT = "surgery_report.json"
-REST = "rest"
 
 
 def convert(
@@ -95,6 +97,8 @@ def _convert(
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
+    if skeleton.unused:
+        progress.say(f"note: {type(skeleton.model).__name__} does not use {listed(skeleton.unused)}; copied as stored")
     for name in in_subfolders(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     odd: list[str] = []
@@ -143,8 +147,10 @@ class _Run:
 
     def everything(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
+        self.journal.keep(well_formed(self.journal.lines, self.plan))
         self._check_text()
         hybrid = self._seats()
+        self._keep_sound()
         if self.journal.find("piece", piece=REST) is None:
             given, allocation = self._budgets()
             self._convert(given, allocation)
@@ -168,9 +174,9 @@ class _Run:
         found = [self.journal.find("piece", piece=piece) for piece in (*self.plan.body.layers, REST)]
         lines = [line for line in found if line is not None]
         assert len(lines) == len(found)
-        rest = lines[-1]
+        rest, expected = lines[-1], {name for line in lines for name in self._pieces().expected(line)}
         with self._timed("write"):
-            weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal)
+            weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal, expected)
             table = {path: spec for line in lines for path, spec in line["table"].items()}
             mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
             config = out_config(self.skeleton.source, self.skeleton, table, mixers)
@@ -179,6 +185,7 @@ class _Run:
             write_json(self.partial / "config.json", config)
         report = self._report(lines, rest, weight_map, time.perf_counter() - began)
         report["hybrid"] = hybrid
+        refuse_no_report(json.loads(json.dumps(report)), str(self.partial / REPORT))
         write_json(self.partial / REPORT, report)
         for folder in (self.pieces, self.grams):
             shutil.rmtree(folder, ignore_errors=True)
@@ -252,6 +259,21 @@ class _Run:
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
 
     # -- pieces ------------------------------------------------------------------------------------
+    def _pieces(self) -> Pieces:
+        return Pieces(self.skeleton, self.plan, self.units, self.pieces)
+
+    def _keep_sound(self) -> None:
+        """What an interrupted run left is looked at once, by the first process for all."""
+        lines = self.journal.lines
+        if not any(line["step"] == "piece" for line in lines):
+            return
+        sound = self.ranks.by_main(lambda: self._pieces().sound(lines, self.partial))
+        if lost := sum(line["step"] == "piece" for line in lines) - sum(line["step"] == "piece" for line in sound):
+            self.progress.say(
+                f"note: {lost} finished pieces are damaged, or not those of this plan; they are made again"
+            )
+        self.journal.keep(sound)
+
     def _stream(self) -> Stream:
         body = self.plan.body
         return Stream(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
@@ -287,9 +309,10 @@ class _Run:
             if self.units[name] == unit and key not in replaced | split:
                 entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
         trim()
-        write_shard(self._piece(unit), entries)
+        digest = write_shard(self._piece(unit), entries)
         mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
-        self.journal.add("piece", piece=unit, table=grafts.table, records=grafts.records, **mixers, **said)
+        done = {"piece": unit, "sha256": digest, "table": grafts.table, "records": grafts.records, **mixers, **said}
+        self.journal.add("piece", **json.loads(json.dumps(done)))  # as a resumed run reads it
 
     # -- the report --------------------------------------------------------------------------------
     @contextmanager

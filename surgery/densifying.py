@@ -12,14 +12,16 @@ from torch import Tensor
 from surgery.checkpoint import mixers_of, names_shims, quantization_table, table_of
 from surgery.grafts import load_standin
 from surgery.heads import output_path
-from surgery.journal import refuse_existing
+from surgery.journal import refuse_out
 from surgery.progress import Progress
+from surgery.quantizer import put_standins
 from surgery.rewrite import rewrite
 from surgery.shards import DTYPES, Entry, write_shard
 from surgery.skeleton import unconverted
 from surgery.source import Source, open_converted
 from surgery.standins import SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
+from surgery.tensor_names import refuse_incomplete, unused_of
 
 BATCH = 2**29  # bytes of tensors in one piece
 
@@ -30,13 +32,18 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     Weights keep the dtype they are stored in, so a bf16 checkpoint rounds each product once.
     """
     progress, out = progress or Progress(), Path(out)
-    refuse_existing(out)
+    refuse_out(out, True)
     source = open_converted(converted)
     table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
     outputs = _outputs(source, mixers)
+    unused = unused_of(source.config["quantization_config"])
+    if not source.config.get("auto_map") or names_shims(source.config):  # else its class is code that is not run here
+        model = unconverted(source)
+        put_standins(model, table, mixers)
+        refuse_incomplete(model, source.tensors, converted, unused)
     folded = {path: _folded(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
-    config = _plain_config(source, folded, mixers)
+    config = _plain_config(source, folded, mixers, unused)
     rewrite(source, out, lambda place: _pieces(source, table, set(folded), place, progress), config)
     return {"out": str(out), "modules": len(table)}
 
@@ -54,10 +61,10 @@ def _folded(spec: dict[str, Any]) -> dict[str, Any]:
     return {"structure": "folded", **{name: spec[name] for name in names if name in spec}}
 
 
-def _plain_config(source: Source, folded: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
+def _plain_config(source: Source, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]) -> dict[str, Any]:
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
     if mixers:
-        return {**config, "quantization_config": quantization_table(folded, mixers)}
+        return {**config, "quantization_config": quantization_table(folded, mixers, unused)}
     if names_shims(config):
         del config["auto_map"]
     return config

@@ -43,7 +43,7 @@ def convert_head(
             judge.held = partial(_moments, cut.name, weight_OI, final_BTD, *rows, batch, recipe)
             judge.gram = load_grams(grams / f"{path}.safetensors", device).get(cut.name)
         graft(skeleton, [cut], [fit_cut(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
-        grafts.entries += _untied(skeleton, path)
+        grafts.entries += untied_entries(skeleton, path)
     return grafts
 
 
@@ -58,7 +58,7 @@ def _moments(
     return moments.means()
 
 
-def _untied(skeleton: Skeleton, head: str) -> list[Entry]:
+def untied_entries(skeleton: Skeleton, head: str) -> list[Entry]:
     """What was stored once for a tied pair, the input embedding or a bias, under each name that no longer
     shares it; the head's own weight is replaced."""
     pairs = [pair for pair in skeleton.tied.items() if any(name.startswith(f"{head}.") for name in pair)]

@@ -2,6 +2,8 @@
 
 A line is written after its files are on disk, so what the journal says is there is there; a line cut short
 by a kill, or damaged, is dropped with all that follow it. A journal of another source, recipe, version, seed or text is refused.
+The checksums find accidents, not intent: whoever can write the folder can write any line. A line is therefore checked
+against the plan before it is used (pieces.py), and no path is taken from it.
 Of several processes each has its own file for the layers it writes (journal-1.jsonl ..); the first one's holds all
 other steps, and it reads them all.
 """
@@ -15,11 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from surgery.errors import SurgeryError
-from surgery.locks import LOCK, locked
+from surgery.locks import LOCK, locked, no_link
 from surgery.ranks import Ranks
-from surgery.storage import checksum
+from surgery.storage import checksum, refuse_link, refuse_links_in, whole
 
 NAME, SUM = "journal.jsonl", "crc32"
+FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs make links of their own
 
 
 def partial_of(out: Path) -> Path:
@@ -44,6 +47,7 @@ class Journal:
         self.made = self.ranks.by_main(lambda: self._make(resume))
 
     def _make(self, resume: bool) -> bool:
+        refuse_links_in(self.folder, FOREIGN)
         try:
             self.folder.mkdir(parents=True)  # of two that try, one makes it
             return True
@@ -117,11 +121,21 @@ class Journal:
         if not (self.ranks.main or step == "piece"):
             self.lines.append(line)
             return
-        with open(self.path, "ab") as file:
-            file.write(json.dumps({**line, SUM: checksum(line)}).encode() + b"\n")
+        with open(self.path, "ab", opener=no_link) as file:
+            file.write(_written(line))
             file.flush()
             os.fsync(file.fileno())
         self.lines.append(line)
+
+    def keep(self, lines: list[dict[str, Any]]) -> None:
+        """Forget all other lines, on disk too; called by all processes with the same lines."""
+        if self.ranks.main and lines != self.lines:
+            with whole(self.folder / NAME) as file:
+                file.writelines(_written(line) for line in lines)
+            for path in self.files()[1:]:
+                path.unlink()
+        self.lines = list(lines)
+        self.ranks.all_or_none(lambda: None)  # nobody writes a line before the files are in order
 
     def merge(self) -> None:
         """Everybody's pieces are known to all."""
@@ -143,19 +157,24 @@ class Journal:
         return None
 
 
+def _written(line: dict[str, Any]) -> bytes:
+    return json.dumps({**line, SUM: checksum(line)}).encode() + b"\n"
+
+
 def _whole(raw: bytes) -> dict[str, Any] | None:
     """A line as it was written, by its checksum; None: cut short or damaged, and all after it is done again."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    written = raw.endswith(b"\n") and isinstance(line, dict) and "step" in line
+    written = raw.endswith(b"\n") and isinstance(line, dict) and isinstance(line.get("step"), str)
     return line if written and line.pop(SUM, None) == checksum(line) else None
 
 
 def refuse_out(out: Path, resume: bool, what: str = "conversion") -> None:
     """Before anything is begun that ends in `out`."""
     refuse_existing(out)
+    refuse_links_in(partial_of(out), FOREIGN)
     if partial_of(out).exists() and not resume:
         refuse_begun(partial_of(out), what)
     if not out.parent.is_dir():
@@ -163,6 +182,7 @@ def refuse_out(out: Path, resume: bool, what: str = "conversion") -> None:
 
 
 def refuse_existing(out: Path) -> None:
+    refuse_link(out)
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 

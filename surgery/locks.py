@@ -20,11 +20,21 @@ LOCK = "lock"
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
+def no_link(path: str, flags: int) -> int:
+    """An opener for `open` that refuses a symbolic link: what it points to would be written."""
+    try:
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise SurgeryError(f"{path} is a symbolic link; surgery does not write through links. Remove it") from None
+
+
 def locked(folder: Path, what: str, name: str = LOCK) -> TextIO:
     """An open file: until it is closed, nobody else has the folder's lock. what: who says so to others."""
     path = folder / name
     try:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        file = open(path, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115
     except FileNotFoundError:  # finished, and moved to its place
         raise _busy(folder, what) from None
     if not _taken(file, path):

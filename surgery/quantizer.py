@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from surgery.checkpoint import METHOD, names_shims
 from surgery.errors import SurgeryError
 from surgery.mixers import mixer_config
-from surgery.standins import empty_standin
+from surgery.shards import read_header
+from surgery.standins import DAMAGED, empty_standin
 from surgery.structures import StructuredLinear
+from surgery.tensor_names import class_named, refuse_incomplete, unused_of
 from surgery.version import __version__
 
 FORMAT = 1
@@ -19,12 +24,14 @@ FORMAT = 1
 
 class SurgeryConfig(QuantizationConfigMixin):
     """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias};
-    mixers: path of an attention -> {"mixer": .., its options}."""
+    mixers: path of an attention -> {"mixer": .., its options}; unused: tensors that the model's class does not use, kept
+    as the source had them."""
 
     def __init__(
         self,
         modules: dict[str, Any] | None = None,
         mixers: dict[str, Any] | None = None,
+        unused: list[str] | None = None,
         format: int = FORMAT,
         surgery_version: str = __version__,
         **_: Any,
@@ -36,11 +43,11 @@ class SurgeryConfig(QuantizationConfigMixin):
             )
         self.quant_method = METHOD  # type: ignore[assignment]
         self.format, self.surgery_version = format, surgery_version
-        self.modules, self.mixers = modules or {}, mixers or {}
+        self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the table of mixers where there are none, as it was written before there were any."""
-        return {k: v for k, v in super().to_dict().items() if k != "mixers" or v}
+        """Without the tables that are empty, as it was written before there were any."""
+        return {k: v for k, v in super().to_dict().items() if k not in ("mixers", "unused") or v}
 
 
 class SurgeryQuantizer(HfQuantizer):
@@ -57,32 +64,23 @@ class SurgeryQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         return config.modules, config.mixers
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        """Stand-ins for the linears of the table and mixers, on meta, in the dtype the model is loaded in."""
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        """Stand-ins for the linears of the table and mixers, on meta, in the dtype the model is loaded in. The files must
+        hold exactly the tensors of the class that the checkpoint was written from; a model of another class may lack
+        some of them, and may have a head of its own."""
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not while they load")
-        modules = dict(model.named_modules())
-        # This module is imported while transformers' models are; attention needs them whole.
-        from surgery.attention import swap
-
-        (table, mixers), missing = self._tables(), []
-        for path, spec in table.items():
-            place = _place(model, path, modules)
-            if place is None:
-                missing.append(path)
-                continue
-            model.set_submodule(place, empty_standin(spec))
-            _untie(model, place)
-        for path, spec in mixers.items():
-            place = _place(model, path, modules)
-            if place is None:
-                missing.append(path)
-            else:
-                swap(model, place, mixer_config(spec))
-        if missing and len(missing) == len(table) + len(mixers):
-            raise SurgeryError(
-                f"{type(model).__name__} has none of the {len(missing)} linears of the checkpoint's table ({missing[0]}, ..)"
-            )
+        name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
+        if written is None:
+            put_standins(model, *self._tables(), strict=False)
+            return
+        put_standins(written, *self._tables())
+        if checkpoint_files is not None:
+            refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_of(self.quantization_config))
+        if written is not model:
+            put_standins(model, *self._tables(), strict=False)
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Leave an ordinary model that remembers its table."""
@@ -102,6 +100,69 @@ class SurgeryQuantizer(HfQuantizer):
         return model
 
 
+def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:
+    """In place: stand-ins at the paths of the table, then mixers at theirs. strict: every path must be in the model; else
+    one of them."""
+    # This module is imported while transformers' models are; attention needs them whole.
+    from surgery.attention import swap
+
+    find, missing, taken = _Finder(model), 0, set()
+    for path, spec in [*table.items(), *mixers.items()]:
+        place = find(path)
+        if place is None:
+            missing += 1
+            if strict or missing == len(table) + len(mixers):
+                raise SurgeryError(
+                    f"{DAMAGED}: {type(model).__name__} has no module {path!r}"
+                    if strict
+                    else f"{type(model).__name__} has none of the {missing} linears of the checkpoint's table ({path}, ..)"
+                )
+            continue
+        if place in taken:
+            raise SurgeryError(f"{DAMAGED}: two entries stand for {place!r}")
+        taken.add(place)
+        if path in table:
+            standin = empty_standin(spec)
+            _refuse_other_sizes(model.get_submodule(place), standin, place)
+            model.set_submodule(place, standin)
+            _untie(model, place)
+        else:
+            swap(model, place, mixer_config(spec))
+
+
+def _refuse_other_sizes(linear: Any, standin: Any, path: str) -> None:
+    sizes = sorted((standin.in_features, standin.out_features))
+    weight = getattr(linear, "weight", None)
+    if weight is None or sorted(weight.shape) != sizes:
+        here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
+        raise SurgeryError(
+            f"{DAMAGED}: its entry for {path!r} maps {standin.in_features} features to {standin.out_features}, where the "
+            f"model has {here}"
+        )
+
+
+def _written_as(model: Any) -> Any:
+    """A model on meta of the class that the checkpoint was written from: this one, where its class is the one; None
+    where a class of remote code opens what another class wrote."""
+    cls = class_named(model.config)
+    if cls is not None and cls.config_class is not None and isinstance(model.config, cls.config_class):
+        if type(model).__name__ == cls.__name__:
+            return model
+        with torch.device("meta"):
+            return cls(copy.deepcopy(model.config))
+    own = type(model).__module__.startswith("transformers.")
+    return model if own or type(model).__name__ in (model.config.architectures or ()) else None
+
+
+def _tensors_in(files: list[str]) -> list[str]:
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise SurgeryError(
+                f"{file} holds pickled weights, which can run code when opened; surgery reads safetensors only"
+            )
+    return [name for file in files for name in read_header(Path(file))]
+
+
 def _untie(model: Any, path: str) -> None:
     """A stand-in shares no weight, even where the class ties by itself whatever the config says (T5)."""
     weight = f"{path}.weight"
@@ -110,18 +171,31 @@ def _untie(model: Any, path: str) -> None:
     model.all_tied_weights_keys.pop(weight, None)
 
 
-def _place(model: Any, path: str, modules: dict[str, Any]) -> str | None:
-    """Where the table's path is in this class: as written, with the base model's prefix more or less, or
-    renamed since the checkpoint was written."""
-    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    for candidate in (path, path.removeprefix(prefix), prefix + path):
-        if candidate in modules:
-            return candidate
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+class _Finder:
+    """Where the table's path is in this class: as written, with the base model's prefix more or less, or renamed since
+    the checkpoint was written."""
 
-    renamings = [rule for rule in get_model_conversion_mapping(model) or [] if isinstance(rule, WeightRenaming)]
-    state = {f"{name}.weight": True for name in modules}
-    renamed = rename_source_key(f"{path}.weight", renamings, [], model.base_model_prefix, state)[0]
-    found = renamed.removesuffix(".weight")
-    return found if found in modules else None
+    def __init__(self, model: Any):
+        self.model, self.modules = model, {name for name, _ in model.named_modules()}
+        self.rules: tuple[list[Any], dict[str, bool]] | None = None
+
+    def __call__(self, path: str) -> str | None:
+        prefix = f"{self.model.base_model_prefix}." if self.model.base_model_prefix else ""
+        for candidate in (path, path.removeprefix(prefix), prefix + path):
+            if candidate in self.modules:
+                return candidate
+        from transformers.core_model_loading import rename_source_key
+
+        if self.rules is None:
+            self.rules = self._rules()
+        renamings, state = self.rules
+        renamed = rename_source_key(f"{path}.weight", renamings, [], self.model.base_model_prefix, state)[0]
+        found = renamed.removesuffix(".weight")
+        return found if found in self.modules else None
+
+    def _rules(self) -> tuple[list[Any], dict[str, bool]]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        renamings = [r for r in get_model_conversion_mapping(self.model) or [] if isinstance(r, WeightRenaming)]
+        return renamings, {f"{name}.weight": True for name in self.modules}

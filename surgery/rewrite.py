@@ -11,6 +11,7 @@ from surgery.assemble import assemble, copy_companions
 from surgery.errors import SurgeryError
 from surgery.journal import NAME, Journal, partial_of
 from surgery.locks import locked
+from surgery.shards import read_header
 from surgery.source import Source
 from surgery.storage import disk_errors, write_json
 
@@ -32,7 +33,8 @@ def rewrite(
         with Journal(partial, {REWRITE: source.fingerprint()}, resume=False, what=WHAT) as journal:
             try:
                 (partial / "pieces").mkdir()
-                assemble(partial, pieces(partial / "pieces"), journal)
+                written = pieces(partial / "pieces")
+                assemble(partial, written, journal, {name for piece in written for name in read_header(piece)})
                 copy_companions(source, partial)
                 for name in beside:
                     if (source.folder / name).is_file():

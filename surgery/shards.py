@@ -6,17 +6,20 @@ names sorted, the same bytes for the same tensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.errors import Interrupted, SurgeryError
 from surgery.storage import parsed, whole
 
 DTYPES: dict[str, torch.dtype] = {
@@ -137,13 +140,26 @@ def _refuse_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
 def read_into(tensor: Tensor, info: TensorInfo) -> None:
     """Fill a tensor of the stored dtype and shape."""
     view, got = _bytes(tensor), 0
-    with open(info.file, "rb", buffering=0) as file:
+    with source_errors(info.file), open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
         while got < info.nbytes:
             count = file.readinto(view[got : got + CHUNK])
             if not count:
                 raise SurgeryError(f"{info.file} ended inside tensor {info.name!r}; fetch the file again")
             got += count
+
+
+@contextmanager
+def source_errors(path: Path) -> Iterator[None]:
+    """Around reading a file whose header was read before: a file that has vanished or cannot be read any longer ends in
+    a sentence. Finished work is kept, because the file may come back."""
+    try:
+        yield
+    except OSError as error:
+        raise Interrupted(
+            f"{path} cannot be read any longer ({error.strerror or error}); it was there when this command began. "
+            "Put the file back, then run the same command again (with --resume if it has that option)"
+        ) from None
 
 
 def read_tensor(
@@ -228,8 +244,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def write_shard(path: Path, entries: Iterable[Entry]) -> None:
-    """Write beside, flush to disk, then rename: the file is whole or absent."""
+def write_shard(path: Path, entries: Iterable[Entry]) -> str:
+    """Write beside, flush to disk, then rename: the file is whole or absent. Returns the file's SHA-256 as hex digits."""
     ordered = sorted(entries, key=lambda e: e.name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -239,8 +255,21 @@ def write_shard(path: Path, entries: Iterable[Entry]) -> None:
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
     with whole(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in ordered:
-            for chunk in entry.chunks():
-                file.write(chunk)
+        for chunk in chain([len(text).to_bytes(8, "little") + text], *(entry.chunks() for entry in ordered)):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str | None:
+    """SHA-256 of a file as hex digits; None where there is no file."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(CHUNK):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from surgery.errors import SurgeryError
 from surgery.shards import TensorInfo, read_tensor
 from surgery.source import Source
+from surgery.tensor_names import class_named, missing_and_unexpected, parameter_names, refuse_unlike
 
 
 class Skeleton:
-    """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file."""
+    """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file; unused: tensors
+    that the model's class does not know."""
 
     def __init__(self, source: Source, trust_remote_code: bool = False):
         self.source, self.trust_remote_code = source, trust_remote_code
@@ -27,6 +29,9 @@ class Skeleton:
         self.model = _on_meta(self.config, source, trust_remote_code)
         self.keys = _parameter_keys(self.model, source)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        missing, unexpected = missing_and_unexpected(self.model, self.keys)
+        refuse_unlike(type(self.model).__name__, missing, (), source.name)
+        self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
         self._check_shapes()
 
     def info(self, parameter: str) -> TensorInfo:
@@ -77,7 +82,12 @@ class Skeleton:
 def unconverted(source: Source) -> Any:
     """The model that a converted checkpoint was made of, on meta, without its tensors."""
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
-    return Skeleton(Source(source.name, source.folder, config, {})).model
+    return bare_model(Source(source.name, source.folder, config, {}))
+
+
+def bare_model(source: Source, trust_remote_code: bool = False) -> Any:
+    """The model of a config on meta; no tensors are looked at."""
+    return _on_meta(_config(source, trust_remote_code), source, trust_remote_code)
 
 
 def place(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -106,11 +116,8 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The class named by the config's `architectures`, or an Auto class that serves it."""
     import transformers
 
-    named = config.architectures if isinstance(config.architectures, (list, tuple)) else ()
-    for name in named:
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):  # not whatever has the name
-            return found
+    if (found := class_named(config)) is not None:
+        return found
     if getattr(config, "auto_map", None) and trust_remote_code:
         for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
             if auto in config.auto_map:
@@ -140,21 +147,4 @@ def _on_meta(config: Any, source: Source, trust_remote_code: bool) -> Any:
 
 
 def _parameter_keys(model: Any, source: Source) -> dict[str, str]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model) or []
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    state, keys = model.state_dict(), {}
-    for tensor in source.tensors:
-        renamed, merged = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
-        if merged is not None:
-            raise SurgeryError(
-                f"{source.name}: transformers merges or splits tensor {tensor!r} as it loads ({merged}); such checkpoints "
-                "cannot be streamed. Load it with transformers and save_pretrained to a new folder first"
-            )
-        if renamed not in state and tensor in state:
-            renamed = tensor
-        keys[renamed] = tensor
-    return keys
+    return parameter_names(model, source.tensors, source.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from surgery.companions import COPIED, SMALL, in_folder, in_subfolders
 from surgery.digests import files_digest
 from surgery.errors import SurgeryError
 from surgery.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
-from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header
+from surgery.shards import DTYPES, FLOATS, TensorInfo, read_header, source_errors
 from surgery.storage import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors$")
 PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
@@ -46,7 +49,7 @@ class Source:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            with open(info.file, "rb") as file:
+            with source_errors(info.file), open(info.file, "rb") as file:
                 for start in {info.start, max(info.start, info.stop - 4096)}:
                     file.seek(start)
                     digest.update(file.read(min(4096, info.stop - start)))
@@ -87,9 +90,28 @@ def open_source(
     return Source(name, folder, config, tensors, commit)
 
 
-def open_converted(name: str) -> Source:
+def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
+    """What makes transformers' from_pretrained load other weights than model.safetensors or the shards of its index."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise SurgeryError(
+            f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the weights in "
+            f"this folder. {_instead(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are meant"
+        )
+    if config.get("transformers_weights") is not None:
+        raise SurgeryError(
+            f"{name}: config.json names its weights by transformers_weights ({str(config['transformers_weights'])[:100]!r}); "
+            f"surgery reads {SINGLE} or {INDEX} only. Rename the file to {SINGLE}, then remove transformers_weights"
+        )
+    if distributed := sorted(path.name for path in folder.glob("shard-*.safetensors") if DISTRIBUTED.match(path.name)):
+        raise SurgeryError(
+            f"{name} holds {distributed[0]}, of a distributed checkpoint of torch, which transformers would load in place "
+            f"of {SINGLE}. Remove such files, or load the model and save_pretrained to a new folder"
+        )
+
+
+def open_converted(name: str, revision: str | None = None) -> Source:
     """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
-    name, folder, commit = _found(name, True, None)
+    name, folder, commit = _found(name, True, revision)
     return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
 
 
@@ -125,6 +147,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _refuse_enormous(config, path)
     refuse_named_elsewhere(config, path)
+    _refuse_other_weights(folder, config, name)
     return config
 
 
@@ -192,11 +215,19 @@ def _refuse_quantised(config: dict[str, Any], name: str) -> None:
 
 
 def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
+    """The tensors that transformers would load: those of model.safetensors, else those of the index's shards."""
     index = folder / INDEX
-    if index.is_file():
-        return _sharded(folder, index, name)
+    sharded = _sharded(folder, index, name) if index.is_file() else None
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        single = read_header(folder / SINGLE)
+        if sharded is not None and sharded != single:
+            raise SurgeryError(
+                f"{name} has {SINGLE} and an {INDEX} that names other weights; transformers would load the first, other "
+                "programs the second. Remove the one that is not meant"
+            )
+        return single
+    if sharded is not None:
+        return sharded
     pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
     if pickles:
         raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLED}")
@@ -205,7 +236,8 @@ def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
 
 def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
     try:
-        weight_map = read_json(index)["weight_map"]
+        table = read_json(index)
+        weight_map, metadata = table["weight_map"], table.get("metadata")
         shards = sorted(set(weight_map.values()))
     except (SurgeryError, KeyError, TypeError, AttributeError):
         raise SurgeryError(f"{index} is not a shard index (a table with a weight_map)") from None
@@ -215,10 +247,19 @@ def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
             raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
         if not (folder / shard).is_file():
             raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
-        tensors.update(read_header(folder / shard))
+        header = read_header(folder / shard)
+        if twice := header.keys() & tensors.keys():
+            raise SurgeryError(
+                f"{name}: tensor {min(twice)!r} is in two shards, {shard} and {tensors[min(twice)].file.name}"
+            )
+        tensors.update(header)
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].file.name != shard:
             raise SurgeryError(f"{name}: the index puts tensor {tensor!r} in {shard}, whose header does not have it")
+    if not isinstance(metadata, dict):
+        raise SurgeryError(
+            f'{index} has no table "metadata", without which transformers cannot load it; add "metadata": {{}}'
+        )
     return tensors
 
 
@@ -244,7 +285,7 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    patterns = ["config.json", "*.py", *CONFIGS] + (
+    patterns = ["config.json", ADAPTER_CONFIG, "*.py", *CONFIGS] + (
         ["*.safetensors", INDEX, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
     )
     try:

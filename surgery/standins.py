@@ -100,9 +100,10 @@ def empty_standin(
         return FoldedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
     structure: Any = STRUCTURES[config]
-    if not isinstance(getattr(config, "blocks", ()), tuple):  # "sqrt" and the like are for recipes
-        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are two numbers, the grid")
-    rank, full = getattr(config, "rank", 1), structure.full_rank(structure.resolve(config, out, in_), out, in_)
+    resolved = structure.resolve(config, out, in_)
+    if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is for recipes
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+    rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
     if rank is None or rank == "full" or not 1 <= rank <= full:
         raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
     return structure(in_, out, config, bias=bias, **factory)

@@ -23,10 +23,44 @@ NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
 # -- writing -----------------------------------------------------------------------------------------
+def refuse_link(path: Path) -> None:
+    """A symbolic link at a path that will be written would lead the writing somewhere else."""
+    if path.is_symlink():
+        raise SurgeryError(
+            f"{path} is a symbolic link (to {os.readlink(path)}); surgery does not write through links. "
+            "Remove the link, or choose another --out"
+        )
+
+
+def refuse_dangling(path: Path) -> None:
+    """A folder of results may be reached by a link, but not by one whose target does not exist."""
+    if path.is_symlink() and not path.exists():
+        refuse_link(path)
+
+
+def refuse_links_in(folder: Path, skipped: tuple[str, ...] = ()) -> None:
+    """Neither the work folder nor anything in it may be a symbolic link. skipped: names of subfolders whose contents
+    belong to other programs."""
+    refuse_link(folder)
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            refuse_link(Path(parent, name))
+        folders[:] = [name for name in folders if name not in skipped]
+
+
+def size_text(count: float) -> str:
+    """A number of bytes in the unit that suits it: 512 bytes, 12.3 kB, 4.5 MB, 6.7 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.99995 * size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} bytes"
+
+
 @contextmanager
 def whole(path: Path, mode: str = "wb") -> Iterator[Any]:
     """A file to be written: beside its place, flushed to disk, then renamed; gone where anything fails."""
-    with beside(path) as partial, open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+    created = mode.replace("w", "x")  # never through a link, or into a file that lay there before
+    with beside(path) as partial, open(partial, created, encoding=None if "b" in mode else "utf-8") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -37,6 +71,7 @@ def beside(path: Path) -> Iterator[Path]:
     """A path for a library to write a file to, which then takes its place; gone where anything fails."""
     partial = path.with_name(path.name + ".tmp")
     try:
+        partial.unlink(missing_ok=True)
         yield partial
         os.replace(partial, path)
     except BaseException:
@@ -87,8 +122,8 @@ def _refusal(number: int, path: Path, again: str) -> str:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     usage = shutil.disk_usage(there)
     return (
-        f"{path} cannot be written: {os.strerror(number)}; its disk has {usage.free / 1e6:,.1f} MB free of "
-        f"{usage.total / 1e6:,.1f}. Free some, then {again}: what is done is kept, nothing half-written is left"
+        f"{path} cannot be written: {os.strerror(number)}; its disk has {size_text(usage.free)} free of "
+        f"{size_text(usage.total)}. Free some, then {again}: what is done is kept, nothing half-written is left"
     )
 
 

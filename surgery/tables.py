@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgery.reports import describe, inspect_rows
+from surgery.storage import size_text
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -136,7 +137,7 @@ def _error(value: float | None, places: int) -> str:
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {t['bytes_before'] / 1e6:,.1f} -> {t['bytes_after'] / 1e6:,.1f} MB",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
     ]
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]
@@ -201,7 +202,7 @@ def parcel_table(parcel: dict[str, Any]) -> list[Any]:
         table.add_row(item["name"], f"{item['bytes']:,}")
     licence = parcel["licence"]
     lines = [
-        f"{len(parcel['files'])} files, {parcel['bytes'] / 1e6:,.1f} MB; licence: {licence['id']} ({licence['origin']})"
+        f"{len(parcel['files'])} files, {size_text(parcel['bytes'])}; licence: {licence['id']} ({licence['origin']})"
     ]
     return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]
 

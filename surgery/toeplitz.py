@@ -16,7 +16,7 @@ from surgery.checkpoint import SHIM, mixers_of, table_of
 from surgery.conversion import REPORT
 from surgery.errors import SurgeryError
 from surgery.heads import attention_shape
-from surgery.journal import refuse_existing
+from surgery.journal import refuse_out
 from surgery.mixers import MIXERS, AttentionShape, mixer_config
 from surgery.mixers.masks.blocks import Blocks
 from surgery.mixers.masks.toeplitz_blocks import ToeplitzBlocks
@@ -50,7 +50,7 @@ def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[
 def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
     """Write the checkpoint with every block-mixing matrix replaced; {"out", "r2": {path: mean over heads}}."""
     out = Path(out)
-    refuse_existing(out)
+    refuse_out(out, True)
     source = open_converted(converted)
     fits = block_fits(source, components)
     if not fits:

@@ -314,15 +314,27 @@ class _Tokenizer:
 # -- what surgery wrote and reads again --------------------------------------------------------------
 @target("journal.jsonl", lambda: _interrupted_lines(), setup=lambda folder: None)
 def journal(path: Path) -> None:
-    """A conversion that was interrupted, resumed by it."""
+    """A conversion that was interrupted, resumed by it. The lines' checksums are made again after the changes: whoever
+    changes a journal on purpose makes them too."""
     from surgery.conversion import convert
 
     work, out = path.parent / "out.partial", path.parent / "out"
     for folder in (work, out):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(_interrupted(), work)
-    shutil.copy(path, work / "journal.jsonl")
+    (work / "journal.jsonl").write_bytes(b"".join(map(_renewed, path.read_bytes().splitlines(keepends=True))))
     convert(str(checkpoint()), recipe_of(**MIXED), out, resume=True)
+
+
+def _renewed(raw: bytes) -> bytes:
+    from surgery.journal import SUM, _written
+
+    try:
+        line = json.loads(raw)
+        line.pop(SUM, None)
+        return _written(line)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return raw
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import importlib
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.markup import escape
@@ -86,9 +87,16 @@ def test_load_and_evaluate():
 def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
     import transformers
 
+    from surgery import source
+
     asked = []
+    loaded = SimpleNamespace(config=None), {"missing_keys": [], "unexpected_keys": []}
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        monkeypatch.setattr(auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])))
+        monkeypatch.setattr(
+            auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])) or loaded
+        )
+    opened = lambda name, revision: SimpleNamespace(revision=revision or source.pinned_name(name)[1])  # noqa: E731
+    monkeypatch.setattr(source, "open_converted", opened)
     (tmp_path / "me@home").mkdir()
     for name in ("me/small@v1", "me/small", tmp_path / "me@home"):
         api.load(name)

@@ -228,7 +228,8 @@ def test_it_is_copied_and_cast_like_any_model(converted):
         (lambda table: table.update(format=2), "table format 2"),
         (lambda table: table["modules"]["model.layers.0.mlp.up_proj"].update(structure="bt"), "unknown structure 'bt'"),
         (lambda table: table["modules"]["model.layers.0.mlp.up_proj"].pop("in_features"), "table .* is damaged"),
-        (lambda table: table.update(modules={"nowhere": {}}), "has none of the 1 linears"),
+        (lambda table: table.update(modules={"nowhere": {}}), "has no module 'nowhere'"),
+        (lambda table: table["modules"].update({f"model.layers.{n}.x": {} for n in range(20_000)}), "has no module"),
     ],
 )
 def test_a_table_that_cannot_be_read(change, says, converted, tmp_path):

@@ -62,7 +62,9 @@ def test_a_conversion_on_a_full_disk_goes_on(checkpoints, tmp_path, monkeypatch)
     convert(str(source), recipe, home / "whole")
     for lets in spread(disk.count):
         disk.left, out = lets, home / f"out-{lets}"
-        with pytest.raises(SurgeryError, match=r"No space left on device; its disk has [\d.,]+ MB free of .*--resume"):
+        with pytest.raises(
+            SurgeryError, match=r"No space left on device; its disk has [\d.,]+ [kMGT]?B free of .*--resume"
+        ):
             convert(str(source), recipe, out)
         assert not out.exists() and not list(home.rglob("*.tmp"))
         disk.left = 10**9

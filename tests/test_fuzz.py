@@ -56,7 +56,7 @@ def test_what_broke_a_parser_once(name):
 @pytest.mark.parametrize(
     "spec",
     [
-        *({"blocks": blocks, "rank": 1} for blocks in ([2, 2, 2], [0, 2], ["2", 2], 5, "x", [2**40, 1])),
+        *({"blocks": blocks, "rank": 1} for blocks in ([2, 2, 2], [0, 2], ["2", 2], 5, "x", [2**40, 1], "sqrt")),
         *({"blocks": [2, 2], "rank": rank} for rank in (0, -1, None, "full", 10**9, 2**70, 1.5, True, "1", [1])),
         *({"blocks": [2, 2], "rank": 1, "in_features": n} for n in (0, -4, 2**40, "4", None, 4.0)),
         {"blocks": [2, 2], "rank": 1, "bias": "yes"},

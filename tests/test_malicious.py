@@ -7,15 +7,31 @@ import shutil
 import struct
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small import recipe_of
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
+import surgery
+from surgery import conversion
 from surgery.conversion import convert
+from surgery.demo import demo
+from surgery.densifying import densify
 from surgery.errors import SurgeryError
+from surgery.eval.harness.fetch import fetch
+from surgery.eval.results import Store
+from surgery.eval.subject import load_from
+from surgery.progress import Progress
 from surgery.recipe import load_recipe, parse_recipe
 from surgery.shards import read_header, read_tensor
 from surgery.share.licence import local_card
 from surgery.skeleton import Skeleton
-from surgery.source import INDEX, SINGLE, open_source
+from surgery.source import INDEX, SINGLE, open_converted, open_source
+from surgery.storage import size_text, write_json
+from surgery.toeplitz import to_toeplitz
+from surgery.training import models
+from surgery.training.cache_command import written
+from surgery.training.finetune import finetune
 from surgery.training.recipe import load_healing, parse_healing
 from surgery.training.strict import put_text
 
@@ -121,6 +137,65 @@ def test_a_dtype_nobody_knows(tmp_path):
     header = read_header(stored(tmp_path / "x.safetensors", {"a": entry(dtype="os.system")}, b"0" * 8))
     with pytest.raises(SurgeryError, match="which surgery cannot read"):
         read_tensor(header["a"])
+
+
+# -- which weights ---------------------------------------------------------------------------------
+def halved(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
+    """The weights of a folder as two shards with an index, times `scale`; model.safetensors stays."""
+    tensors = {name: scale * tensor for name, tensor in load_file(folder / SINGLE).items()}
+    half = len(tensors) // 2
+    parts = [dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:])]
+    for name, part in zip(names, parts):
+        save_file(part, folder / name, metadata={"format": "pt"})
+    weight_map = {tensor: name for name, part in zip(names, parts) for tensor in part}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_2_3_model_safetensors_beside_an_index(source):
+    """transformers loads the single file. An index of that same file is no contradiction; any other is."""
+    tensors = list(read_header(source / SINGLE))
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SINGLE)}))
+    assert {t.file.name for t in open_source(str(source)).tensors.values()} == {SINGLE}
+    halved(source, scale=2.0)
+    for read in (open_source, open_converted):
+        with pytest.raises(SurgeryError, match="names other weights; transformers would load the first"):
+            read(str(source))
+    (source / SINGLE).unlink()
+    loaded = LlamaForCausalLM.from_pretrained(source).state_dict()
+    for name, info in open_source(str(source)).tensors.items():
+        assert torch.equal(read_tensor(info), loaded[name])
+
+
+def test_2_3_weights_that_the_config_names(source):
+    shutil.copy(source / SINGLE, source / "other.safetensors")
+    with_config(source, transformers_weights="other.safetensors")
+    with pytest.raises(SurgeryError, match=r"names its weights by transformers_weights \('other.safetensors'\)"):
+        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+
+
+def test_2_3_an_adapter_beside_whole_weights(source):
+    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(SurgeryError, match=r"would load the PEFT adapter .* of org/base: merge it first"):
+        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+
+
+def test_2_3_a_distributed_checkpoint_beside_whole_weights(source):
+    shutil.copy(source / SINGLE, source / "shard-00000-model-00001-of-00002.safetensors")
+    with pytest.raises(SurgeryError, match="distributed checkpoint of torch"):
+        open_source(str(source))
+
+
+def test_2_3_a_tensor_in_two_shards_and_an_index_without_metadata(source):
+    halved(source)
+    (source / SINGLE).unlink()
+    index = json.loads((source / INDEX).read_text())
+    (source / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]}))
+    with pytest.raises(SurgeryError, match='has no table "metadata"'):
+        open_source(str(source))
+    both = {**load_file(source / "a.safetensors"), **load_file(source / "b.safetensors")}
+    save_file(both, source / "b.safetensors")
+    with pytest.raises(SurgeryError, match="is in two shards"):
+        open_source(str(source))
 
 
 # -- configs ---------------------------------------------------------------------------------------
@@ -239,3 +314,146 @@ def test_counts(tokens):
 def test_a_model_card_s_head(tmp_path, name):
     (tmp_path / "README.md").write_text(f"---\n{YAMLS[name][0]}\n---\n# A model\n")
     assert local_card(tmp_path) == {}
+
+
+# -- tensors that are not there --------------------------------------------------------------------
+@pytest.fixture
+def copied(converted, tmp_path):
+    return shutil.copytree(converted("llama"), tmp_path / "converted")
+
+
+def changed_tensors(folder, change):
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+def changed_table(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"]["modules"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+UP = "model.layers.0.mlp.up_proj"
+INCOMPLETE = {
+    "norm": (lambda f: changed_tensors(f, lambda t: t.pop("model.norm.weight")), "lacks tensor 'model.norm.weight'"),
+    "bias": (lambda f: changed_table(f, lambda t: t[UP].update(bias=True)), f"lacks tensor '{UP}.bias'"),
+    "extra": (lambda f: changed_tensors(f, lambda t: t.update(more=torch.ones(2))), "has tensor 'more'"),
+    "entry": (lambda f: changed_table(f, lambda t: t.pop(UP)), f"lacks tensor|has tensors '{UP}|has tensor '{UP}"),
+    "sizes": (lambda f: changed_table(f, lambda t: t[UP].update(in_features=30)), "30 features"),
+}
+
+
+@pytest.mark.parametrize("how", INCOMPLETE)
+def test_2_4_nothing_is_invented_in_a_converted_folder(copied, how):
+    """By plain transformers, by every class it can be opened as, by our loaders and by densify."""
+    change, says = INCOMPLETE[how]
+    change(copied)
+    for cls in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(SurgeryError, match=says):
+            cls.from_pretrained(copied)
+    device = torch.device("cpu")
+    for use in (
+        lambda: surgery.load(copied),
+        lambda: load_from(copied, device, "float32", False),
+        lambda: models.load(models.opened(str(copied)), torch.float32),
+        lambda: densify(str(copied), copied.parent / "dense"),
+    ):
+        with pytest.raises(SurgeryError, match=says):
+            use()
+    assert [p.name for p in copied.parent.iterdir()] == ["converted"]
+
+
+def test_2_4_nothing_is_invented_in_an_ordinary_folder(source):
+    changed_tensors(source, lambda t: t.pop("model.norm.weight"))
+    for use in (
+        lambda: convert(str(source), recipe_of(structure="low_rank"), source.parent / "out"),
+        lambda: load_from(source, torch.device("cpu"), "float32", False),
+    ):
+        with pytest.raises(SurgeryError, match=r"lacks tensor 'model.norm.weight'"):
+            use()
+    assert [p.name for p in source.parent.iterdir()] == ["source"]
+
+
+def test_2_4_tensors_beyond_the_class_are_kept_and_named(source):
+    """As bert-base-uncased has, whose file holds a second head."""
+    changed_tensors(source, lambda t: t.update({"second.head.weight": torch.ones(2)}))
+    out = source.parent / "out"
+    convert(str(source), recipe_of(structure="low_rank"), out)
+    table = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert table["unused"] == ["second.head.weight"]
+    AutoModelForCausalLM.from_pretrained(out)
+    models.load(models.opened(str(out)), torch.float32)
+    densify(str(out), source.parent / "dense")
+    assert "second.head.weight" in load_file(source.parent / "dense" / SINGLE)
+
+
+# -- links -----------------------------------------------------------------------------------------
+def writers(source, converted, out):
+    """Every command that writes a folder, by its function."""
+    recipe = load_healing("quick", ['data.sources=[{"path": "no.jsonl"}]'], True)
+    return {
+        "convert": lambda: convert(str(source), recipe_of(structure="low_rank"), out, resume=True),
+        "densify": lambda: densify(str(converted), out),
+        "finetune": lambda: finetune(str(converted), recipe, out, teacher=str(source), resume=True),
+        "toeplitz": lambda: to_toeplitz(str(converted), out),
+        "teacher-cache": lambda: written(
+            str(source), recipe, out, 4, 4, resume=True, device="cpu", trust_remote_code=False, progress=None
+        ),
+        "eval": lambda: Store(out).open(),
+        "fetch": lambda: fetch(out, [], Progress()),
+        "demo": lambda: demo(out, "btt-half", Progress(), print),
+    }
+
+
+@pytest.mark.parametrize(
+    "command", ["convert", "densify", "finetune", "toeplitz", "teacher-cache", "eval", "fetch", "demo"]
+)
+def test_2_5_a_dangling_link_as_out(source, converted, tmp_path, command):
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SurgeryError, match="out is a symbolic link"):
+        writers(source, converted("llama"), out)[command]()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "densify", "finetune", "toeplitz"])
+@pytest.mark.parametrize("where", [".", "pieces", "lock", "journal.jsonl"])
+def test_2_5_a_link_at_or_in_the_work_folder(source, converted, tmp_path, command, where):
+    elsewhere, work = tmp_path / "elsewhere", tmp_path / "out.partial"
+    elsewhere.mkdir()
+    if where != ".":
+        work.mkdir()
+    (work / where if where != "." else work).symlink_to(elsewhere)
+    with pytest.raises(SurgeryError, match="is a symbolic link"):
+        writers(source, converted("llama"), tmp_path / "out")[command]()
+    assert not list(elsewhere.iterdir())
+
+
+def test_2_5_a_file_is_not_written_through_a_link_beside_it(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "x.json.tmp").symlink_to(tmp_path / "victim")
+    write_json(tmp_path / "x.json", {})
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "x.json").is_symlink()
+
+
+# -- sources that change meanwhile -----------------------------------------------------------------
+def test_2_7_a_shard_that_vanishes_while_it_is_converted(source, monkeypatch):
+    out, write = source.parent / "out", conversion._Run._write
+
+    def vanishing(self, unit, *args, **said):
+        write(self, unit, *args, **said)
+        if unit == "model.layers.0":
+            (source / SINGLE).rename(source.parent / "away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion._Run, "_write", vanishing)
+        with pytest.raises(SurgeryError, match=r"cannot be read any longer .*No such file.*Put the file back"):
+            convert(str(source), recipe_of(structure="low_rank"), out)
+    (source.parent / "away").rename(source / SINGLE)
+    convert(str(source), recipe_of(structure="low_rank"), out, resume=True)
+
+
+def test_2_7_sizes_have_units_that_suit_them():
+    shown = {0: "0 bytes", 999: "999 bytes", 1500: "1.5 kB", 999_960: "1.0 MB", 2.5e9: "2.5 GB", 3e12: "3.0 TB"}
+    assert {size: size_text(size) for size in shown} == shown

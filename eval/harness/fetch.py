@@ -24,7 +24,7 @@ from surgery.eval.harness.names import ZEROSHOT, data_of
 from surgery.eval.harness.retrieval import TASKS as CLOZES
 from surgery.progress import Progress
 from surgery.recipe import head_of
-from surgery.storage import disk_errors, is_disk
+from surgery.storage import disk_errors, is_disk, refuse_dangling
 
 NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
 WHOLE = "surgery_whole"  # in the head of a mirror's README
@@ -74,6 +74,7 @@ OURS: dict[str, Any] = {
 
 def fetch(root: Path, sources: Iterable[Source], progress: Progress) -> dict[str, list[str]]:
     """{fetched: [..], kept: [..]}; a data set that is there is kept, unless a configuration or a split is missing."""
+    refuse_dangling(root)
     by_path: dict[str, list[Source]] = {}
     for source in sources:
         if not NAME.match(source.path):

@@ -8,6 +8,7 @@ from typing import Any
 
 from surgery.page.draw import Axis, Cell, Series, heat, layers, lines, short
 from surgery.page.gather import Facts, described, layer_of, role_of, structure_of
+from surgery.storage import size_text
 from surgery.tables import count, share
 
 USUAL = 4096  # tokens of context that the few numbers at the top are for
@@ -47,7 +48,7 @@ def figures(facts: Facts) -> str:
             share(total["params_after"], total["params_before"]),
             f"of {count(total['params_before'])} parameters are stored",
         ),
-        (share(total["bytes_after"], total["bytes_before"]), f"of {total['bytes_before'] / 1e6:,.1f} MB on disk"),
+        (share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
     ]
     if facts.costs:
         cache, macs = facts.costs[USUAL]["cache"], facts.costs[USUAL]["macs"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from surgery import options
 from surgery.console import progress, show
 from surgery.errors import SurgeryError
+from surgery.storage import refuse_links_in, size_text
 
 if TYPE_CHECKING:
     from surgery.training.recipe import HealingRecipe
@@ -51,7 +52,7 @@ def teacher_cache(
         print(json.dumps(index, indent=2))
         return
     size = sum(shard["bytes"] for shard in index["shards"])
-    show([f"{index['examples']:,} rows of {index['length']:,} tokens, {size / 1e6:,.1f} MB: {out}"])
+    show([f"{index['examples']:,} rows of {index['length']:,} tokens, {size_text(size)}: {out}"])
 
 
 def written(
@@ -77,6 +78,7 @@ def written(
     from surgery.training.stages import STAGES
     from surgery.training.teacher_cache import write_teacher_cache
 
+    refuse_links_in(out)
     stage = next((s for s in recipe.stages if STAGES[s](s).needs_teacher == "logits"), None)
     if stage is None:
         raise SurgeryError("the recipe has no stage that learns from logits; a cache is for stages of kind distill")

@@ -26,7 +26,7 @@ from surgery.errors import SurgeryError
 from surgery.planning import Cut, Plan, make_plan
 from surgery.recipe import Recipe
 from surgery.shards import TensorInfo
-from surgery.skeleton import Skeleton, model_class
+from surgery.skeleton import Skeleton, bare_model, model_class
 from surgery.source import Source
 from surgery.standins import FoldedLinear, SplitLinear, empty_standin
 from surgery.structures import StructuredLinear
@@ -47,7 +47,7 @@ def plan_for(folder: Path, recipe: Recipe) -> Plan:
         raise SurgeryError(
             "attention.hybrid by sensitivity is measured on a trained model; to train one, say by: every, or layers: [..]"
         )
-    state = Skeleton(Source(name, folder, config, {})).model.state_dict()
+    state = bare_model(Source(name, folder, config, {})).state_dict()
     tensors = {
         key: TensorInfo(key, folder / "none", "F32", tuple(t.shape), 0, 4 * t.numel()) for key, t in state.items()
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from surgery.errors import SurgeryError
 from surgery.journal import Journal, partial_of
 from surgery.progress import Progress
+from surgery.storage import size_text
 from surgery.training import models as opening
 from surgery.training.best import BEST, Best, better
 from surgery.training.checkpoints import Checkpoints, Held, Position
@@ -145,7 +146,7 @@ class Healing:
         if teacher is not None and not self.spread:
             saved = opening.share_frozen(student, teacher, changing)
             if saved:
-                self.progress.say(f"teacher and student share {saved / 1e6:,.1f} MB of weights that nothing changes")
+                self.progress.say(f"teacher and student share {size_text(saved)} of weights that nothing changes")
         return models
 
     def _changing(self, models: Models) -> set[str]:

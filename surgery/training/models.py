@@ -13,6 +13,7 @@ from surgery.errors import SurgeryError
 from surgery.remote_code import refuse_code
 from surgery.skeleton import model_class, unconverted
 from surgery.source import Source, open_converted, open_source
+from surgery.tensor_names import load_complete
 from surgery.walk import walk
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +42,7 @@ def load(source: Source, dtype: torch.dtype, trust_remote_code: bool = False) ->
         raise SurgeryError(
             f"{source.name} is a {config.model_type} model, which predicts no next token; healing is for causal language models"
         )
-    model = cls.from_pretrained(source.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_complete(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SurgeryError(f"{source.name}: {type(model).__name__} has no language-model head")
     return model

@@ -25,7 +25,7 @@ from surgery.locks import alone
 from surgery.planning import Plan
 from surgery.progress import Progress
 from surgery.source import open_converted
-from surgery.storage import disk_errors, write_json
+from surgery.storage import disk_errors, refuse_links_in, write_json
 from surgery.structures import STRUCTURES
 from surgery.training.finetune import RESUME, finetune, refuse
 from surgery.training.fresh import fresh_model, plan_for
@@ -54,6 +54,9 @@ def pretrain(
     this; the first one writes."""
     out = Path(out)
     refuse(out, f"the model in {out}", recipe.training, None, resume)
+    blank = out.with_name(out.name + ".blank")
+    refuse_links_in(blank)
+    refuse_links_in(partial_of(blank))
     with disk_errors(out, RESUME), ExitStack() as stack:
         if speaks():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
             stack.enter_context(alone(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))

@@ -23,7 +23,7 @@ from surgery.errors import SurgeryError
 from surgery.locks import alone
 from surgery.progress import Progress
 from surgery.shards import Entry, TensorInfo, read_tensor, write_shard
-from surgery.storage import disk_errors, write_json
+from surgery.storage import disk_errors, refuse_links_in, write_json
 from surgery.training.data import Data, Example
 from surgery.training.encode import tokenizer_fingerprint
 from surgery.training.packing import check_rows
@@ -53,6 +53,7 @@ def write_teacher_cache(
     of the teacher's files, which must be the one that the cache was begun with. Returns the index. Without `resume` a folder
     that holds a cache is refused, with it the same cache is finished: shards that are lost or damaged are written again."""
     out = Path(out_dir)
+    refuse_links_in(out)
     size = model.config.get_text_config().vocab_size
     if not 1 <= top_k <= size:
         raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}, e.g. 64")
