@@ -41,7 +41,7 @@ TIGHTER = {  # rooms that may use less than their floor allows
     "kernels": {"kernels", "structures", "mixers", "registry", "op", "errors"},
 }
 HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the function that needs them
-LINES, LONGER = 300, {"surgery/conversion.py": 380}
+LINES, LONGER = 300, {"surgery/conversion.py": 380, "kernels/mlr_attention.py": 320}
 
 
 FILES = sorted(p for room in ("surgery", "kernels", "eval", "recipes") for p in (ROOT / room).rglob("*.py"))
