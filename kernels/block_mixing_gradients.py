@@ -34,7 +34,7 @@ def read_back(
     do += b * o_b + g * o_g + first * o_t
     k += b * k_b + g * k_g + first * k_t
     v += b * v_b + g * v_g + first * v_t
-    weight += g * w_g + n * w_n
+    weight += g * w_g + (b * 0 + n) * w_n
     sums += (bg * N + n) * F * (V + 1 if MORE else V)
     i, f, c = tl.arange(0, BT), tl.arange(0, BF), tl.arange(0, BV)
     s = tile * BT + i
@@ -48,19 +48,19 @@ def read_back(
         v_last = load_last(v, s, v_t, here, V)
     if INNER:
         for j in range(J):
-            w = tl.load(weight + j * w_j)
+            w = tl.load(weight + (b * 0 + j) * w_j)
             for later in range(tile * BT, BLOCK, BT):
                 t = later + i
                 there = (t0 + t >= 0) & (t0 + t < T) & (t < BLOCK)
                 seen = t[None, :] >= s[:, None]
-                queries = load_tokens(q + j * q_j, t, q_t, there, f, F, OP)
-                wanted = load_tokens(do + j * o_j, t, o_t, there, c, V, OP)
+                queries = load_tokens(q + (b * 0 + j) * q_j, t, q_t, there, f, F, OP)
+                wanted = load_tokens(do + (b * 0 + j) * o_j, t, o_t, there, c, V, OP)
                 scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
                 scores = tl.where(seen, scores * w, 0.0)
                 values_grad = tl.dot(scores.to(OP), wanted, values_grad, input_precision=PRECISION)
                 asked = tl.dot(values, tl.trans(wanted), input_precision=PRECISION)
                 if MORE:
-                    wanted_last = load_last(do + j * o_j, t, o_t, there, V)
+                    wanted_last = load_last(do + (b * 0 + j) * o_j, t, o_t, there, V)
                     last += tl.sum(scores * wanted_last[None, :], 1)
                     asked += v_last[:, None] * wanted_last[None, :]
                 asked = tl.where(seen, asked * w, 0.0)

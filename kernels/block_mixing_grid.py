@@ -141,5 +141,5 @@ def unpacked(state: Tensor, features: int, values: int) -> Tensor:
 
 
 def packed_rows(x: Tensor) -> Tensor:
-    """With rows of numbers side by side, as kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """With rows of numbers side by side, as kernels read them; a block's tokens, 1,024 at most, within 2^31 numbers."""
+    return x if x.stride(-1) == 1 and x.stride(-2) < 2**20 else x.contiguous()

@@ -39,7 +39,7 @@ def step_states(
     written = key[:, None] * value[None, :]
     at = f[:, None] * V + column[None, :]
     for j in tl.static_range(J):  # states past the first come from a cache
-        query = tl.load(q + b * q_b + g * q_g + j * q_j + f, mask=f < F, other=0.0).to(tl.float32)
+        query = tl.load(q + b * q_b + g * q_g + (b * 0 + j) * q_j + f, mask=f < F, other=0.0).to(tl.float32)
         mixed = tl.zeros((BF, BV), tl.float32)
         for r in tl.static_range(R):
             here = ((b * R + r) * G + g) * F * V

@@ -88,7 +88,7 @@ def read_blocks(
     x += b * x_b + g * x_g + h * x_j + (b * 0 + t0) * x_t
     y += b * y_b + g * y_g + (b * 0 + t0) * y_t
     z += b * z_b + g * z_g + (b * 0 + t0) * z_t
-    weight += g * w_g + h * w_j + n * w_n
+    weight += g * w_g + h * w_j + (b * 0 + n) * w_n
     i = tl.arange(0, BT)
     t = tile * BT + i
     here = (t0 + t >= 0) & (t0 + t < T) & (t < BLOCK)
@@ -99,7 +99,7 @@ def read_blocks(
         x_last = load_last(x, t, x_t, here, F)
     if INNER:
         for j in range(SUMMED):
-            w = tl.load(weight + j * w_j)
+            w = tl.load(weight + (b * 0 + j) * w_j)
             for s0 in range(tile * BT if BACK else 0, BLOCK if BACK else tile * BT + BT, BT):
                 s = s0 + i
                 there = (t0 + s >= 0) & (t0 + s < T) & (s < BLOCK)
@@ -107,18 +107,18 @@ def read_blocks(
                 for f0 in tl.static_range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     left = load_tokens(x, t, x_t, here, f, F, OP)
-                    right = load_tokens(y + j * y_j, s, y_t, there, f, F, OP)
+                    right = load_tokens(y + (b * 0 + j) * y_j, s, y_t, there, f, F, OP)
                     scores = tl.dot(left, tl.trans(right), scores, input_precision=PRECISION)
                 if MORE_F:
-                    scores += x_last[:, None] * load_last(y + j * y_j, s, y_t, there, F)[None, :]
+                    scores += x_last[:, None] * load_last(y + (b * 0 + j) * y_j, s, y_t, there, F)[None, :]
                 seen = s[None, :] >= t[:, None] if BACK else s[None, :] <= t[:, None]
                 scores = tl.where(seen, scores, 0.0)
                 if BACK:
                     scores *= w
-                values = load_tokens(z + j * z_j, s, z_t, there, v, V, OP)
+                values = load_tokens(z + (b * 0 + j) * z_j, s, z_t, there, v, V, OP)
                 total = tl.dot(scores.to(OP), values, total, input_precision=PRECISION)
                 if MORE_V:
-                    last += tl.sum(scores * load_last(z + j * z_j, s, z_t, there, V)[None, :], 1)
+                    last += tl.sum(scores * load_last(z + (b * 0 + j) * z_j, s, z_t, there, V)[None, :], 1)
         if SHARES:
             compared += b * c_b + g * c_g + h * c_j + (b * 0 + t0) * c_t
             share = tl.sum(total * load_tokens(compared, t, c_t, here, v, V, tl.float32), 1)

@@ -73,13 +73,20 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
         dtype = torch.get_autocast_dtype(x.device.type)
         x, right_cdbs, left_bcsa = x.to(dtype), right_cdbs.to(dtype), left_bcsa.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    x_NI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x_NI = within_reach(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     inputs = x_NI, right_cdbs.contiguous(), left_bcsa.contiguous(), bias
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         y_NO = Product.apply(*inputs, out)
     else:
         y_NO = product(*inputs, out)
     return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
+
+
+def within_reach(x_NI: Tensor) -> Tensor:
+    """x, copied where a tile of it spans more numbers than 32 bits count: the last tokens of long sequences, whose rows lie
+    a sequence apart, or a transposed matrix."""
+    tokens, numbers = x_NI.stride()
+    return x_NI if launch.MOST_TOKENS * tokens + x_NI.shape[1] * numbers < 2**31 else x_NI.contiguous()
 
 
 def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -118,6 +125,7 @@ class Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, right, left = ctx.saved_tensors
+        dy_NO = within_reach(dy_NO)
         need_x, need_right, need_left, need_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(x_NI) if need_x else None
         dbias = dy_NO.sum(0) if need_bias else None

@@ -49,6 +49,8 @@ class Tiles(NamedTuple):
 # bytes of x and z are long enough, and so many of them far enough behind. One H200, bf16, 2026-11-21.
 SLAB, BEHIND, PROGRAM, AFTER = 2**22, 2**24, 2**15, 1300
 
+MOST_TOKENS = 64  # of a tile
+
 
 def pow2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
@@ -65,7 +67,7 @@ def tiles_for(N: int, near: Side, far: Side, size: int) -> Tiles:
     inner = [pow2(side.inner) if side.inner <= widest else 64 for side in (near, far)]
     if far.rows > 64:  # z's terms in steps: no room for wide ones
         inner[1] = min(inner[1], 64)
-    BN, near_rows = min(64, pow2(N)), min(widest, pow2(near.rows))
+    BN, near_rows = min(MOST_TOKENS, pow2(N)), min(widest, pow2(near.rows))
     z = BN * near.groups * near.rows * size
     count = max(1, min(8, max(2, PROGRAM // (BN * (min(near.inner, 128) + near_rows) * size)), SLAB // z))
     if any((side.rows if side.step_row == 1 else side.inner) % 16 for side in (near, far)):

@@ -55,7 +55,8 @@ def _spread(
         t, k = i // steps, i % steps * BD
         inside_n = n[:, None] < left_n - t * BN
         inside = inside_n & (d[None, :] < D - k) & (d[None, :] < left_i - k)
-        x_nd = _rows(x + (t * BN + n)[:, None] * x_n + (k + d)[None, :] * x_i, inside, inside_n, EVEN, ONCE)
+        x_t = x + tl.cast(t, tl.int64) * BN * x_n
+        x_nd = _rows(x_t + n[:, None] * x_n + (k + d)[None, :] * x_i, inside, inside_n, EVEN, ONCE)
         if not D_ONCE:
             inside_dj = (d[:, None] < D - k) & (j[None, :] < J)
             r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
@@ -108,7 +109,7 @@ def _gather(
         if not K_ONCE:
             inside_ka = (k[:, None] < K - first_k) & (a[None, :] < A)
             l_ka = _core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside_ka, EVEN)
-        at = y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o
+        at = y + tl.cast(t, tl.int64) * BN * y_n + n[:, None] * y_n + a[None, :] * y_o
         inside_n = n[:, None] < left_n - t * BN
         if K_ONCE:
             y_na = tl.dot(tl.trans(z_kn), l_ka, input_precision=PRECISION)
@@ -174,9 +175,8 @@ def _pair(
     for t in tl.range(0, count):
         z_kn = _core(z + t * rows * BN + k[:, None] * BN + n[None, :], k[:, None] < K, EVEN)
         inside_n = n[:, None] < left_n - t * BN
-        y_na = _rows(
-            y + (t * BN + n)[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, ""
-        )
+        y_t = y + tl.cast(t, tl.int64) * BN * y_n
+        y_na = _rows(y_t + n[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, "")
         g_ka = tl.dot(z_kn, y_na, g_ka, input_precision=PRECISION)
     at = g + group * g_g + k[:, None] * g_k + a[None, :] * g_a
     tl.store(at, g_ka.to(g.dtype.element_ty), mask=(k[:, None] < K) & (a[None, :] < A))

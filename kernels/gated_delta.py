@@ -21,7 +21,7 @@ from torch import Tensor
 from surgery.kernels import gated_delta_chunks as chunks
 from surgery.kernels import gated_delta_states as states
 from surgery.kernels import gated_delta_wy as wy
-from surgery.kernels.gated_delta_rows import Sizes, sizes
+from surgery.kernels.gated_delta_rows import MOST_HEADS, Sizes, sizes
 from surgery.kernels.measured import fastest, of_tokens
 from surgery.kernels.opaque import Opaque
 from surgery.mixers.masks.semiseparable import semiseparable
@@ -121,7 +121,13 @@ def accepts(
     chunk: int,
 ) -> bool:  # fmt: skip
     alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
-    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
+    return (
+        beta is not None
+        and alike
+        and q.shape[-1] <= FEATURES
+        and v.numel() > 0
+        and v.shape[1] * q.shape[2] < MOST_HEADS
+    )
 
 
 @kernel_for(semiseparable, accepts=accepts, wins=fastest("gates delta", of_tokens))

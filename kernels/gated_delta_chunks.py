@@ -32,7 +32,8 @@ def _forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    g, j, at_v = tl.program_id(1) // J, tl.program_id(1) % J, tl.program_id(2) * BV
+    head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    g, j = head // J, head % J
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -61,7 +62,7 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    g = tl.program_id(1)
+    g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -74,7 +75,10 @@ def _backward(
     z_C = tl.zeros([C], tl.float32)
     both = 0.0
     for j in range(J):
-        q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
+        q_here, do_here = (
+            q + batch * q_b + g * q_g + (0 * g + j) * q_j,
+            do + batch * do_b + g * do_g + (0 * g + j) * do_j,
+        )
         qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
         for first in range(0, K, BX):

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 LEVELS = 44  # in the table, of chunks' indices
+MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which holds 65,535
 
 
 @triton.jit

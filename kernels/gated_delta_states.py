@@ -35,7 +35,7 @@ def _forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    r, g, at_v = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1) * BV
+    r, g, at_v = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64), tl.program_id(1) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
     if FIRST:
@@ -78,15 +78,15 @@ def _local(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx = sum_j P_j^T dO_j, of every chunk by itself."""
-    g, at_v = tl.program_id(1), tl.program_id(2) * BV
+    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
     k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     dx_VC = tl.zeros([BV, C], tl.float32)
     for j in range(J):
-        q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-        do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+        q_CK = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
+        do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
         p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
         dx_VC = tl.dot(tl.trans(do_CV), p_CC, dx_VC, input_precision=P)
     put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
@@ -98,7 +98,7 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    r, g, at_v = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1) * BV
+    r, g, at_v = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64), tl.program_id(1) * BV
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
     ds_VK = tl.trans(matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32))
@@ -118,8 +118,8 @@ def _backward(
         put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
         ds_VK = tl.dot((-dx_VC).to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
-            q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-            do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+            q_CK = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
+            do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * fade_C[:, None]).to(k_CK.dtype)
             ds_VK = tl.dot(tl.trans(do_CV), q_CK, ds_VK, input_precision=P)
     put_matrix(dfirst + here, K, V, at_v, tl.trans(ds_VK), BK, BV)

@@ -59,7 +59,7 @@ def _forward(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """The chunk in two halves, 1 and 2, of H tokens: Y is their inverses and one block below."""
-    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1)
+    r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1).to(tl.int64)
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     if n >= chunks_of(length, start, C):
         return
@@ -157,7 +157,7 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    g = tl.program_id(1)
+    g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return

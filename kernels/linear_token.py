@@ -61,8 +61,8 @@ def signals(
     LEVELS: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """GATE: 0 none, 1 exp(scale) alone (decay), 2 as above. used: how many lambdas are asked for."""
-    program = tl.program_id(0)
-    b_B = (tl.program_id(1) * B + tl.arange(0, B)).to(tl.int64)
+    program = tl.program_id(1)
+    b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     ok_B = b_B < batch
     n_N = program * N + tl.arange(0, N)
     groups: tl.constexpr = (G + N - 1) // N
@@ -104,7 +104,7 @@ def read_off(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tenso
     ]
     rows = min(8, triton.next_power_of_2(batch))
     programs = triton.cdiv(groups, ROWS) + (heads * triton.cdiv(used, ROWS) if tree else 0)
-    signals[(programs, triton.cdiv(batch, rows))](
+    signals[(triton.cdiv(batch, rows), programs)](
         x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
         H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree, N=ROWS, B=rows,
         BD=max(16, min(WIDE // rows, triton.next_power_of_2(dim))), num_warps=4,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.gated_delta import CHUNK, DTYPES, packed
-from surgery.kernels.gated_delta_rows import LEVELS, Sizes, chunk_of, chunks_at_most, sizes
+from surgery.kernels.gated_delta_rows import LEVELS, MOST_HEADS, Sizes, chunk_of, chunks_at_most, sizes
 from surgery.kernels.log_linear_delta_edges import Edge, falls
 from surgery.kernels.log_linear_delta_launch import Call
 from surgery.kernels.measured import fastest, of_tokens
@@ -145,7 +145,13 @@ def accepts(
     buckets: Tensor | None, count: Tensor, chunk: int, levels: int | None = None,
 ) -> bool:  # fmt: skip
     alike = q.dtype == k.dtype == v.dtype and v.dtype in DTYPES
-    return beta is not None and alike and q.shape[-1] <= FEATURES and v.numel() > 0
+    return (
+        beta is not None
+        and alike
+        and q.shape[-1] <= FEATURES
+        and v.numel() > 0
+        and v.shape[1] * q.shape[2] < MOST_HEADS
+    )
 
 
 @kernel_for(log_linear, accepts=accepts, wins=fastest("hierarchical delta", of_tokens))

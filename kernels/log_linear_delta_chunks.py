@@ -39,7 +39,8 @@ def _reads(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    g, j = tl.program_id(1) // J, tl.program_id(1) % J
+    head = tl.program_id(1).to(tl.int64)
+    g, j = head // J, head % J
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -61,7 +62,8 @@ def _forward(
     BUCKET: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
-    g, j, at_v = tl.program_id(1) // J, tl.program_id(1) % J, tl.program_id(2) * BV
+    head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    g, j = head // J, head % J
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -102,7 +104,7 @@ def _backward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    g = tl.program_id(1)
+    g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -115,7 +117,10 @@ def _backward(
     dt_CC = tl.zeros([C, C], tl.float32)
     dc_C = tl.zeros([C], tl.float32)
     for j in range(J):
-        q_here, do_here = q + batch * q_b + g * q_g + j * q_j, do + batch * do_b + g * do_g + j * do_j
+        q_here, do_here = (
+            q + batch * q_b + g * q_g + (0 * g + j) * q_j,
+            do + batch * do_b + g * do_g + (0 * g + j) * do_j,
+        )
         dread_here = dread + (at * J + j) * C * K
         qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
@@ -128,7 +133,7 @@ def _backward(
             dp_CC = tl.dot(dread_CX.to(half), tl.trans(w_CX), dp_CC, input_precision=P)
         p_CC = (qk_CC * mask_CC).to(half)
         inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
-        lambda_CC = lambdas(level + batch * l_b + g * l_g + j * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
+        lambda_CC = lambdas(level + batch * l_b + g * l_g + (0 * g + j) * l_j, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
         mixed_CC = (inner_CC * lambda_CC).to(half)
         e_CC = tl.zeros([C, C], tl.float32)
         for at_v in range(0, V, BV):
@@ -172,7 +177,7 @@ def _features(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dw from P and dP . M, a block of features; dc in parts."""
-    g, first = tl.program_id(1), tl.program_id(2) * BX
+    g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -183,7 +188,7 @@ def _features(
     dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
     dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(tl.float32)
     for j in range(J):
-        q_CX = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, first, BX)
+        q_CX = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, first, BX)
         p_CC = matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
         dp_CC = matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
         dread_CX = matrix(dread + (at * J + j) * C * K, C, K, first, C, BX)

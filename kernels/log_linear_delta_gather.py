@@ -24,7 +24,7 @@ def _gather(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    g, first = tl.program_id(1), tl.program_id(2) * BX
+    g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
     if not there:
         return
@@ -75,11 +75,11 @@ def _gather(
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V
                 seen_CX = tl.zeros([C, BX], tl.float32)
                 for at_v in range(0, V, BV):
-                    do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+                    do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
                     s_VX = matrix(kept + (here + at_v) * K, V - at_v, K, first, BV, BX)
                     seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
                 which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
-                at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l
+                at_l = level + batch * l_b + t_C * l_t + g * l_g + (0 * g + j) * l_j + which * l_l
                 dread_CX += seen_CX * tl.load(at_l, mask=here_C, other=0.0)[:, None]
                 tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
         put_matrix(dread + at_j, C, K, first, dread_CX, C, BX)

@@ -68,7 +68,12 @@ def _up(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     KEEP: tl.constexpr, PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
-    r, i, g, at_v = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1), tl.program_id(2) * BV
+    r, i, g, at_v = (
+        tl.program_id(0) // PAIRS,
+        tl.program_id(0) % PAIRS,
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2) * BV,
+    )
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
     left, lo, hi, segments = pair_of(i, lev, a0, chunks)
@@ -114,7 +119,12 @@ def _down(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
     BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
-    r, i, g, at_v = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1), tl.program_id(2) * BV
+    r, i, g, at_v = (
+        tl.program_id(0) // PAIRS,
+        tl.program_id(0) % PAIRS,
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2) * BV,
+    )
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
     left, lo, hi, segments = pair_of(i, lev, a0, chunks)
@@ -148,9 +158,9 @@ def _down(
         ds_VK = tl.dot(dx_VC, w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
             read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
-            at_l = level + batch * l_b + t_C * l_t + g * l_g + j * l_j + which * l_l
+            at_l = level + batch * l_b + t_C * l_t + g * l_g + (0 * g + j) * l_j + which * l_l
             lambda_C = tl.load(at_l, mask=here_C, other=0.0)
-            do_CV = tile(do + batch * do_b + g * do_g + j * do_j, t_C, do_t, here_C, V, at_v, BV)
+            do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * lambda_C[:, None]).to(k_CK.dtype)
             ds_VK = tl.dot(tl.trans(do_CV), read_CK, ds_VK, input_precision=P)
     if left >= 0:

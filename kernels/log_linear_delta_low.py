@@ -33,7 +33,12 @@ def _low(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
-    r, i, g, at_v = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS, tl.program_id(1), tl.program_id(2) * BV
+    r, i, g, at_v = (
+        tl.program_id(0) // GROUPS,
+        tl.program_id(0) % GROUPS,
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2) * BV,
+    )
     batch, bos, length, start, base = row_of(rows, r, WIDTH)
     a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
     first = (((a0 >> 2) + i) << 2) - a0

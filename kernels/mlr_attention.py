@@ -31,6 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = 64  # queries and heads that share keys, of a step
 DIMS = 256  # of keys and of values, at most
 FIXED = 2048  # slots from which on far scores are not asked for their largest
+LANES = 65535  # rows times heads of a launch: what the second axis of a CUDA grid holds
 
 
 def meta(plan: Plan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: Tiles) -> dict[str, Any]:
@@ -70,6 +71,9 @@ def forward(
     """(out_BHTV, lse_BHT) of q_BHTR, k_BGSR, v_BGSV; biases_HZ: the sum over levels below z, z = 0 .. L."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
+    if B > 1 and B * H > LANES:
+        parts = [forward(q[b], k[b], v[b], biases, ends_of(ends, b), plan, tiles, walks) for b in launches(B, H)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     tiles = tiles or forward_tiles(q.dtype, max(R, V), plan)
     new = torch.zeros if plan.holes else torch.empty
     out = new(B, H, T, V, dtype=v.dtype, device=q.device)
@@ -96,6 +100,15 @@ def backward(
     """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
     B, H, T, R = q.shape
     G, S, V = v.shape[1:]
+    if B > 1 and B * H > LANES:
+        given = q, k, v, out, lse, dout
+        parts = []
+        for b in launches(B, H):
+            q_b, k_b, v_b, *rest = (x[b] for x in given)
+            parts.append(backward(q_b, k_b, v_b, biases, ends_of(ends, b), *rest, plan, tiles))
+        *grads, dbiases = zip(*parts)
+        dq, dk, dv = (torch.cat(x) for x in grads)
+        return dq, dk, dv, None if biases is None else sum(dbiases[1:], dbiases[0])
     tiles_q, tiles_k = tiles or backward_tiles(q.dtype, max(R, V), plan)
     new = torch.zeros if plan.holes else torch.empty
     dq, delta = new(B, H, T, R, dtype=q.dtype, device=q.device), torch.empty_like(lse)
@@ -119,6 +132,16 @@ def backward(
     if H > G:
         dk, dv = (x.unflatten(1, (G, -1)).sum(2).to(q.dtype) for x in (dk, dv))
     return dq, dk, dv, None if dbiases is None else dbiases.sum((0, 2)) * plan.scaling
+
+
+def launches(rows: int, heads: int) -> list[slice]:
+    """The rows of each launch, where one cannot take all of them."""
+    step = max(1, LANES // heads)
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+def ends_of(ends: Tensor, rows: slice) -> Tensor:
+    return ends if len(ends) == 1 else ends[rows]
 
 
 class Attend(torch.autograd.Function):
@@ -161,9 +184,9 @@ def joined(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Rows of whole 16-byte units, what copies to shared memory take."""
+    """Rows of whole 16-byte units, what copies to shared memory take; a tile's, 128 at most, within 2^31 numbers."""
     unit = 16 // x.element_size()
-    odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16
+    odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(2) >= 2**24
     x = F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
     return x.contiguous() if odd else x
 
@@ -189,6 +212,7 @@ def can(
         and first.bias_GJ is None
         and first.k_BGSR.shape[2] == frame.slots
         and min(ranks) > 0
+        and v_BGSV.shape[1] * first.q_BGJTR.shape[2] <= LANES
         and sum(ranks) <= DIMS
         and v_BGSV.shape[-1] <= DIMS
         and all(term.form == terms[-1].form for term in terms[1:])

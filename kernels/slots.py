@@ -32,7 +32,7 @@ def place(
     CUTS: tl.constexpr, WIDTHS: tl.constexpr, L: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """A new token of a row and group. keys hold L parts side by side, part l from CUTS[l] on; values go to the last buffer."""
-    at_BG, token = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
+    at_BG, token = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     keys += at_BG // G * kb + at_BG % G * kg + token * kt
     values += at_BG // G * vb + at_BG % G * vg + token * vt
     buffers, starts = (b0, b1, b2, b3, b4, b5, b6, b7, b8), (s0, s1, s2, s3, s4, s5, s6, s7, s8)

@@ -174,13 +174,13 @@ def write_grad(
     dk_CK = tl.dot((v_CV.to(tl.float32) * weight_C[:, None]).to(DOT), tl.trans(dz_KV), input_precision=PRECISION)
     read_C = tl.zeros([C], tl.float32)
     for j in tl.range(0, J, num_stages=1):  # more would not fit into shared memory
-        at = q + row * sqb + g * sqg + j * sqj + at_C[:, None] * sqt + kk_K[None, :]
+        at = q + row * sqb + g * sqg + (0 * g + j) * sqj + at_C[:, None] * sqt + kk_K[None, :]
         q_CK = tl.load(at, mask=ok_CK, other=0.0).to(DOT)
-        at = d_out + row * sob + g * sog + j * soj + at_C[:, None] * sot + vv_V[None, :]
+        at = d_out + row * sob + g * sog + (0 * g + j) * soj + at_C[:, None] * sot + vv_V[None, :]
         do_CV = tl.load(at, mask=ok_CV, other=0.0).to(DOT)
         mask_CC = faded(coarse_C, fine_C, C)
         if LAST >= 0:
-            of = level + row * slb + g * slg + j * slj
+            of = level + row * slb + g * slg + (0 * g + j) * slj
             mask_CC *= lambdas(of, at_C, ok_C, slt, sll, LAST, BITS, C)
         ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * mask_CC
         dk_CK += tl.dot(tl.trans(ds_CC.to(DOT)), q_CK, input_precision=PRECISION)
@@ -188,7 +188,7 @@ def write_grad(
         each_CC = qk_CC * ds_CC
         dv_CV += tl.dot(tl.trans((qk_CC * mask_CC).to(DOT)), do_CV, input_precision=PRECISION)
         read_C += tl.sum(each_CC, 1) - tl.sum(each_CC, 0)
-        read_C += tl.load(pull + row * spb + g * spg + j * spj + at_C * spt, mask=ok_C, other=0.0)
+        read_C += tl.load(pull + row * spb + g * spg + (0 * g + j) * spj + at_C * spt, mask=ok_C, other=0.0)
     # sum_u>=t of what is read and sum_s<t of what is written
     both_C = write_C - read_C
     d_gate_C = tl.cumsum(both_C, 0) - both_C + tl.sum(read_C, 0) + through

@@ -19,6 +19,7 @@ from surgery.kernels.ssd_parts import sum_gates
 STAGES = 2
 
 MOST_FEATURES, MOST_VALUES = 256, 128
+MOST_HEADS = 2**15  # of a row: they lie, with tiles of values, on an axis of a grid, which holds 65,535
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ def accepted(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
         and k.shape[-1] >= 16
         and (v.dtype == torch.float32 or k.shape[-1] <= MOST_FEATURES)
         and v.numel() > 0
+        and v.shape[1] * q.shape[2] < MOST_HEADS
         and chunk >= 16
     )
 

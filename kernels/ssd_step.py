@@ -61,7 +61,7 @@ def step(
     for i in range(-1 if LAST >= 0 else 0, before):
         s_KV = token_KV
         if i >= 0:
-            from_KV = buckets + b * sub + i * sul + g * sug + tile_KV
+            from_KV = buckets + b * sub + (b * 0 + i) * sul + g * sug + tile_KV
             s_KV = tl.load(from_KV, mask=inside_KV, other=0.0).to(tl.float32)
             if DELTA:
                 s_KV -= write_K[:, None] * tl.sum(k_K[:, None] * s_KV, 0)[None, :]
@@ -69,10 +69,12 @@ def step(
             if LAST < 0:
                 s_KV += token_KV
         for j in tl.static_range(J):
-            q_K = tl.load(q + b * sqb + g * sqg + j * sqj + kk_K, mask=kk_K < F, other=0.0).to(tl.float32)
+            q_K = tl.load(q + b * sqb + g * sqg + (b * 0 + j) * sqj + kk_K, mask=kk_K < F, other=0.0).to(tl.float32)
             seen_V = tl.sum(q_K[:, None] * s_KV, 0)
             if LAST >= 0:
-                of_level = tl.load(level + b * slb + g * slg + j * slj + tl.minimum(i + 1, LAST) * sll)
+                of_level = tl.load(
+                    level + b * slb + g * slg + (b * 0 + j) * slj + (b * 0 + tl.minimum(i + 1, LAST)) * sll
+                )
                 seen_V *= of_level.to(tl.float32)
             out_JV += tl.where((j_J == j)[:, None], seen_V[None, :], 0.0)
         if i >= 0:
@@ -87,7 +89,7 @@ def step(
             tl.store(to_KV, tl.where(i == into, total_KV, 0.0), mask=inside_KV)
     scale_J = tl.full([BJ], 1.0, tl.float32) * root
     if UNIT:
-        at_JK = q + b * sqb + g * sqg + j_J[:, None] * sqj + kk_K[None, :]
+        at_JK = q + b * sqb + g * sqg + (b * 0 + j_J)[:, None] * sqj + kk_K[None, :]
         q_JK = root * tl.load(at_JK, mask=(j_J < J)[:, None] & (kk_K < F)[None, :], other=0.0).to(tl.float32)
         scale_J *= 1 / tl.sqrt(tl.sum(q_JK * q_JK, 1) + 1e-6)
     if WEIGHT:

@@ -165,6 +165,31 @@ def test_levels_that_all_pairs_have_are_one():
     assert nested.merged(64)[1] == 1 and nested._replace(holes=True).merged(64)[1] == 0
 
 
+def test_more_heads_than_a_grid_holds(monkeypatch):
+    """Issue 17, 1: rows times heads lie on an axis of the grid, which holds 65,535; more go by several launches."""
+    from surgery.kernels import mlr_attention
+
+    case = Case(2, 1, 2, 3, (16, 16), (2,), 16, ends=[3, 2])
+    grids = []
+
+    def watching(kernel):
+        class Watched:
+            def __getitem__(self, grid):
+                grids.append(grid)
+                return kernel[grid]
+
+        return Watched()
+
+    for name in ("mlr_forward", "mlr_queries", "mlr_keys"):
+        monkeypatch.setattr(mlr_attention, name, watching(getattr(mlr_attention, name)))
+    monkeypatch.setattr(mlr_attention, "LANES", 2)
+    check(case)
+    assert grids and max(grid[1] for grid in grids) == 2
+    monkeypatch.setattr(mlr_attention, "LANES", 1)  # one row alone has more
+    with choose("kernel"):
+        assert attend.stand_in(case.terms(case.q, case.k, case.bias), case.v, case.frame, case.shape) is None
+
+
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(

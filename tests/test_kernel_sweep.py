@@ -36,6 +36,16 @@ def test_the_sweep_itself():
     assert sweep("tiny", ["slots"], seconds=-1).left_out == 1
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="takes 8 GiB a tensor on a GPU: python tests/kernel_sweep.py --far --jobs 1"
+)
+def test_tokens_that_lie_far_apart():
+    """Rows of 2^31 numbers from the first to the last: an offset that does not fit 32 bits is an error of the interpreter."""
+    lines: list[str] = []
+    total = sweep("far", ["btt"], say=lines.append)
+    assert total.calls and not total.failures, "\n".join(lines)
+
+
 def test_every_kernel_is_swept():
     ops = {op for file in KERNELS.glob("*.py") for op in re.findall(r"@kernel_for\(\s*(\w+)", file.read_text())}
     source = Path(kernel_sweep.__file__).read_text()
