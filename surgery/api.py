@@ -130,9 +130,11 @@ def load(
     source = open_converted(os.fspath(name), revision)
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
     bare, _ = pinned_name(os.fspath(name))
-    where = {"revision": source.revision or "main", "trust_remote_code": trust_remote_code}
-    model = load_complete(AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, **where)
-    return model, AutoTokenizer.from_pretrained(bare, **where)
+    commit, trust = source.revision or "main", trust_remote_code
+    model = load_complete(
+        AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
+    )
+    return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
 
 
 def inspect(converted: PathLike, *, modules: bool = False) -> Told:

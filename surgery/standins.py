@@ -100,6 +100,8 @@ def empty_standin(
         return FoldedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
     structure: Any = STRUCTURES[config]
+    if isinstance(getattr(config, "blocks", None), str):
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
     resolved = structure.resolve(config, out, in_)
     if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is for recipes
         raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")

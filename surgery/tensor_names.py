@@ -81,9 +81,9 @@ def refuse_unlike(
         )
 
 
-def load_complete(cls: Any, folder: Any, name: str, **options: Any) -> Any:
+def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
     """cls.from_pretrained(folder, **options), refused where tensors are missing or unexpected."""
-    model, info = cls.from_pretrained(folder, **options, output_loading_info=True)
+    model, info = cls.from_pretrained(folder, **options, trust_remote_code=trust_remote_code, output_loading_info=True)
     table = getattr(model.config, "quantization_config", None)
     unexpected = [key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key)]
     refuse_unlike(type(model).__name__, info["missing_keys"], unexpected, name, unused_of(table))

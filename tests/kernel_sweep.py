@@ -759,18 +759,19 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("blocks")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero
+    from surgery.mixers.masks.grid import blocks_both_ways, blocks_from_zero, grown
 
     for B, G, J, T, F, V, _, block, dtype in sizes_of(BLOCKS, grid):
         for both in (False, True):
+            count = -(-T // block) + 1
 
-            def call(x: Leaves, block: int = block, both: bool = both) -> list[Any]:
+            def call(x: Leaves, block: int = block, both: bool = both, count: int = count) -> list[Any]:
                 if both:
                     return [blocks_both_ways(x["q"], x["k"], x["v"], x["matrix"], block)]
-                matrix = x["matrix"].tril()
-                return [*blocks_from_zero(x["q"], x["k"], x["v"], matrix, block, block, True)]
+                out, sums = blocks_from_zero(x["q"], x["k"], x["v"], x["matrix"].tril(), block, block, True)
+                assert sums is not None
+                return [out, grown(sums, count)]  # one may hold the empty block behind the last token, the other not
 
-            count = -(-T // block) + 1
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', both ways' if both else ''}", dtype,
                        B * G * J * count, block_rows(B, G, J, T, F, V, dtype), call,
                        {"matrix": normal(G, J, count, count) / count**0.5},

@@ -42,7 +42,8 @@ class ExactMixer(Mixer):
         B, _, T, _ = inputs.q_BHTK.shape
         valid = inputs.valid_BT
         valid = torch.ones(B, T, dtype=torch.bool, device=inputs.x_BTD.device) if valid is None else valid
-        k, v = inputs.k_BGTK.float(), inputs.v_BGTV.float()
+        wide = torch.promote_types(inputs.q_BHTK.dtype, torch.float32)
+        k, v = inputs.k_BGTK.to(wide), inputs.v_BGTV.to(wide)
         after = None
         if state is not None:
             k = torch.cat([state.tensors["k"], k], dim=2)
@@ -53,7 +54,7 @@ class ExactMixer(Mixer):
             )
             valid = after.tensors["valid"]
         S, per = k.shape[2], self.shape.heads // self.shape.groups
-        scores = inputs.q_BHTK.float() @ k.repeat_interleave(per, 1).mT * self.shape.scaling
+        scores = inputs.q_BHTK.to(wide) @ k.repeat_interleave(per, 1).mT * self.shape.scaling
         if self.shape.softcap:
             scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
         allowed = valid[:, None, None, :]

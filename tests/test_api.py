@@ -95,7 +95,11 @@ def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
         monkeypatch.setattr(
             auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])) or loaded
         )
-    opened = lambda name, revision: SimpleNamespace(revision=revision or source.pinned_name(name)[1])  # noqa: E731
+
+    def opened(name, revision):
+        pinned = revision or source.pinned_name(name)[1]
+        return SimpleNamespace(name=name, folder=tmp_path, config={}, revision=pinned)
+
     monkeypatch.setattr(source, "open_converted", opened)
     (tmp_path / "me@home").mkdir()
     for name in ("me/small@v1", "me/small", tmp_path / "me@home"):

@@ -308,7 +308,7 @@ PLACES = {
     },
     "Kuang": {
         "section 3.2": "bilinear", "section 3.4": "MLR attention", "eq 9": "MLR attention", "eq 8": "MLBTC|levels",
-        "section 5": "window", "figure 13": "window", **{f"eq {n}": "bilinear" for n in (32, 35, 36, 37, 38, 39, 40)},
+        "section 5": "window", "figure 13": "window", "section f.1": "bilinear", **{f"eq {n}": "bilinear" for n in (32, 35, 36, 37, 38, 39, 40)},
     },
     "Guo": {
         "section 2": "mask", "section 3.1": "level", "section 3.2": "level", "section 3.3": "chunk|segment|tree",

@@ -144,7 +144,7 @@ SLIPS = [
     (("inspect", "{tmp}/none"), "{tmp}/none does not exist"),
     (("densify", "{llama}", "-o", "{tmp}/out"), "is not a converted checkpoint"),
     (("densify", "{converted}", "-o", "{tmp}/taken"), "taken exists; choose another --out"),
-    (("densify", "{torn}", "-o", "{tmp}/out"), "the checkpoint lacks tensor model.layers.0.mlp.up_proj."),
+    (("densify", "{torn}", "-o", "{tmp}/out"), "lacks tensors 'model.layers.0.mlp.up_proj."),
     (("eval", "{tmp}/none", "--text", "{tmp}/taken/text.txt"), "{tmp}/none does not exist"),
     (("eval", "{llama}", "--text", "x", "--suite", "pl"), "unknown suite 'pl'; did you mean 'ppl'?"),
     (("eval", "{llama}", "--text", "x", "--suite", "cosine"), "compares with an original: --compare SRC"),

@@ -33,9 +33,9 @@ def relative(x, expected):
     return (gap / scale.clamp_min(1e-30)).item()
 
 
-def judged(run, inputs, dtype, kept=()):
+def judged(run, inputs, dtype, kept=(), rounding=0.0):
     """run(*inputs) by kernels against the reference in float64: outputs and gradients of every input that has one.
-    kept: positions of inputs that stay float32 (parameters, states)."""
+    kept: positions of inputs that stay float32 (parameters, states). rounding: what exponents miss by, being float32."""
     exact, quick = [], []
     for n, x in enumerate(inputs):
         if x is None or not x.is_floating_point():
@@ -56,7 +56,7 @@ def judged(run, inputs, dtype, kept=()):
     grads = [(f"gradient {n}", a.grad, b.grad) for n, (a, b) in enumerate(zip(quick, exact)) if hasattr(b, "grad")]
     grads = [(name, a, b) for name, a, b in grads if b is not None]
     tight, loose = TOLERANCE[dtype]
-    for bound, found_pairs in ((tight, pairs), (loose, grads)):
+    for bound, found_pairs in ((max(tight, rounding), pairs), (max(loose, rounding), grads)):
         for name, a, b in found_pairs:
             assert a is not None and torch.isfinite(a).all(), name
             assert relative(a, b) < bound, (name, relative(a, b))
@@ -100,10 +100,11 @@ def test_scan_of_ragged_rows(shape):
 @pytest.mark.parametrize("both", [False, True])
 def test_scan_of_extreme_rates(rates, both):
     inputs = [x.to(DEVICE) for x in sums_of(1, 1, 1, 40, 4, 5, 3, rates)]
+    rounding = 2**-24 * float(inputs[1].max()) * 40  # of rate x blocks, whose differences are exponents
     if both:
-        judged(lambda *given: [block_scan_both(*given)], inputs[:3], torch.float32, kept=(1, 2))
+        judged(lambda *given: [block_scan_both(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding)
     else:
-        judged(block_scan, inputs, torch.float32, kept=(1, 2, 3))
+        judged(block_scan, inputs, torch.float32, kept=(1, 2, 3), rounding=rounding)
 
 
 @pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
