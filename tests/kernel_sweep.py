@@ -48,7 +48,8 @@ Leaves = dict[str, torch.Tensor]
 F32, BF16 = torch.float32, torch.bfloat16
 # Of one row, where the kernels' own tests have 1e-5 and 1e-2 to 2e-2 of all rows together.
 TOLERANCE = {F32: 5e-5, BF16: 4e-2, torch.float16: 2e-2}
-LOOSER = {"gates": 10, "bias": 10}  # gradients that are small differences of large sums
+# Gradients that are small differences of large sums: of a rate's in 257 tokens, 1/240 to 1/1,200 of the terms' sizes is left.
+LOOSER = {"gates": 10, "bias": 10, "rate": 10}
 GRIDS = ("full", "reduced", "tiny", "far")
 
 
