@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style types tests clean
+.PHONY: help demo test lint style types imports tests clean
 
 help:  ## say what the targets do
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -22,7 +22,7 @@ demo: .venv/installed  ## convert the embedded checkpoint and print before and a
 test: style  ## lint, then the whole test suite, types checked beside it
 	@$(MAKE) --no-print-directory -j 2 types tests
 
-lint: style types  ## ruff (lint, format) and mypy
+lint: style types imports  ## ruff (lint, format), mypy, and who may import whom
 
 style: .venv/installed-test
 	$(BIN)/ruff check .
@@ -30,6 +30,9 @@ style: .venv/installed-test
 
 types: .venv/installed-test
 	$(BIN)/mypy
+
+imports: .venv/installed-test
+	$(BIN)/python tests/helpers/check_imports.py
 
 tests: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from surgery.errors import SurgeryError
-from surgery.eval.suites import EvalOptions, Subject
+from surgery.core.errors import SurgeryError
+from surgery.eval.suite import EvalOptions, Subject
 
 T = TypeVar("T")
 R = TypeVar("R")

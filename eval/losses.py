@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 
 LOGITS = 2**28  # numbers of logits a batch begins with
 SLICE = 2**24  # of them in float32 at a time

@@ -11,19 +11,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.devices import choose_device, device_name
-from surgery.errors import SurgeryError, nearest
-from surgery.eval.compare import Row, rows_of
-from surgery.eval.limits import Limit, Verdict, judge, parse_limits
-from surgery.eval.reads import described, recorded, versions
-from surgery.eval.results import Store, key_of
-from surgery.eval.subject import Opened, check_dtype, load, loaded, open_subject
-from surgery.eval.suites import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
-from surgery.locks import alone
-from surgery.progress import Progress
-from surgery.ranks import Ranks, device_of, start_ranks
-from surgery.share.files import SECRET
-from surgery.storage import disk_errors, is_disk
+from surgery.core.device import choose_device, device_name
+from surgery.core.distributed import Ranks, device_of, start_ranks
+from surgery.core.errors import SurgeryError, nearest
+from surgery.core.files import alone, disk_errors, is_disk
+from surgery.core.progress import Progress
+from surgery.eval.model import Opened, check_dtype, load, loaded, open_subject
+from surgery.eval.results.compare import Row, rows_of
+from surgery.eval.results.data_read import described, recorded, versions
+from surgery.eval.results.store import Store, key_of
+from surgery.eval.results.thresholds import Limit, Verdict, judge, parse_limits
+from surgery.eval.suite import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
+from surgery.publish.hub.files import SECRET
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +296,7 @@ class _Run:
         if self.store.folder is None:
             return []
         try:
-            from surgery.eval.plots import by_group
+            from surgery.eval.results.plots import by_group
 
             if suite.plot is not None:
                 return suite.plot(by_role, self.store.folder)
@@ -307,7 +306,7 @@ class _Run:
             return []
 
     def _write(self, done: Evaluation) -> None:
-        from surgery.eval.shown import markdown
+        from surgery.eval.results.tables import markdown
 
         self.store.write(RESULTS, json.dumps(done.to_dict(), indent=1, ensure_ascii=False, default=str) + "\n")
         self.store.write(TABLE, markdown(done))

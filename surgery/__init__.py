@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.version import __version__
+from surgery.core.version import __version__
 
 # In a checkout the rooms kernels/, eval/ and recipes/ lie beside this package and are imported under it.
 # An editable install's finder does not see them (they have no __init__.py, because a top-level package
@@ -14,7 +14,7 @@ _root = Path(__file__).resolve().parents[1]
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-from surgery.checkpoint import register  # noqa: E402
+from surgery.modeling.register import register  # noqa: E402
 
 if TYPE_CHECKING:
     from surgery.api import convert as convert

@@ -1,3 +1,3 @@
-from surgery.cli import main
+from surgery.cli.main import main
 
 main()

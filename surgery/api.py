@@ -11,7 +11,7 @@
 
 What comes back is what `--json` prints, a dict, and a notebook or a terminal shows it as the table of the command.
 Keywords that a function does not know are keys of the recipe (`keep=0.75` is `--set keep=0.75`); those in the depth of
-it are given as `overrides={"attention.cache": 0.5}`. Errors are `surgery.errors.SurgeryError`.
+it are given as `overrides={"attention.cache": 0.5}`. Errors are `surgery.core.errors.SurgeryError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgery.progress import Progress, RichProgress
+from surgery.core.progress import Progress, RichProgress
 
 PathLike = str | os.PathLike[str]
 WIDE = 140
@@ -44,7 +44,7 @@ class Told(dict[str, Any]):
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def _repr_html_(self) -> str:
-        from surgery.tables import html
+        from surgery.publish.tables import html
 
         return html(self._parts())
 
@@ -63,12 +63,12 @@ def plan(
 
     recipe: name of a shipped one, path of a YAML file, or a dict; context: tokens that notes on speed are for.
     """
-    from surgery.bench.advice import plan_notes
-    from surgery.planning import make_plan
-    from surgery.reports import plan_dict
-    from surgery.skeleton import Skeleton
-    from surgery.source import open_source
-    from surgery.tables import plan_table
+    from surgery.checkpoint.meta_model import Skeleton
+    from surgery.checkpoint.source import open_source
+    from surgery.planning.plan import make_plan
+    from surgery.publish.speed_notes import plan_notes
+    from surgery.publish.summary import plan_dict
+    from surgery.publish.tables import plan_table
 
     opened = open_source(str(source), trust_remote_code, weights=False, revision=revision)
     data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), _recipe(recipe, overrides, keys)))
@@ -93,9 +93,9 @@ def convert(
     **keys: Any,
 ) -> Told:
     """Convert a checkpoint into the folder `out`; the report, as it lies there."""
-    from surgery.bench.advice import report_notes
-    from surgery.conversion import convert as run
-    from surgery.tables import inspect_table
+    from surgery.conversion.convert import convert as run
+    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.tables import inspect_table
 
     given = {"calibration": None if calibration is None else os.fspath(calibration), "seed": seed}
     keys |= {key: value for key, value in given.items() if value is not None}
@@ -123,9 +123,9 @@ def load(
     """(model, tokenizer) of a checkpoint, converted or not, for what it generates; any other Auto class does as well."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from surgery.remote_code import refuse_code
-    from surgery.source import open_converted, pinned_name
-    from surgery.tensor_names import load_complete
+    from surgery.checkpoint.remote_code import refuse_code
+    from surgery.checkpoint.source import open_converted, pinned_name
+    from surgery.checkpoint.tensor_names import load_complete
 
     source = open_converted(os.fspath(name), revision)
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
@@ -139,9 +139,9 @@ def load(
 
 def inspect(converted: PathLike, *, modules: bool = False) -> Told:
     """What was replaced in a converted checkpoint; modules: shown with a row for each."""
-    from surgery.bench.advice import report_notes
-    from surgery.reports import inspect as run
-    from surgery.tables import inspect_table, module_table
+    from surgery.publish.speed_notes import report_notes
+    from surgery.publish.summary import inspect as run
+    from surgery.publish.tables import inspect_table, module_table
 
     report = run(str(converted))
     table = module_table if modules else inspect_table
@@ -166,8 +166,8 @@ def finetune(
 ) -> Told:
     """Heal a converted checkpoint by training; the record of the run."""
     from surgery.training.finetune import finetune as run
+    from surgery.training.logging import result_table
     from surgery.training.recipe import load_healing
-    from surgery.training.shown import result_table
 
     given = {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
     record = run(
@@ -198,12 +198,12 @@ def evaluate(
     progress: Progress | None = None,
     **options: Any,
 ) -> Told:
-    """Measure a checkpoint, beside the original if `compare` names it. options: of `surgery.eval.suites.EvalOptions`
+    """Measure a checkpoint, beside the original if `compare` names it. options: of `surgery.eval.suite.EvalOptions`
     (text, tokens, length, limit, lengths, depths, tasks, batch_size, seed, data_root ..)."""
-    from surgery.errors import SurgeryError, nearest
+    from surgery.core.errors import SurgeryError, nearest
+    from surgery.eval.results.tables import eval_table
     from surgery.eval.run import evaluate as run
-    from surgery.eval.shown import eval_table
-    from surgery.eval.suites import EvalOptions
+    from surgery.eval.suite import EvalOptions
 
     for unknown in set(options) - set(EvalOptions.model_fields):
         raise SurgeryError(f"evaluate has no option {unknown!r}{nearest(unknown, EvalOptions.model_fields)}")
@@ -224,7 +224,7 @@ def evaluate(
 
 def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> Told:
     """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
-    from surgery.densifying import densify as run
+    from surgery.conversion.densify import densify as run
 
     told = run(str(converted), Path(out), progress=progress or RichProgress())
     return Told(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
@@ -232,7 +232,7 @@ def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = N
 
 def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
     """The page about a conversion, one HTML file; where it was written. measured: a folder of an evaluation."""
-    from surgery.page.write import write_page
+    from surgery.publish.html.page import write_page
 
     return write_page(str(converted), None if out is None else Path(out), None if measured is None else Path(measured))
 
@@ -251,9 +251,9 @@ def push(
     progress: Progress | None = None,
 ) -> Told:
     """A converted checkpoint to the Hub; with dry_run what would go up, and under "card" its model card."""
-    from surgery.share.push import pack
-    from surgery.share.push import push as run
-    from surgery.tables import parcel_table
+    from surgery.publish.hub.push import pack
+    from surgery.publish.hub.push import push as run
+    from surgery.publish.tables import parcel_table
 
     parcel = pack(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
     told = {"dry_run": dry_run, **parcel.to_dict(), "card": parcel.card}
@@ -263,7 +263,7 @@ def push(
 
 
 def _recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:
-    from surgery.recipe import Recipe, load_recipe, parse_recipe
+    from surgery.planning.recipe import Recipe, load_recipe, parse_recipe
 
     settings = _settings({**keys, **(overrides or {})})
     if isinstance(recipe, Recipe):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.small import recipe_of, tiny_config, tiny_inputs
+from helpers.small_training import btt, mixed, student, texts, without_curves, words  # noqa: F401  fixtures: here they are made once for all files
 from safetensors.torch import save_file
-from small import recipe_of, tiny_config, tiny_inputs
-from small_training import btt, mixed, student, texts, without_curves, words  # noqa: F401  fixtures: here they are made once for all files
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported: here they run on the CPU
@@ -82,7 +82,7 @@ MIXED = {
 @pytest.fixture(scope="session")
 def converted(checkpoints, tmp_path_factory):
     """converted(family) -> folder of its checkpoint with half the numbers kept, made once; not to be changed."""
-    from surgery.conversion import convert
+    from surgery.conversion.convert import convert
 
     made: dict[str, Path] = {}
 
@@ -106,6 +106,6 @@ def shared() -> Path:
 @pytest.fixture
 def loops_of_tensors(monkeypatch):
     """Kernels' loops with bounds that are tensors, under Triton's interpreter."""
-    from kernel_rows import loops_with_tensors
+    from helpers.kernel_rows import loops_with_tensors
 
     loops_with_tensors(monkeypatch)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.bilinear import SCALE, Bilinear, Factor, best_factors, check_choices
-from surgery.mixers.softmax import grouped
+from surgery.mixers.common.softmax import grouped
 from surgery.structures.base import MuP
 from surgery.structures.btt import sqrt_blocks
 

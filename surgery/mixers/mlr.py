@@ -21,10 +21,24 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
-from surgery.mixers.slots import Frame, extended, framed, kept, packed, real, take
-from surgery.mixers.softmax import Term, attend, define, grouped, library, library_mask
+from surgery.mixers.common.kv_layout import Frame, extended, framed, kept, packed, real, take
+from surgery.mixers.common.softmax import Term, attend, define, grouped, library, library_mask
+
+
+def units(shape: AttentionShape) -> list[list[int]]:
+    """Dims that stay together."""
+    half = shape.rotary // 2
+    pairs = [[2 * f, 2 * f + 1] if shape.interleaved else [f, f + half] for f in range(half)]
+    return pairs + [[dim] for dim in range(2 * half, shape.key)]
+
+
+def slowest_first(shape: AttentionShape) -> list[int]:
+    """An order of dims for want of a text: what does not rotate, then pairs from the slowest on, which are what far
+    tokens can be told by (fast ones turn many times in between)."""
+    together, pairs = units(shape), shape.rotary // 2
+    return [dim for dims in (*together[pairs:], *reversed(together[:pairs])) for dim in dims]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError, nearest
-from surgery.registry import Registry, typed
+from surgery.core.errors import SurgeryError, nearest
+from surgery.core.registry import Registry, typed
 from surgery.structures.metric import Metric
 
 Rank = int | Literal["full"] | None

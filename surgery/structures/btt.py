@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.errors import SurgeryError
-from surgery.op import op
+from surgery.core.dispatch import op
+from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import (
     STRUCTURES,

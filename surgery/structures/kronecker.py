@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.structures.base import (
     STRUCTURES,
     MuP,

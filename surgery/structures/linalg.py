@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.errors import NumbersError
+from surgery.core.errors import NumbersError
 
 _told: set[str] = set()  # functions that have warned in this process
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.errors import NumbersError
+from surgery.core.errors import NumbersError
 from surgery.structures import linalg
 
 
@@ -187,3 +187,10 @@ class Metric:
         """Relative error ||target - approx|| / ||target|| in this metric."""
         whole = self.square(target_OI)
         return (max(self.square(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0
+
+
+def damped_gram(gram: Tensor | None) -> Tensor | None:
+    """5% of the mean: between 0.1% and 10% the result does not move (docs/quality.md)."""
+    if gram is None:
+        return None
+    return damped(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.structures.base import STRUCTURES, StructureConfig, least_keep
 from surgery.structures.btt import BTTLinear
 from surgery.structures.metric import Metric

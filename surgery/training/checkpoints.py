@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
-from surgery.shards import Entry, TensorInfo, read_header, read_tensor, write_shard
-from surgery.storage import checksum, read_json, write_json
-from surgery.training.sharding import Spread, fill, whole
-from surgery.training.teacher_index import sha256
+from surgery.checkpoint.safetensors_io import Entry, TensorInfo, read_header, read_tensor, write_shard
+from surgery.core.errors import SurgeryError
+from surgery.core.files import checksum, read_json, write_json
+from surgery.training.sharded_tensors import Spread, fill, whole
+from surgery.training.teacher_cache.index import sha256
 
 STATE, EMA, SUM = "state.json", "ema", "crc32"
 WEIGHTS, DIGEST = "weights.safetensors", "sha256"

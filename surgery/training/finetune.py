@@ -13,18 +13,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surgery.errors import SurgeryError
-from surgery.journal import Journal, partial_of, refuse_existing, refuse_out
-from surgery.progress import Progress
-from surgery.storage import disk_errors
+from surgery.core.errors import SurgeryError
+from surgery.core.files import disk_errors, partial_of
+from surgery.core.journal import Journal, refuse_existing, refuse_out
+from surgery.core.progress import Progress
+from surgery.core.version import __version__
 from surgery.training import models as opening
 from surgery.training.checkpoints import Checkpoints
-from surgery.training.healing import Healing
-from surgery.training.log import LOG
+from surgery.training.logging import LOG, end_trackers
 from surgery.training.recipe import HealingRecipe, data_of
+from surgery.training.runner import Healing
 from surgery.training.stages import STAGES
-from surgery.training.trackers import end_trackers
-from surgery.version import __version__
 
 RESUME = "run the same command with --resume"
 

@@ -1,4 +1,9 @@
-"""What happens when a step goes wrong: a gradient that is no number, or a loss that runs away.
+"""Ctrl-C in a run: the step is ended and a checkpoint written, then the run stops; a second Ctrl-C does not wait.
+
+Where several processes train together they would hear of it at different steps, so there the run stops where it is,
+and its last checkpoint is what remains.
+
+What happens when a step goes wrong: a gradient that is no number, or a loss that runs away.
 
 A step with such a gradient changes nothing: the optimiser is told on the device (`found_inf`, which fused optimisers
 read), without asking the device at every step. Unless bad steps are to be skipped, all steps after it change nothing
@@ -8,6 +13,8 @@ which module it was.
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +23,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
-from surgery.training.sharding import sharded
+from surgery.core.errors import SurgeryError
+from surgery.training.sharded_tensors import sharded
+
+
+@contextmanager
+def first_one_waits(alone: bool) -> Iterator[list[int]]:
+    """A list that is empty until somebody interrupts."""
+    heard: list[int] = []
+    if not alone or threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+
+    def hear(number: int, frame: object) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 SKIPS_IN_A_ROW = 10
 

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.training.ahead import TOKENS, reading
+from surgery.training.batches import Step, on_device, steps_of
 from surgery.training.checkpoints import Checkpoints, Held, Position
-from surgery.training.devices import descent_by, shares_of
-from surgery.training.ema import RunningMean
-from surgery.training.feed import Step, on_device, steps_of
-from surgery.training.guard import SKIPS_IN_A_ROW, Divergence, blamed, stop
-from surgery.training.interrupt import first_one_waits
-from surgery.training.log import Log
-from surgery.training.optim import Group
+from surgery.training.data.prefetch import TOKENS, reading
+from surgery.training.distributed.accelerator import descent_by, shares_of
+from surgery.training.guard import SKIPS_IN_A_ROW, Divergence, blamed, first_one_waits, stop
+from surgery.training.logging import Log
+from surgery.training.optim import Group, RunningMean
 from surgery.training.recipe import HealingRecipe
 from surgery.training.stages import Batch, Models, Stage
 
@@ -265,7 +263,7 @@ class Loop:
             self.ema.swap()
 
     def _data_ended(self) -> Exception:
-        from surgery.errors import SurgeryError
+        from surgery.core.errors import SurgeryError
 
         return SurgeryError(
             f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, the "

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from surgery.calibrate import load_tokenizer
-from surgery.checkpoint import METHOD
-from surgery.errors import SurgeryError
-from surgery.remote_code import refuse_code
-from surgery.skeleton import model_class, unconverted
-from surgery.source import Source, open_converted, open_source
-from surgery.tensor_names import load_complete
-from surgery.walk import walk
+from surgery.architectures.linears import walk
+from surgery.calibration.data import load_tokenizer
+from surgery.checkpoint.meta_model import model_class, unconverted
+from surgery.checkpoint.remote_code import refuse_code
+from surgery.checkpoint.source import Source, open_converted, open_source
+from surgery.checkpoint.table import METHOD
+from surgery.checkpoint.tensor_names import load_complete
+from surgery.core.errors import SurgeryError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,4 +1,8 @@
-"""Parameter groups with structure-aware rates, and the optimisers.
+"""Learning-rate schedules: step -> factor on the peak rate, a pure function, so that a resumed run needs no state.
+
+A running mean of the weights: mean = decay mean + (1 - decay) weights, after every step.
+
+Parameter groups with structure-aware rates, and the optimisers.
 
 A core of a structured linear is a (block-diagonal) dense layer of its own fan-in and fan-out (MuP), so at the rate that
 suits the dense layer it stands for it would learn too slowly. With out x in the linear's shape:
@@ -16,6 +20,7 @@ eqs. 36 to 38; width: of the hidden states), linears by theirs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,13 +30,62 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from surgery.cache import mixed_modules
-from surgery.errors import SurgeryError, nearest
+from surgery.architectures.linears import is_linear
+from surgery.core.config import Real, Strict
+from surgery.core.errors import SurgeryError, nearest
 from surgery.mixers import Mixer
-from surgery.standins import FoldedLinear, SplitLinear
+from surgery.modeling.cache import mixed_modules
+from surgery.modeling.modules import FoldedLinear, SplitLinear
 from surgery.structures import StructuredLinear
-from surgery.training.strict import Real, Strict
-from surgery.walk import is_linear
+from surgery.training.sharded_tensors import alike, local
+
+Share = Annotated[Real, Field(ge=0, le=1)]
+
+
+class Schedule(Strict):
+    """warmup: share of the steps over which the rate rises from 0. cosine falls to `floor` times the peak at the last
+    step; constant stays; wsd (warm-up, stable, decay) stays and falls in a straight line over the last `decay` share."""
+
+    name: Literal["cosine", "constant", "wsd"] = "cosine"
+    warmup: Share = 0.02
+    floor: Share = 0.1
+    decay: Share = 0.2
+
+    def factor(self, step: int, steps: int) -> float:
+        """For step 0 .. steps - 1."""
+        rising = math.ceil(self.warmup * steps)
+        if step < rising:
+            return (step + 1) / (rising + 1)
+        done = (step - rising + 1) / max(1, steps - rising)
+        if self.name == "cosine":
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
+        if self.name == "wsd" and self.decay and (left := (steps - step) / (self.decay * steps)) < 1:
+            return self.floor + (1 - self.floor) * left
+        return 1.0
+
+
+class RunningMean:
+    """Begins slowly, so that the first weights do not stay in it: decay is at most (1 + step) / (10 + step)."""
+
+    def __init__(self, parameters: dict[str, Tensor], decay: float):
+        self.parameters, self.decay = parameters, decay
+        self.means = {name: alike(p) for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        means, now = ([local(t) for t in some.values()] for some in (self.means, self.parameters))
+        torch._foreach_lerp_(means, now, 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Weights and means change places."""
+        for name, p in self.parameters.items():
+            ours, mean = local(p), local(self.means[name])
+            held = ours.clone()
+            ours.copy_(mean)
+            mean.copy_(held)
+
 
 KINDS = {
     "structured": "cores of structured linears",

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from surgery.errors import SurgeryError, nearest
-from surgery.recipe import MAX_BYTES, read_yaml, recipes_folder
-from surgery.training.data_recipe import DataConfig
+from surgery.core.config import MAX_BYTES, Count, Real, Strict, merged, put, put_text, read_yaml, said
+from surgery.core.errors import SurgeryError, nearest
+from surgery.planning.recipe import recipes_folder
+from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
-from surgery.training.strict import Count, Real, Strict, merged, put, put_text, said
 
 
 class Teacher(Strict):

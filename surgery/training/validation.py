@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from surgery.training.feed import on_device
+from surgery.training.batches import on_device
 from surgery.training.stages.base import IGNORED, Batch, Models, inputs_of, targets_of
 from surgery.training.stages.lm import cross_entropy
 

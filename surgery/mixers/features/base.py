@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from surgery.core.registry import Registry
 from surgery.mixers.base import AttentionShape
-from surgery.registry import Registry
 
 
 class FeatureMap(nn.Module):

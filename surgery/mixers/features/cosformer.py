@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
 

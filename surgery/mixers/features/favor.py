@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.draws import orthogonal, per_group
+from surgery.mixers.features.random_draws import orthogonal, per_group
 
 CEILING = 40.0  # the product of two features stays below e^80, inside float32
 

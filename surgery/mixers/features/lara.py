@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.draws import gaussian, per_group
 from surgery.mixers.features.favor import bounded_exp, exponents, known, of_queries
+from surgery.mixers.features.random_draws import gaussian, per_group
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.draws import gaussian, per_group
+from surgery.mixers.features.random_draws import gaussian, per_group
 
 
 @dataclass(frozen=True)

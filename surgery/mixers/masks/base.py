@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from surgery.core.registry import Registry
 from surgery.mixers.base import AttentionShape
-from surgery.registry import Registry
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), on absolute positions, causal.
 
 Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with chirps w_n = e^(pi i n^2 / period) it is Re(w_t conj(w)[t - s] w_s),
-a Toeplitz mask between two phases, for any length and start (history.py). No parameters."""
+a Toeplitz mask between two phases, for any length and start (surgery/mixers/masks/fft_convolution.py). No parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.history import History
+from surgery.mixers.masks.fft_convolution import History
 
 
 @dataclass(frozen=True)

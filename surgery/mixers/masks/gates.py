@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.frame import affine, inverse_softplus
+from surgery.mixers.masks.chunking import affine, inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable
 
 

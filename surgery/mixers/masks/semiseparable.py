@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.core.dispatch import op
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, Rows
-from surgery.mixers.masks.frame import Frame, log_products, spans, to_end
-from surgery.mixers.scores import Chunk, chunk_scores
-from surgery.op import op
+from surgery.mixers.masks.chunking import Frame, log_products, spans, to_end
+from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
 
 State = dict[str, Tensor]
 

@@ -1,7 +1,7 @@
 """M_ts = c[t - s], a free coefficient for each distance and query head; 0 from `length` on (Guo et al. 2025, table 1).
 
 By FFT over the time axis with kernel scores; exact and quadratic with the delta rule; a step keeps the last
-length - 1 keys and values (history.py)."""
+length - 1 keys and values (surgery/mixers/masks/fft_convolution.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.history import History
+from surgery.mixers.masks.fft_convolution import History
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Attention and MLP modules drawn to the teacher's, each on the teacher's own inputs.
 
     loss = output_weight * mean over modules of |f(x*) - y*|^2 / |y*|^2     x*, y*: what the teacher's module reads and writes
-           + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see matrix.py
+           + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see surgery/training/stages/mixing_matrix.py
 
 The student runs once, and every module of interest is given the teacher's input and hands on the teacher's output: no
 module sees another's errors, and no gradient leaves one, so that they train independently of each other though all at
@@ -20,12 +20,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from surgery.errors import SurgeryError
-from surgery.training.sharding import sharded
+from surgery.core.config import Real
+from surgery.core.errors import SurgeryError
+from surgery.training.sharded_tensors import sharded
 from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
-from surgery.training.stages.matrix import Asked, Matrices
-from surgery.training.stages.towards import Towards, apart, size_of, valid_BT1
-from surgery.training.strict import Real
+from surgery.training.stages.match_hidden import Towards, apart, size_of, valid_BT1
+from surgery.training.stages.mixing_matrix import Asked, Matrices
 
 ENDS = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of the linears that end the modules
 

@@ -20,10 +20,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from surgery.registry import Registry
-from surgery.training.optim import Optimiser, chosen
-from surgery.training.schedules import Schedule
-from surgery.training.strict import Count, Real, Strict
+from surgery.core.config import Count, Real, Strict
+from surgery.core.registry import Registry
+from surgery.training.optim import Optimiser, Schedule, chosen
 
 Batch = dict[str, Tensor]
 Roles = dict[str, tuple[str, ...]]  # path of a linear, or of what stands in its place -> its roles

@@ -15,10 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.config import Real
+from surgery.core.errors import SurgeryError
 from surgery.training.stages.base import STAGES, Batch, Models, Roles, Stage, StageConfig, inputs_of, targets_of
 from surgery.training.stages.lm import cross_entropy
-from surgery.training.strict import Real
 
 LEAST = 1e-7  # of the mass that is lumped, so that its logarithm is a number
 POSITIONS = 2**25  # numbers of logits compared at a time

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.errors import SurgeryError
+from surgery.core.errors import SurgeryError
 from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
-from surgery.training.stages.towards import Towards, apart, size_of, valid_BT1
+from surgery.training.stages.match_hidden import Towards, apart, size_of, valid_BT1
 
 
 class Hidden(StageConfig):

@@ -14,15 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from surgery.errors import SurgeryError, nearest
-from surgery.shards import Entry, write_shard
-from surgery.standins import SplitLinear
+from surgery.checkpoint.safetensors_io import Entry, write_shard
+from surgery.core.config import Real
+from surgery.core.errors import SurgeryError, nearest
+from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
-from surgery.training.sharding import whole
+from surgery.training.sharded_tensors import whole
 from surgery.training.stages.base import STAGES, Batch, Models, Roles, Stage, StageConfig
 from surgery.training.stages.distill import Distill, DistillStage
 from surgery.training.stages.lm import LM, LMStage
-from surgery.training.strict import Real
 
 ADAPTER = "adapter"
 NAMES = {"merge": "merged", "keep": "default"}

@@ -1,0 +1,1 @@
+"""The bridge to lm-eval: a model behind its interface, its tasks, its data offline, its answers kept."""

@@ -1,0 +1,296 @@
+"""lm-eval's Hugging Face model around one that is loaded, in our batches.
+
+HFLM tokenizes, generates and cuts answers, so scores are those of `lm_eval --model hf`. Batches are `in_batches`: longest
+first, shared over the processes, halved where memory ends. Likelihoods are ours: logits of the scored tokens only.
+T tokens, V vocabulary, N scored tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.batching import TOKENS
+from surgery.eval.lm_eval.answer_cache import Kept
+from surgery.eval.suite import EvalOptions, Subject
+from surgery.eval.text import encoder
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+Pair = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
+
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")
+UNBOUNDED = 2**20  # tokens, for a model without a longest input
+
+
+def harness_model(subject: Subject, options: EvalOptions, longest: int | None = None) -> Any:
+    """longest: inputs are cut (from the left) to this; default: what the model was made for."""
+    _check_positions(subject, longest or 0)
+    if options.apply_chat_template:
+        check_template(subject.tokenizer)
+    lm = _classes()(
+        pretrained=subject.model,
+        tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
+        backend="default" if subject.model.config.is_encoder_decoder else "causal",
+        max_length=longest or subject.longest or UNBOUNDED,
+        batch_size=1,
+    )
+    lm.subject, lm.options, lm.kept, lm.cut = subject, options, Kept(subject, options.use_cache), Counter()
+    return lm
+
+
+def check_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise SurgeryError(
+            "--apply-chat-template: the tokenizer has no chat template (tokenizer_config.json's chat_template); leave the flag out"
+        )
+
+
+def _check_positions(subject: Subject, longest: int) -> None:
+    """Beyond a table of learned positions there is nothing; on a GPU looking there ends the process."""
+    for name, module in subject.model.named_modules():
+        table = name.rpartition(".")[2] in POSITIONS and isinstance(module, torch.nn.Embedding)
+        if table and module.num_embeddings < longest:
+            raise SurgeryError(
+                f"{subject.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
+                f"--lengths up to {module.num_embeddings}"
+            )
+
+
+def generation_tokens(device: torch.device) -> int:
+    """Of a batch that "auto" begins with: a step of decoding takes as long for sixteen rows as for one, so as many as
+    memory has room for."""
+    tokens = TOKENS.get(device.type, 2**17)
+    if device.type != "cuda":
+        return tokens
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    times = (torch.cuda.mem_get_info(device)[0] + kept) // (32 * 2**30)
+    return tokens * 2 ** (max(1, times).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, how to generate, and the prompt's ids, (T,) int32."""
+
+    text: str
+    settings: dict[str, Any]
+    ids_T: torch.Tensor
+
+
+@cache
+def _classes() -> type:
+    from lm_eval.models.huggingface import HFLM
+
+    return type("SurgeryLM", (InBatches, HFLM), {})
+
+
+class InBatches:
+    """Stands before HFLM: what it does in batches goes through `in_batches`, by way of what is kept. cut: task name ->
+    prompts that lost their beginning because they are longer than the model's input."""
+
+    subject: Subject
+    options: EvalOptions
+    model: Any
+    tokenizer: Any
+    max_length: int
+    backend: str
+    kept: Kept
+    cut: Counter[str]
+    _asked: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """In groups of equal generation settings, as batches need. Every prompt is tokenized once."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        asked = [
+            Asked(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
+        ]
+        alike: dict[str, list[int]] = {}
+        for i, each in enumerate(asked):
+            alike.setdefault(repr(each.settings), []).append(i)
+        answers = [""] * len(requests)
+        for group in alike.values():
+            tokens = normalize_gen_kwargs(asked[group[0]].settings, self.max_gen_toks)["max_gen_toks"]  # type: ignore[attr-defined]
+            for i in group:
+                self._count_cut(requests[i].task_name, len(asked[i].ids_T) > self.max_length - tokens)
+            found = self.kept.ask(
+                self.options,
+                [asked[i] for i in group],
+                lambda each: ["answer", self.max_length, each.text, each.settings, *self._drawn(each.settings)],
+                self._generate if self.backend == "causal" else self._generate_by_library,
+                lambda each: len(each.ids_T),
+                f"{requests[group[0]].task_name}: answers",
+                generation_tokens(self.subject.device),
+            )
+            for i, answer in zip(group, found):
+                answers[i] = answer
+        return answers
+
+    def _drawn(self, settings: dict[str, Any]) -> list[Any]:
+        """What else a sampled answer depends on."""
+        return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
+
+    def _encoded(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
+        """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
+        from lm_eval.models.utils import has_bos_prefix
+
+        bos = getattr(self.tokenizer, "bos_token", None)
+        encode = {special: encoder(self.tokenizer, special) for special in (True, False)}
+        for start in range(0, len(requests), 32):
+            texts = [request.args[0] for request in requests[start : start + 32]]
+            begun = has_bos_prefix(texts[0], bos)  # a chat template has put it there
+            yield from map(torch.from_numpy, encode[not begun](texts))
+
+    def _generate(self, batch: list[Asked]) -> list[str]:
+        """Padded on the left, with a mask; cut at the first of the words that end an answer."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+        settings = dict(normalize_gen_kwargs(batch[0].settings, self.max_gen_toks))  # type: ignore[attr-defined]
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)  # type: ignore[attr-defined]
+        stop = handle_stop_sequences(settings.pop("until", None), eos=eos)
+        tokens = settings.pop("max_gen_toks")
+        settings.pop("max_length", None)
+        room = self.max_length - tokens
+        if room < 1:
+            raise SurgeryError(
+                f"answers of {tokens} tokens leave no room for a question in {self.max_length}; a longer --lengths"
+            )
+        longest = min(room, max(len(each.ids_T) for each in batch))
+        ids_BT = torch.full((len(batch), longest), self.tokenizer.pad_token_id, dtype=torch.int64)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, each in enumerate(batch):
+            kept_T = each.ids_T[-longest:]
+            ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
+        with torch.inference_mode():
+            said_BT = self._model_generate(  # type: ignore[attr-defined]
+                context=ids_BT.to(self.subject.device),
+                attention_mask=mask_BT.to(self.subject.device),
+                stop=[words for words in stop if not (words == eos and self._stops_itself(settings))],
+                max_length=longest + tokens,
+                **settings,
+            )
+        texts = [self.tokenizer.decode(said, skip_special_tokens=True) for said in said_BT[:, longest:].tolist()]
+        return [postprocess_generated_text(text, stop, None) for text in texts]
+
+    def _stops_itself(self, settings: dict[str, Any]) -> bool:
+        """Whether generate() ends an answer at the token that stands for its end: looking for its words at every step, in
+        every row, is for models that do not know it."""
+        ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
+        return self.eot_token_id in (ends if isinstance(ends, (list, tuple)) else [ends])  # type: ignore[attr-defined]
+
+    def _generate_by_library(self, batch: list[Asked]) -> list[str]:
+        from lm_eval.api.instance import Instance
+
+        self.batch_size_per_gpu = len(batch)
+        asked = [Instance("generate_until", {}, (each.text, each.settings), i) for i, each in enumerate(batch)]
+        with torch.inference_mode():
+            return super().generate_until(asked, disable_tqdm=True)  # type: ignore[misc]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Bars are in_batches's."""
+        self._asked = [str(request.task_name) for request in requests]
+        try:
+            return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+        finally:
+            self._asked = []
+
+    def _count_cut(self, task: str | None, cut: bool) -> None:
+        if cut:
+            self.cut[str(task)] += 1
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows: list[Pair] = []
+        owner: list[int] = []
+        for i, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])  # type: ignore[attr-defined]
+            first = self.prefix_token_id  # type: ignore[attr-defined]
+            cut = get_rolling_token_windows(tokens, first, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, cut):
+                windows.append((None, context, continuation))
+                owner.append(i)
+        sums = [0.0] * len(requests)
+        for i, (likelihood, _) in zip(owner, self._loglikelihood_tokens(windows)):
+            sums[i] += likelihood
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
+        alone share a row."""
+        for task, (_, context, continuation) in zip(self._asked, requests):
+            self._count_cut(task, len(context) + len(continuation) > self.max_length + 1)
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            rows.setdefault((*context, *continuation[:-1]), []).append(i)
+        items = [[requests[i] for i in row] for row in rows.values()]
+        scored = self.kept.ask(
+            self.options,
+            items,
+            lambda row: ["likelihoods", self.max_length, [pair[1:] for pair in row]],
+            self._score if self.backend == "causal" else self._score_by_library,
+            lambda row: len(row[0][1]) + len(row[0][2]),
+            "likelihoods",
+        )
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        for row, found in zip(rows.values(), scored):
+            for i, (likelihood, greedy) in zip(row, found):
+                answers[i] = likelihood, greedy
+        return answers
+
+    def _score_by_library(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+        flat = super()._loglikelihood_tokens(  # type: ignore[misc]
+            [pair for row in batch for pair in row], disable_tqdm=True, override_bs=len(batch)
+        )
+        found = iter(flat)
+        return [[next(found) for _ in row] for row in batch]
+
+    @torch.inference_mode()
+    def _score(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+        """One forward, padded on the right, so without a mask; rows too long are cut from the left."""
+        most = max(len(pair[2]) for row in batch for pair in row)
+        if most > self.max_length:
+            raise SurgeryError(
+                f"an answer to score has {most} tokens, and inputs {self.max_length}; a longer --lengths"
+            )
+        inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
+        longest = max(map(len, inputs))
+        scored = [max(len(pair[2]) for pair in row) for row in batch]
+        ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids in inputs], device=self.subject.device)
+        first = min(len(ids) - n for ids, n in zip(inputs, scored))
+        logits_BNV = self._logits(ids_BT, first)
+        answers = []
+        for row, ids, logits_NV in zip(batch, inputs, logits_BNV):
+            logits_NV = logits_NV[: len(ids) - first]
+            answers.append([_likelihood(logits_NV, pair[2]) for pair in row])
+        return answers
+
+    def _logits(self, ids_BT: torch.Tensor, first: int) -> torch.Tensor:
+        """From position `first` on."""
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            keep_N = torch.arange(first, ids_BT.shape[1], device=ids_BT.device)
+            return self.model(input_ids=ids_BT, use_cache=False, logits_to_keep=keep_N).logits
+        return self.model(input_ids=ids_BT, use_cache=False).logits[:, first:]
+
+
+def _likelihood(logits_NV: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
+    """Of the last len(continuation) positions, a slice of them at a time."""
+    logits_NV = logits_NV[-len(continuation) :]
+    targets_N = torch.tensor(continuation, device=logits_NV.device)
+    total, greedy = 0.0, True
+    for part_NV, part_N in zip(logits_NV.split(1024), targets_N.split(1024)):
+        total -= float(torch.nn.functional.cross_entropy(part_NV.float(), part_N, reduction="sum"))
+        greedy &= bool((part_NV.argmax(-1) == part_N).all())
+    return total, greedy

@@ -1,0 +1,81 @@
+"""Answers on disk, a line each (`--use-cache DIR`): what was interrupted within a suite goes on where it was.
+
+    DIR/<fingerprint>-<precision>-<device>.<process>.jsonl      {"key": .., "answer": ..}
+
+The fingerprint is of the contents of the model's files. A key is the version of surgery and all that was asked: prompts as
+text or tokens, never a path, so other data is another question. lm-eval's own cache is not used: it unpickles what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from surgery.core.errors import SurgeryError
+from surgery.core.version import __version__
+from surgery.eval.batching import in_batches
+from surgery.eval.suite import EvalOptions, Subject, stable_id
+
+T = TypeVar("T")
+
+
+class Kept:
+    """Of one model. Without a folder nothing is kept."""
+
+    def __init__(self, subject: Subject, folder: Path | None):
+        self.subject, self.folder = subject, folder
+        device = subject.device.type
+        self.name = f"{subject.fingerprint[:16] or 'model'}-{str(subject.dtype).removeprefix('torch.')}-{device}"
+        # The same in every process, or they would not share what is left.
+        self.answers: dict[str, Any] = subject.ranks.agreed(self._read())
+
+    def ask(
+        self,
+        options: EvalOptions,
+        items: Sequence[T],
+        asked: Callable[[T], Any],
+        score: Callable[[list[T]], list[Any]],
+        size: Callable[[T], int],
+        title: str,
+        tokens: int | None = None,
+    ) -> list[Any]:
+        """score(batch) of those items that have no answer yet, in batches (of so many tokens); asked: all that an answer
+        depends on, as JSON."""
+        keys = [stable_id(__version__, asked(item)) if self.folder else str(i) for i, item in enumerate(items)]
+        left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
+
+        def scored(batch: list[int]) -> list[Any]:
+            found = score([items[i] for i in batch])
+            self._write([(keys[i], answer) for i, answer in zip(batch, found)])
+            return found
+
+        found = dict(
+            zip(left, in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title, tokens))
+        )
+        return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
+
+    def _read(self) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+        if self.folder is None:
+            return answers
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SurgeryError(f"--use-cache {self.folder} is a file; give a folder for answers")
+        for path in sorted(self.folder.glob(f"{self.name}.*.jsonl")):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    said = json.loads(line)
+                    answers[said["key"]] = said["answer"]
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue  # the line that was being written
+        return answers
+
+    def _write(self, answers: list[tuple[str, Any]]) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"{self.name}.{self.subject.ranks.index}.jsonl", "a", encoding="utf-8") as file:
+            # A line begins with its line end, so that half a line before it spoils nothing.
+            file.write("".join("\n" + json.dumps({"key": key, "answer": answer}) for key, answer in answers))
+        self.answers |= dict(answers)

@@ -1,0 +1,247 @@
+"""The one bridge to lm-eval: its `evaluate` around a loaded model, its results as samples.
+
+`simple_evaluate` is that with a report on the machine before it, which takes seconds every time; seeds and settings are
+given to the tasks here as it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+from surgery.eval import offline_data as mirror
+from surgery.eval.lm_eval.adapter import harness_model
+from surgery.eval.lm_eval.samples import fill_stderrs, floor_of, own_sample, plain, samples_of, with_kind
+from surgery.eval.lm_eval.tasks import OwnTask
+from surgery.eval.suite import EvalOptions, Metric, Subject, SuiteResult
+
+FEWSHOT_SEED = 1234  # lm-eval's, for --seed 0
+
+
+def require_lm_eval() -> None:
+    try:
+        with _quiet():
+            import lm_eval.evaluator  # noqa: F401
+    except ImportError as error:
+        raise SurgeryError(
+            f"this suite needs lm-eval ({error}): pip install 'transformer-surgery[eval]', or 'lm_eval[hf,ruler,longbench]'"
+        ) from None
+
+
+def run_each(
+    subject: Subject,
+    tasks: Iterable[tuple[str, Callable[[], OwnTask | None]]],
+    options: EvalOptions,
+    metric: Metric,
+    longest: int | None = None,
+) -> SuiteResult:
+    """Tasks of ours by name, each made when its turn comes (all prompts of a long RULER together are gigabytes; None: left
+    out). One that breaks is told, and the rest runs. longest: the longest of the prompts, in tokens."""
+    require_lm_eval()
+    result, error = SuiteResult([], {metric.name: metric}), None
+    for name, make in tasks:
+        try:
+            task = make()
+            if task is not None:
+                _run_own(subject, task, options, metric.name, longest, result)
+        except Exception as broken:
+            error = broken
+            result.broken[name] = told(broken)
+            subject.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
+    if error is not None and not result.samples:
+        raise error
+    result.notes += _remarks(result.info, options, [])
+    if longest is not None and subject.longest is not None and longest > subject.longest:
+        result.notes.append(
+            f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
+        )
+    result.metrics = {metric.name: with_kind(metric, [s.metrics[metric.name] for s in result.samples])}
+    return result
+
+
+def _run_own(
+    subject: Subject, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
+) -> None:
+    with _quiet():
+        chat = task.chat and options.apply_chat_template
+        found = _evaluate(harness_model(subject, options, longest), [task.for_lm_eval()], options, chat)
+    result.samples += [own_sample(task, metric, each) for each in found["samples"][task.name]]
+    result.info = _merged(result.info, {key: value for key, value in found.items() if key != "samples"})
+
+
+def _remarks(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
+    """Where prompts lost their beginning, and which tasks were not asked with the examples that were wanted."""
+    cut = [f"{count:,} of {task}" for task, count in info.get("cut", {}).items()]
+    said = [f"prompts longer than the model's input, scored without their beginning: {', '.join(cut)}"] if cut else []
+    fixed = [
+        task.config.task
+        for task in tasks
+        if options.num_fewshot is not None and task.get_config("num_fewshot") != options.num_fewshot
+    ]
+    return said + ([f"--num-fewshot does not apply to {', '.join(fixed)}: the task itself says 0"] if fixed else [])
+
+
+def told(error: Exception) -> str:
+    kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:500]}"
+
+
+def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
+    """lm-eval's own tasks, by name. load(names, options): {tasks: .., groups: ..}; all metrics that are means, or perplexities."""
+    require_lm_eval()
+    with _quiet():
+        loaded = load(names, options)
+        built = list(loaded["tasks"].values())
+        if unsafe := [task.config.task for task in built if getattr(task, "UNSAFE_CODE", False)]:
+            raise SurgeryError(
+                f"{unsafe[0]} runs code that the model writes, which is not done here; leave it out of --tasks"
+            )
+        found, broken = _all_or_each(subject, built, options, loaded["groups"])
+    result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
+    left_out: set[str] = set()
+    for task in built:
+        name = task.config.task
+        if name in broken:
+            continue
+        samples, metrics, skipped = samples_of(task, found["samples"][name])
+        result.samples += samples
+        left_out |= skipped
+        for each in metrics.values():
+            known = result.metrics.setdefault(each.name, each)
+            if known.kind != each.kind:
+                result.metrics[each.name] = known if known.kind == "mean" else each
+        if floor := floor_of(task, found["samples"][name]):
+            result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
+    result.notes += _remarks(result.info, options, built)
+    if left_out:
+        result.notes.append(f"not compared, for they are no means over samples: {', '.join(sorted(left_out))}")
+    return result
+
+
+def _all_or_each(
+    subject: Subject, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(results, what broke): all together, or, where that breaks, one after the other without groups."""
+    chat = options.apply_chat_template
+    broken: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    try:
+        return _evaluate(harness_model(subject, options), tasks, options, chat, groups), {}
+    except Exception as error:
+        if len(tasks) == 1:
+            raise
+        last = error
+    for task in tasks:
+        try:
+            found = _merged(found, _evaluate(harness_model(subject, options), [task], options, chat))
+        except Exception as error:
+            last, broken[task.config.task] = error, told(error)
+            subject.progress.say(f"{task.config.task} broke, on with the rest: {told(error)}")
+    if not found:
+        raise last
+    return found, broken
+
+
+def _evaluate(
+    lm: Any, tasks: list[Any], options: EvalOptions, chat: bool, groups: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    import random
+
+    import numpy as np
+    import torch
+
+    from lm_eval.evaluator import evaluate
+
+    random.seed(options.seed)
+    np.random.seed(FEWSHOT_SEED + options.seed)
+    torch.manual_seed(FEWSHOT_SEED + options.seed)
+    for task in tasks:
+        _configure(task, options)
+    wanted = _wanted(tasks, options)
+    found = evaluate(
+        lm,
+        {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
+        limit=None if wanted else options.limit,
+        samples=wanted or None,
+        bootstrap_iters=0,  # intervals are ours
+        log_samples=True,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+    )
+    fill_stderrs(found, tasks)
+    found["cut"] = dict(lm.cut)
+    found["config"] = {
+        "model": lm.subject.name,
+        "model_source": "surgery",
+        "batch_size": options.batch_size,
+        "device": str(lm.subject.device),
+        "limit": options.limit,
+        "gen_kwargs": options.gen_kwargs or None,
+        "random_seed": options.seed,
+        "numpy_seed": FEWSHOT_SEED + options.seed,
+        "torch_seed": FEWSHOT_SEED + options.seed,
+        "fewshot_seed": FEWSHOT_SEED + options.seed,
+        "max_length": lm.max_length,
+        "model_dtype": str(lm.subject.dtype),
+    }
+    return plain(found)
+
+
+def _wanted(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
+    """The documents of --samples; of tasks that it does not name, the first ones, as without it."""
+    wanted: dict[str, list[int]] = {}
+    for task in tasks if options.samples else ():
+        name, there = task.config.task, len(task.eval_docs)
+        asked = sorted(set(options.samples.get(name, ()))) or list(range(min(there, options.limit or there)))
+        if asked[0] < 0 or asked[-1] >= there:
+            raise SurgeryError(
+                f"--samples: {name} has documents 0 to {there - 1}, not {asked[0] if asked[0] < 0 else asked[-1]}"
+            )
+        wanted[name] = asked
+    return wanted
+
+
+def _configure(task: Any, options: EvalOptions) -> None:
+    """Settings given on the command line, before the task's own; as simple_evaluate applies them."""
+    if options.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(options.gen_kwargs), update=True)
+    shots = task.get_config("num_fewshot")
+    if shots is None:
+        task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
+    elif options.num_fewshot is not None and shots != 0:
+        task.set_config(key="num_fewshot", value=options.num_fewshot)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED + options.seed)
+    build = task.build_all_requests
+
+    def without_a_bar(**settings: Any) -> None:
+        with contextlib.redirect_stderr(io.StringIO()):
+            build(**settings)
+
+    task.build_all_requests = without_a_bar
+
+
+def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {**a.get(key, {}), **b[key]}
+        if isinstance(b.get(key), dict) and isinstance(a.get(key, {}), dict)
+        else b.get(key, a.get(key))
+        for key in {**a, **b}
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval's advice is about flags that are not ours; stdout stays clean for --json."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), mirror.without_bars():
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,132 @@
+"""What lm-eval has logged, as samples and metrics."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Any
+
+from surgery.eval.lm_eval.tasks import OwnTask
+from surgery.eval.suite import Metric, Sample, stable_id
+
+# accuracies where all are 0 or 1
+OF_ONE = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score"}
+
+
+def own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
+    doc = logged["doc"]
+    group = {key: doc[key] for key in ("length", "depth") if doc.get(key) is not None}
+    return Sample(
+        task=doc.get("task") or task.name,
+        id=doc["id"],
+        metrics={metric: float(logged["score"])},
+        group=group,
+        shown={
+            "prompt": doc["prompt"] + doc["prefix"],
+            "output": logged["resps"][0][0],
+            "target": doc["answers"],
+            "doc_hash": logged["doc_hash"],
+        },
+    )
+
+
+def samples_of(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dict[str, Metric], set[str]]:
+    """A sample for each document (filters become metrics of their own); perplexities, whose weights differ, one each."""
+    name, better, aggregation = task.config.task, task.higher_is_better(), task.aggregation()
+    values: dict[str, list[float]] = {}
+    skipped: set[str] = set()
+    samples: dict[int, Sample] = {}
+    weighted: list[Sample] = []
+    metrics: dict[str, Metric] = {}
+    ids = _ids(name, logged)
+    for each in logged:
+        sample = samples.setdefault(each["doc_id"], Sample(name, ids[each["doc_id"]], {}, shown=_shown(each)))
+        for metric in each["metrics"]:
+            how = getattr(aggregation.get(metric), "__name__", "")
+            label = metric if each["filter"] == "none" else f"{metric},{each['filter']}"
+            value = each[metric]
+            if how in ("weighted_perplexity", "bits_per_byte"):
+                if metric != "word_perplexity":
+                    continue  # the same likelihoods by bytes: in lm-eval's own results
+                nats, weight = -value[0] / value[1], float(value[1])
+                metrics[label] = Metric(label, "ppl", False)
+                weighted.append(Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown))
+            elif how == "perplexity":
+                metrics[label] = Metric(label, "ppl", False)
+                sample.metrics[label] = -float(value)
+            elif _is_mean(aggregation.get(metric)) and isinstance(value, (int, float)):
+                metrics.setdefault(label, Metric(label, "mean", better.get(metric, True)))
+                sample.metrics[label] = float(value)
+                values.setdefault(label, []).append(float(value))
+            else:
+                skipped.add(metric)
+    kinds = {
+        label: with_kind(metric, values.get(label, [])) for label, metric in metrics.items() if metric.name == label
+    }
+    found = [s for s in samples.values() if s.metrics] + weighted
+    known = {label for sample in found for label in sample.metrics}
+    return found, {label: metric for label, metric in kinds.items() if label in known}, skipped
+
+
+def _ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
+    """By content, so that two models' samples meet; documents that are there twice are numbered."""
+    seen: Counter[str] = Counter()
+    ids: dict[int, str] = {}
+    for each in logged:
+        if each["doc_id"] not in ids:
+            ids[each["doc_id"]] = stable_id(task, each["doc_hash"], seen[each["doc_hash"]])
+            seen[each["doc_hash"]] += 1
+    return ids
+
+
+def _shown(logged: dict[str, Any]) -> dict[str, Any]:
+    keys = ("doc_id", "doc", "arguments", "filtered_resps", "target", "doc_hash", "prompt_hash", "target_hash")
+    return {key: logged[key] for key in keys}
+
+
+def with_kind(metric: Metric, values: list[float]) -> Metric:
+    """Whether zeros and ones are counted, or anything between; both are at most 1."""
+    if metric.kind == "ppl" or not values:
+        return metric
+    bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in OF_ONE | {"f1"}
+    counted = bounded and all(value in (0.0, 1.0) for value in values)
+    return Metric(
+        metric.name, "accuracy" if counted else "mean", metric.higher_is_better, metric.scale,
+        1.0 if bounded else metric.top, metric.floor, metric.unit,
+    )  # fmt: skip
+
+
+def floor_of(task: Any, logged: list[dict[str, Any]]) -> float | None:
+    """What guessing among the choices gets."""
+    if task.OUTPUT_TYPE != "multiple_choice" or not logged:
+        return None
+    return sum(1 / max(1, len(each["arguments"])) for each in logged) / len(logged)
+
+
+def fill_stderrs(found: dict[str, Any], tasks: list[Any]) -> None:
+    """Of means, in closed form, also where a perplexity stands beside them."""
+    for task in tasks:
+        name, aggregation = task.config.task, task.aggregation()
+        values: dict[str, list[float]] = {}
+        for each in found["samples"][name]:
+            for metric in each["metrics"]:
+                if _is_mean(aggregation.get(metric)) and isinstance(each[metric], (int, float)):
+                    values.setdefault(f"{metric}_stderr,{each['filter']}", []).append(float(each[metric]))
+        for key, each in values.items():
+            if found["results"][name].get(key) == "N/A" and len(each) > 1:
+                found["results"][name][key] = statistics.stdev(each) / len(each) ** 0.5
+
+
+def _is_mean(function: Any) -> bool:
+    return getattr(function, "__name__", "") in ("mean", "nanmean", "aggregate_metrics")
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it; what it has not becomes text."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)

@@ -1,0 +1,146 @@
+"""RULER's aggregation tasks: the ten most common words of a numbered list, the three most frequent of a coded text."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import pi
+from random import Random
+
+from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
+from surgery.eval.long_context.ruler.words import compound, letters, vocabulary
+
+COMMON = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear "
+    "most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+)
+COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+FREQUENT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
+    "words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+    "frequently appeared words in the above coded text?"
+)
+FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+TOP = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How often common and other words are repeated; the example: (words, common, other), or none."""
+
+    common: int
+    other: int
+    example: tuple[int, int, int] | None
+
+
+LONG, SHORT = Shape(30, 3, (40, 10, 3)), Shape(6, 1, (20, 3, 1))  # RULER's, from 4096 tokens and below
+SMALLER = (SHORT, Shape(6, 1, None), Shape(3, 1, None))
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    name: str = "cwe"
+    answer_tokens: int = 120
+    needs: str | None = None
+
+    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+        yield from at_once(lambda index: self._one(room, index), range(samples))
+
+    def _one(self, room: Room, index: int) -> Question:
+        for shape in (LONG, *SMALLER) if room.length >= 4096 else SMALLER:
+            try:
+                return self._shaped(room, index, shape)
+            except Unfit as error:
+                reason = error
+        raise reason
+
+    def _shaped(self, room: Room, index: int, shape: Shape) -> Question:
+        rng = room.rng(self.name, index)
+        words, before, seed = list(vocabulary()), "", rng.random()
+        if shape.example:
+            size, often, seldom = shape.example
+            sample = rng.sample(words, size)
+            shown = COMMON.format(context=_numbered(sample, often, seldom, rng.random(), "")) + COMMON_PREFIX
+            before = shown + " " + " ".join(f"{i}. {word}" for i, word in enumerate(sample[:TOP], 1)) + "\n"
+        rng.shuffle(words)
+        filler = " ".join(words[-8:])
+
+        def build(n: int, rest: str) -> str:
+            while len(words) < n:  # beyond the lists, pairs of words
+                words.append(compound(rng))
+            context = _numbered(words[:n], shape.common, shape.other, seed, rest)
+            return before + COMMON.format(context=context) + COMMON_PREFIX
+
+        found = room.filled(
+            build, self.answer_tokens, TOP + 1, 4 * room.length, max(1, room.length // 128), filler, mixed=True
+        )
+        return Question(
+            id=f"{self.name} {room.length} {index}",
+            prompt=found.text[: -len(COMMON_PREFIX)],
+            prefix=COMMON_PREFIX,
+            answers=tuple(words[:TOP]),
+            length=room.length,
+            tokens=found.tokens + self.answer_tokens,
+            note=_shortened(shape, room.length),
+        )
+
+
+def _shortened(shape: Shape, length: int) -> str:
+    if shape == (LONG if length >= 4096 else SHORT):
+        return ""
+    left = "the one-shot example of short lengths" if shape.example else "no room for the one-shot example"
+    return f"{left}, common words {shape.common} times"
+
+
+def _numbered(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:
+    """ "1. word 2. word ..": the first ten `often` times, the others `seldom`, shuffled; words of `rest` once each at the end."""
+    listed = words[:TOP] * often + words[TOP:] * seldom
+    Random(seed).shuffle(listed)
+    return " ".join(f"{i}. {word}" for i, word in enumerate([*listed, *rest.split()], 1))
+
+
+@dataclass(frozen=True)
+class FrequentWords:
+    """Word k appears n / (zeta(2) k^2) times; the first is dots, the next three are asked for."""
+
+    name: str = "fwe"
+    answer_tokens: int = 50
+    needs: str | None = None
+    letters: int = 6
+
+    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+        yield from at_once(lambda index: self._one(room, index), range(samples))
+
+    def _one(self, room: Room, index: int) -> Question:
+        rng = room.rng(self.name, index)
+        goal, words = room.length - self.answer_tokens, {"...": None}
+        while len(words) < max(5, goal // 50):
+            words[letters(rng, self.letters, string.ascii_lowercase)] = None
+        coded, seed = list(words), rng.random()
+
+        def build(n: int, rest: str) -> str:
+            text = [word for word, times in zip(coded, _times(n, len(coded))) for _ in range(times)]
+            Random(seed).shuffle(text)
+            return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
+
+        found = room.filled(
+            build, self.answer_tokens, 1, 16 * room.length, max(1, room.length // 32), " ..." * 64, mixed=True
+        )
+        times = _times(found.units, len(coded))
+        if not times[1] > times[2] > times[3] > times[4]:
+            raise Unfit(
+                f"tells the three most frequent words apart only above {room.length:,} tokens with this tokenizer"
+            )
+        return Question(
+            id=f"{self.name} {room.length} {index}",
+            prompt=found.text[: -len(FREQUENT_PREFIX)],
+            prefix=FREQUENT_PREFIX,
+            answers=tuple(coded[1:4]),
+            length=room.length,
+            tokens=found.tokens + self.answer_tokens,
+        )
+
+
+def _times(n: int, words: int) -> list[int]:
+    return [int(n * 6 / (pi * k) ** 2) for k in range(1, words + 1)]

@@ -1,0 +1,157 @@
+"""Prompts of exactly the tokens asked for.
+
+    fill(build, count, goal, ..): the longest build(n, rest) with count(build(n, rest)) <= goal
+
+A haystack is n units (characters, words, documents) and, where the next one would be too much, `rest`: a beginning of the
+filler. Both are found by secant steps between brackets. Tokenizing is what it costs, so the search goes by estimates: the
+sum of the sentences, each counted once, or, where units are mixed anew for every n, what differs from the text before. What is
+found is counted in full. What comes out depends on the arguments alone, never on what was filled before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.eval import text as encoding
+
+Build = Callable[[int, str], str]
+Count = Callable[[str], int]
+
+EXACT = 1000  # within 1/1000 of the goal where no prompt is exactly that long, or estimates fail
+TURNS = 48
+ROUNDS = 4
+BESIDE = 256  # characters, either side of what differs
+
+
+@dataclass(frozen=True)
+class Filled:
+    text: str
+    units: int
+    tokens: int
+
+
+def counter(tokenizer: Any) -> Count:
+    """Tokens of a prompt as a model gets it, special tokens included."""
+    counts = encoding.counter(tokenizer)
+    return lambda text: counts([text])[0]
+
+
+class Sentences:
+    """count(text), as the sum of its sentences, each counted where one ended before it. off: what is known to be missing."""
+
+    def __init__(self, count: Count, known: dict[str, int]):
+        self.count, self.known, self.off = count, known, 0
+        self.end = count(".")
+
+    def __call__(self, text: str) -> int:
+        parts, known = text.replace(". ", ".\0 ").replace(".\n", ".\0\n").split(".\0"), self.known
+        for part in {*parts}.difference(known):
+            known[part] = self.count(f".{part}.") - self.end
+        return sum(map(known.__getitem__, parts)) + self.off
+
+    def learn(self, text: str, estimate: int) -> int:
+        """Counted in full."""
+        tokens = self.count(text)
+        self.off += tokens - estimate
+        return tokens
+
+
+class Nearby:
+    """count(text), by what differs from the text that was counted last."""
+
+    def __init__(self, count: Count):
+        self.count, self.text, self.tokens = count, "", 0
+
+    def __call__(self, text: str) -> int:
+        start, end = _same(self.text, text)
+        old, new = self.text[start : len(self.text) - end], text[start : len(text) - end]
+        if len(old) + len(new) > len(text):
+            return self.learn(text, 0)
+        return self.tokens + self.count(new) - self.count(old)
+
+    def learn(self, text: str, estimate: int) -> int:
+        if text != self.text:
+            self.text, self.tokens = text, self.count(text)
+        return self.tokens
+
+
+def _same(a: str, b: str) -> tuple[int, int]:
+    """Characters that both begin with, and that both end with, less BESIDE."""
+    most = min(len(a), len(b))
+    start = _reach(lambda n: a[:n] == b[:n], most)
+    end = _reach(lambda n: a[len(a) - n :] == b[len(b) - n :], most - start)
+    return max(0, start - BESIDE), max(0, end - BESIDE)
+
+
+def _reach(same: Callable[[int], bool], most: int) -> int:
+    """The largest n up to `most` with same(n), which holds up to it and not beyond."""
+    low, high = 0, most
+    while low < high:
+        n = (low + high + 1) // 2
+        low, high = (n, high) if same(n) else (low, n - 1)
+    return low
+
+
+def fill(
+    build: Build,
+    count: Count,
+    goal: int,
+    least: int,
+    most: int,
+    probe: int,
+    filler: str = "",
+    estimate: Sentences | Nearby | None = None,
+) -> Filled | None:
+    """None: build(least, "") alone is too long. probe: units of about an eighth of the goal; filler: longer than a unit,
+    or nothing where a unit is a character; estimate: how the search counts."""
+    shortest = build(least, "")
+    estimate = estimate or Nearby(count)
+    if estimate.learn(shortest, estimate(shortest)) > goal:
+        return None
+    for turn in range(ROUNDS):
+        found = _filled(build, estimate, goal, least, most, probe, filler, 0)
+        tokens = estimate.learn(found.text, found.tokens)
+        if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // EXACT):
+            return Filled(found.text, found.units, tokens)
+    return _filled(build, count, goal, least, most, probe, filler, goal // EXACT)
+
+
+def _filled(build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int) -> Filled:
+    units, tokens = largest(lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
+    rest, missing = "", goal - tokens
+    if missing > slack and filler:
+        guess = round(missing * len(filler) / max(1, size(filler)))
+        characters, tokens = largest(
+            lambda n: size(build(units, filler[:n])), goal, 0, len(filler), guess, tokens, slack, False
+        )
+        rest = filler[:characters]
+    return Filled(build(units, rest), units, tokens)
+
+
+def largest(
+    size: Callable[[int], int], goal: int, low: int, high: int, guess: int, at_low: int | None, slack: int, rough: bool
+) -> tuple[int, int]:
+    """(n, size(n)) for the largest n in [low, high] with size(n) <= goal, near enough: the search ends within `slack`, and
+    if `rough` already less than a step away. size is nearly monotone, as tokenizers are."""
+    best, best_size = low, size(low) if at_low is None else at_low
+    above, above_size = high + 1, None
+    step, n = 0.0, guess
+    for turn in range(TURNS):
+        near = max(slack, step) if rough else slack
+        if above - best <= 1 or goal - best_size <= near:
+            break
+        n = min(max(n, best + 1), above - 1)
+        found = size(n)
+        if found <= goal:
+            step = max(0.0, (found - best_size) / (n - best))
+            best, best_size = n, found
+        else:
+            above, above_size = n, found
+        slope = step if above_size is None else (above_size - best_size) / (above - best)
+        # Aimed at the middle of the slack, for an estimate just above the goal costs another turn.
+        n = best + int((goal - slack // 2 - best_size) / slope) if slope > 0 else high
+        if turn % 4 == 3 and above_size is not None:  # a bracket that shrinks from one side alone
+            n = (best + above) // 2
+    return best, best_size

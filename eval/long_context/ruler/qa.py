@@ -1,0 +1,130 @@
+"""RULER's questions about documents: the ones that hold the answer among others (SQuAD 2.0 dev, HotpotQA dev distractor)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
+
+TEMPLATE = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
+    "following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only give me the answer "
+    "and do not output any other words.\n\nQuestion: {question}"
+)
+PREFIX = " Answer:"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """gold: the documents that hold the answer, kin: others of the same article; numbers into a list of documents."""
+
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    kin: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    documents: tuple[str, ...]
+    asked: tuple[Asked, ...]
+
+
+def squad(rows: Sequence[Mapping[str, Any]]) -> Library:
+    """rajpurkar/squad_v2: rows of title, context, question, answers {text, ..}. Unanswerable questions are left out."""
+    documents = tuple(sorted({row["context"] for row in rows}))
+    number = {text: i for i, text in enumerate(documents)}
+    article: dict[str, dict[int, None]] = {}
+    for row in rows:
+        article.setdefault(row["title"], {})[number[row["context"]]] = None
+    asked = []
+    for row in rows:
+        if not row["answers"]["text"]:
+            continue
+        here = number[row["context"]]
+        kin = tuple(i for i in article[row["title"]] if i != here)
+        asked.append(Asked(row["question"], tuple(row["answers"]["text"]), (here,), kin))
+    return Library(documents, tuple(asked))
+
+
+def hotpot(rows: Sequence[Mapping[str, Any]]) -> Library:
+    """hotpotqa/hotpot_qa, distractor: rows of question, answer, context {title: [..], sentences: [[..], ..]}."""
+    texts = [
+        [
+            f"{title}\n{''.join(sentences)}"
+            for title, sentences in zip(row["context"]["title"], row["context"]["sentences"])
+        ]
+        for row in rows
+    ]
+    documents = tuple(sorted({text for each in texts for text in each}))
+    number = {text: i for i, text in enumerate(documents)}
+    return Library(
+        documents,
+        tuple(
+            Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in each)))
+            for row, each in zip(rows, texts)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Documents:
+    name: str
+    needs: str
+    answer_tokens: int = 32
+
+    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+        """In the data's order, without those whose own documents are too long."""
+        library: Library = room.texts[self.needs]
+
+        def tried(index: int) -> Question | Unfit:
+            try:
+                return self._one(room, library, index)
+            except Unfit as error:
+                return error
+
+        found, reason = 0, Unfit("has no questions")
+        for made in at_once(tried, range(len(library.asked))):
+            if isinstance(made, Unfit):
+                reason = made
+                continue
+            yield made
+            found += 1
+            if found == samples:
+                return
+        if not found:
+            raise reason
+
+    def _one(self, room: Room, library: Library, index: int) -> Question:
+        asked, rng = library.asked[index], room.rng(self.name, index)
+        others = _others(library, asked, rng)
+        last, seed = others.pop() if others else "", rng.random()
+
+        def build(n: int, rest: str) -> str:
+            chosen = [library.documents[i] for i in asked.gold] + [others[i % len(others)] for i in range(n)]
+            Random(seed).shuffle(chosen)
+            shown = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
+            return TEMPLATE.format(context=f"{shown} {rest}".rstrip(" "), question=asked.question) + PREFIX
+
+        most = 4 * room.length if others else 0
+        found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4, mixed=True)
+        return Question(
+            id=f"{self.name} {room.length} {index}",
+            prompt=found.text[: -len(PREFIX)],
+            prefix=PREFIX,
+            answers=asked.answers,
+            length=room.length,
+            tokens=found.tokens + self.answer_tokens,
+            rule="any",
+        )
+
+
+def _others(library: Library, asked: Asked, rng: Random) -> list[str]:
+    """What the context is filled with, in this order: documents of the same article, then any; repeated if that is all."""
+    kin = rng.sample(asked.kin, len(asked.kin))
+    known = {*asked.gold, *asked.kin}
+    rest = [i for i in range(len(library.documents)) if i not in known]
+    return [library.documents[i] for i in (*kin, *rng.sample(rest, len(rest)))]

@@ -1,0 +1,99 @@
+"""RULER's variable tracking: VAR A = 12345, VAR B = VAR A, .. among noise; which variables are 12345?"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
+from surgery.eval.long_context.ruler.prompt import fill
+from surgery.eval.long_context.ruler.words import NOISE, letters
+
+TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
+    "variables that are assigned the value {value} in the text above."
+)
+# "assgined" is RULER's own; published scores were measured with it.
+PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assgined the value "
+    "{value}, they are: "
+)
+EXAMPLE_TOKENS = 500
+
+
+@dataclass(frozen=True)
+class Tracking:
+    name: str = "vt"
+    hops: int = 4
+    answer_tokens: int = 30
+    needs: str | None = None
+
+    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+        yield from at_once(lambda index: self._one(room, index), range(samples))
+
+    def _one(self, room: Room, index: int) -> Question:
+        """With an example of up to 500 tokens, a quarter of the length at most; without where none fits."""
+        example = self._example(room, room.rng(self.name, index, "example"))
+        for before in (example, "") if example else ("",):
+            try:
+                return self._filled(room, index, before)
+            except Unfit:
+                if not before:
+                    raise
+        raise AssertionError("the last one returns or raises")
+
+    def _filled(self, room: Room, index: int, example: str) -> Question:
+        rng = room.rng(self.name, index)
+        names, value, lines = self._chain(rng, 5)
+        seed = rng.random()
+        prefix = PREFIX.format(number=self.hops + 1, value=value)
+
+        def build(n: int, rest: str) -> str:
+            return example + TEMPLATE.format(context=_among(lines, n, seed), value=value) + prefix
+
+        found = room.filled(build, self.answer_tokens, 0, 16 * room.length, max(8, room.length // 4))
+        return Question(
+            id=f"{self.name} {room.length} {index}",
+            prompt=found.text[: -len(prefix)],
+            prefix=prefix,
+            answers=tuple(names),
+            length=room.length,
+            tokens=found.tokens + self.answer_tokens,
+            note="" if example else "no room for the one-shot example",
+        )
+
+    def _example(self, room: Room, rng: Random) -> str:
+        names, value, lines = self._chain(rng, 3)
+        seed = rng.random()
+        prefix = PREFIX.format(number=self.hops + 1, value=value)
+
+        def build(n: int, rest: str) -> str:
+            context = _among(lines, n * (len(NOISE) + 1), seed)
+            return TEMPLATE.format(context=context, value=value) + prefix + " " + " ".join(names) + "\n\n"
+
+        found = fill(build, room.count, min(EXAMPLE_TOKENS, room.length // 4), 0, EXAMPLE_TOKENS, 1)
+        return found.text if found else ""
+
+    def _chain(self, rng: Random, size: int) -> tuple[list[str], int, list[str]]:
+        """(names, value, lines): names of `size` letters, all different."""
+        names: dict[str, None] = {}
+        while len(names) <= self.hops:
+            names[letters(rng, size, string.ascii_uppercase)] = None
+        value, each = rng.randrange(10_000, 99_999), list(names)
+        lines = [f"VAR {each[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(each))]
+        return each, value, lines
+
+
+def _among(lines: list[str], n: int, seed: float) -> str:
+    """The chain, in its order, among n characters of noise."""
+    whole, part = divmod(n, len(NOISE) + 1)
+    units = [NOISE] * whole + [NOISE[:part]] * (part > 0)
+    rng = Random(seed)
+    enough = len(units) >= len(lines)
+    places = rng.sample(range(len(units)), len(lines)) if enough else [rng.randint(0, len(units)) for _ in lines]
+    for shift, (place, line) in enumerate(zip(sorted(places), lines)):
+        units.insert(place + shift, line)
+    return "\n".join(units).replace(". \n", ".\n")

@@ -1,0 +1,47 @@
+"""Words to hide and to hide among: wonderwords' lists, as RULER uses them."""
+
+from __future__ import annotations
+
+import uuid
+from functools import cache
+from importlib.resources import files
+from random import Random
+
+from surgery.core.errors import SurgeryError
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+@cache
+def words_of(kind: str) -> tuple[str, ...]:
+    """kind: noun, adjective or verb."""
+    try:
+        text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
+    except (ModuleNotFoundError, FileNotFoundError):
+        raise SurgeryError(
+            "RULER's words come with the package wonderwords: pip install 'transformer-surgery[eval]'"
+        ) from None
+    return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """Nouns, adjectives and verbs, each once."""
+    return tuple(sorted({*words_of("noun"), *words_of("adjective"), *words_of("verb")}))
+
+
+def compound(rng: Random) -> str:
+    """adjective-noun: every pair is as likely as another."""
+    return f"{rng.choice(words_of('adjective'))}-{rng.choice(words_of('noun'))}"
+
+
+def number(rng: Random) -> str:
+    return str(rng.randint(10**6, 10**7 - 1))
+
+
+def identifier(rng: Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def letters(rng: Random, length: int, alphabet: str) -> str:
+    return "".join(rng.choices(alphabet, k=length))

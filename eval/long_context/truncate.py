@@ -1,0 +1,61 @@
+"""Prompts too long for a model: the middle is cut out, or all that is far from the answer. T tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from surgery.eval.long_context.ruler.prompt import Count
+
+TRIES = 8
+
+
+def without_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
+    """The first and the last half of `most` tokens, as LongBench cuts: instruction and question stand at the ends."""
+    if count(prompt) <= most:
+        return prompt
+    ids_T = tokenizer(prompt, truncation=False).input_ids
+
+    def cut(room: int) -> str:
+        half = max(1, room // 2)
+        return _text(tokenizer, ids_T[:half]) + _text(tokenizer, ids_T[-half:])
+
+    return _fitting(cut, count, most)
+
+
+def around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
+    """context + tail in `most` tokens: of the context those around the first place where an answer stands (its beginning,
+    where none does), half of them before it, as Just Read Twice cuts (Arora et al. 2024, arXiv:2407.05483)."""
+    if count(context + tail) <= most:
+        return context + tail
+    ids_T = tokenizer(context, add_special_tokens=False).input_ids
+    places = [
+        found.start()
+        for answer in answers
+        if answer and (found := re.search(re.escape(answer), context, re.IGNORECASE))
+    ]
+    here = len(tokenizer(context[: min(places)], add_special_tokens=False).input_ids) if places else 0
+
+    def cut(room: int) -> str:
+        kept = max(1, room - count(tail))
+        start = max(0, min(here - kept // 2, len(ids_T) - kept))
+        return _text(tokenizer, ids_T[start : start + kept]) + tail
+
+    return _fitting(cut, count, most)
+
+
+def _fitting(cut: Callable[[int], str], count: Count, most: int) -> str:
+    """What was decoded may be a few tokens more when it is tokenized again: those are cut too."""
+    room = most
+    for _ in range(TRIES):
+        text = cut(room)
+        over = count(text) - most
+        if over <= 0:
+            return text
+        room -= max(over, 1)
+    return text
+
+
+def _text(tokenizer: Any, ids_T: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids_T, skip_special_tokens=True))

@@ -1,0 +1,82 @@
+"""Checkpoints, opened and loaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.calibration.data import load_tokenizer
+from surgery.checkpoint.meta_model import model_class
+from surgery.checkpoint.remote_code import refuse_code
+from surgery.checkpoint.source import open_converted, read_config
+from surgery.checkpoint.tensor_names import load_complete
+from surgery.core.distributed import Ranks
+from surgery.core.errors import SurgeryError, nearest
+from surgery.core.progress import Progress
+from surgery.eval.suite import Role, Subject
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
+
+    role: Role
+    name: str
+    folder: Path
+    fingerprint: str
+
+
+def open_subject(role: Role, name: str, ranks: Ranks | None = None) -> Opened:
+    source = open_converted(name)
+    return Opened(role, name, source.folder, (ranks or Ranks()).by_main(source.digest))
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise SurgeryError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
+
+
+def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """(model, tokenizer)."""
+    from transformers import AutoConfig
+
+    check_dtype(dtype)
+    refuse_code(folder, str(folder), read_config(folder, str(folder)), trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    cls = model_class(config, trust_remote_code)
+    model = load_complete(cls, folder, str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+    return model.to(device).eval(), load_tokenizer(folder, trust_remote_code)
+
+
+def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """(model, tokenizer) of a checkpoint, converted or not."""
+    return load_from(open_converted(name).folder, device, dtype, trust_remote_code)
+
+
+@contextmanager
+def loaded(
+    opened: Opened, device: torch.device, dtype: str, trust_remote_code: bool, ranks: Ranks, progress: Progress
+) -> Iterator[Subject]:
+    """Gone from the device when the context ends: base and converted need not fit together."""
+    model, tokenizer = load_from(opened.folder, device, dtype, trust_remote_code)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    subject = Subject(
+        opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
+        progress if ranks.main else Progress(),
+    )  # fmt: skip
+    try:
+        yield subject
+    finally:
+        subject.model = None
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Comparison, statistics, thresholds, storage, tables and plots of evaluation results."""

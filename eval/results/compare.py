@@ -1,0 +1,191 @@
+"""Base beside converted: samples paired by (task, group, id), a row for every task, metric and group.
+
+A row says both values with their standard errors, the difference (for perplexity the ratio too) with its 95% interval, for
+accuracies McNemar's exact p, and where the base itself does no better than guessing: then what was lost cannot
+be seen in that row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.results.statistics import Interval, Shape, Units, estimate, interval, mcnemar
+from surgery.eval.suite import Metric, Role, Sample, SuiteResult
+
+Key = tuple[str, tuple[tuple[str, Any], ...], str]  # task, group, id
+FEW = 10
+
+
+@dataclass
+class Row:
+    """values and errors by role, already scaled as the metric is shown; change: of the scaled values."""
+
+    suite: str
+    task: str
+    metric: Metric
+    group: dict[str, Any]
+    samples: int
+    units: int
+    values: dict[str, float]
+    errors: dict[str, float | None]
+    difference: Interval | None = None
+    ratio: Interval | None = None
+    p: float | None = None
+    flags: list[str] = field(default_factory=list)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is one of the rows that sum its task up."""
+        return not self.group if self.metric.pooled else len(self.group) == 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: int = 0) -> list[Row]:
+    """same: both are one model, so that a change of nothing is certain."""
+    first = next(iter(results.values()))
+    samples = {role: _keyed(result.samples) for role, result in results.items()}
+    keys = _shared(suite, samples)
+    whole = Counter(task for task, _, _ in keys)
+    found = []
+    for task, group, chosen in _groups(keys):
+        for name, metric in first.metrics.items():
+            alone = len(chosen) == whole[task]  # the only group there is
+            if (alone and group and metric.pooled) or (not group and not metric.pooled and chosen[0][1]):
+                continue
+            held = [k for k in chosen if all(name in samples[role][k].metrics for role in results)]
+            if held:
+                floor = first.floors.get(task, {}).get(name, metric.floor)
+                picked = {role: [samples[role][k] for k in held] for role in results}
+                found.append(_row(suite, task, metric, group, picked, floor, same, seed))
+    return found
+
+
+def _keyed(samples: Iterable[Sample]) -> dict[Key, Sample]:
+    found: dict[Key, Sample] = {}
+    for sample in samples:
+        key = (sample.task, tuple(sorted(sample.group.items())), sample.id)
+        if key in found:
+            key = (*key[:2], f"{sample.id} again {len(found)}")  # the same document twice in a data set
+        found[key] = sample
+    return found
+
+
+def _shared(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[Key]:
+    every = [set(found) for found in samples.values()]
+    keys = set.intersection(*every)
+    if any(found != keys for found in every):
+        counts = ", ".join(f"{role} {len(found)}" for role, found in samples.items())
+        raise SurgeryError(
+            f"{suite}: base and converted saw different samples ({counts}, {len(keys)} in common); their tokenizers or "
+            "options differ, so nothing can be paired"
+        )
+    return [key for key in next(iter(samples.values())) if key in keys]
+
+
+def _groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
+    """(task, group, its keys): a whole task, then by each name of its group, then by all of them."""
+    tasks: dict[str, list[Key]] = defaultdict(list)
+    for key in keys:
+        tasks[key[0]].append(key)
+    for task, held in tasks.items():
+        yield task, {}, held
+        names = sorted({name for key in held for name, _ in key[1]})
+        cuts = [(name,) for name in names] + ([tuple(names)] if len(names) > 1 else [])
+        for cut in cuts:
+            yield from _cut(task, held, cut)
+
+
+def _cut(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
+    cells: dict[tuple[Any, ...], list[Key]] = defaultdict(list)
+    for key in keys:
+        group = dict(key[1])
+        cells[tuple(group.get(name) for name in names)].append(key)
+    for values in sorted(cells, key=lambda v: tuple((isinstance(x, str), x is not None, x or 0) for x in v)):
+        yield task, dict(zip(names, values)), cells[values]
+
+
+def units_of(samples: list[Sample], name: str) -> Units:
+    sums: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
+    for index, sample in enumerate(samples):
+        unit = sample.unit if sample.unit is not None else f"sample {index}"
+        sums[unit] += sample.weight * float(sample.metrics[name])
+        weights[unit] += sample.weight
+    return Units(np.array(list(sums.values())), np.array(list(weights.values())))
+
+
+def _row(
+    suite: str,
+    task: str,
+    metric: Metric,
+    group: dict[str, Any],
+    samples: Mapping[Role, list[Sample]],
+    floor: float | None,
+    same: bool,
+    seed: int,
+) -> Row:
+    units = {role: units_of(held, metric.name) for role, held in samples.items()}
+    shape: Shape = "exp" if metric.kind == "ppl" else "mean"
+    top = 1.0 if metric.kind == "accuracy" else metric.top
+    shown = {role: estimate(held, top, shape) for role, held in units.items()}
+    first = next(iter(units.values()))
+    row = Row(
+        suite, task, metric, group, len(next(iter(samples.values()))), len(first),
+        {role: metric.scale * value for role, (value, _) in shown.items()},
+        {role: None if error is None else metric.scale * error for role, (_, error) in shown.items()},
+    )  # fmt: skip
+    if "base" in shown and floor is not None and metric.higher_is_better:
+        value, error = shown["base"]
+        if value - 1.96 * (error or 0) <= floor:
+            row.flags.append("the base does no better than guessing: no evidence of what was lost")
+    if len(units) == 2:
+        _compare(row, units, samples, top, shape, same, seed)
+    if not all(math.isfinite(held.value) for held in units.values()):
+        row.flags.append("not a finite number")
+    if len(first) < FEW:
+        row.flags.append(f"fewer than {FEW} units")
+    return row
+
+
+def _compare(
+    row: Row,
+    units: Mapping[Role, Units],
+    samples: Mapping[Role, list[Sample]],
+    top: float | None,
+    shape: Shape,
+    same: bool,
+    seed: int,
+) -> None:
+    ours, base = units["converted"], units["base"]
+    if same:
+        row.difference, row.ratio = Interval(0.0, 0.0, 0.0), Interval(1.0, 1.0, 1.0)
+    else:
+        row.difference = _scaled(interval(ours, base, top, shape, seed), row.metric.scale)
+        row.ratio = _ratio(row, ours, base, seed)
+    if row.metric.kind == "accuracy" and row.units == row.samples:
+        values = [np.array([s.metrics[row.metric.name] for s in samples[role]]) for role in ("converted", "base")]
+        if not all(np.isin(v, (0, 1)).all() for v in values):
+            raise SurgeryError(f"{row.task}: {row.metric.name} is said to be of zeros and ones, and is not")
+        row.p = mcnemar(*values)
+
+
+def _scaled(found: Interval, scale: float) -> Interval:
+    return Interval(*(None if x is None else scale * x for x in (found.change, found.low, found.high)))
+
+
+def _ratio(row: Row, ours: Units, base: Units, seed: int) -> Interval | None:
+    """Of perplexities with its interval; of other metrics the plain ratio, for --fail-below."""
+    if row.metric.kind == "ppl":
+        nats = interval(ours, base, None, "mean", seed)
+        return Interval(*(None if x is None else math.exp(min(x, 700.0)) for x in (nats.change, nats.low, nats.high)))
+    value = row.values["base"]
+    return Interval(row.values["converted"] / value, None, None) if value else None

@@ -1,0 +1,141 @@
+"""Where results lie, each suite of each model whole or absent:
+
+DIR/<model>-<fingerprint>/<suite>/result.json    what was measured, with which options; arrays.safetensors beside it
+                                  samples.jsonl  a line for each sample
+                                  lm_eval.json   lm-eval's own results, of suites that run through it
+DIR/results.json, table.md, *.png                the comparison
+
+A suite whose result.json was written by the same version, for the same options, precision and kind of device, from the same
+model files and data (both by content), is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from surgery.checkpoint.safetensors_io import Entry, write_shard
+from surgery.core.errors import SurgeryError
+from surgery.core.files import refuse_dangling, whole
+from surgery.core.version import __version__
+from surgery.eval.results.data_read import unchanged
+from surgery.eval.suite import EvalOptions, Metric, Sample, SuiteResult
+
+RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
+LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
+
+
+class _Said(BaseModel):
+    """result.json."""
+
+    key: dict[str, Any]
+    metrics: dict[str, Metric]
+    floors: dict[str, dict[str, float]]
+    notes: list[str]
+    info: dict[str, Any]
+    seconds: float
+    reads: dict[str, str] | None = None  # None: written before this was recorded
+    provenance: dict[str, Any] = {}
+
+
+class Store:
+    """The folder DIR; None keeps nothing."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def open(self) -> None:
+        if self.folder is None:
+            return
+        refuse_dangling(self.folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SurgeryError(f"--out {self.folder} is a file; give a folder for results")
+        if not self.folder.absolute().parent.is_dir():
+            raise SurgeryError(f"--out {self.folder}: {self.folder.absolute().parent} is not a folder; make it first")
+        self.folder.mkdir(exist_ok=True)
+
+    def place(self, name: str, fingerprint: str, suite: str) -> Path | None:
+        if self.folder is None:
+            return None
+        plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
+        return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
+
+    def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
+        """What lies there, if it was measured so and the data it read is still the same; None: to be measured."""
+        from safetensors import SafetensorError
+
+        if place is None or not (place / RESULT).is_file():
+            return None
+        try:
+            said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
+            if said.key != key or said.reads is None or not unchanged(said.reads, options or EvalOptions()):
+                return None
+            read = TypeAdapter(Sample)
+            samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
+            found = SuiteResult(samples, **{name: getattr(said, name) for name in _Said.model_fields if name != "key"})
+            found.arrays = _arrays(place / ARRAYS)
+            named = all(name == metric.name for name, metric in found.metrics.items())
+            return found if named and all(0 <= s.weight < math.inf for s in samples) else None
+        except (ValueError, RecursionError, OSError, SafetensorError):
+            return None  # damaged: measured again
+
+    def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:
+        """Beside, then renamed."""
+        if place is None:
+            return
+        new = place.with_name(f".{place.name}.{os.getpid()}")
+        shutil.rmtree(new, ignore_errors=True)
+        try:
+            new.mkdir(parents=True)
+            self._fill(new, key, result)
+            if place.exists():
+                shutil.rmtree(place)
+            new.rename(place)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    def _fill(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
+        with whole(new / SAMPLES, "w") as file:
+            for sample in result.samples:
+                file.write(json.dumps(sample.to_dict(), ensure_ascii=False, default=str) + "\n")
+        if result.arrays:
+            write_shard(new / ARRAYS, [Entry.of(name, array) for name, array in result.arrays.items()])
+        said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
+        said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds", "reads", "provenance")}
+        for name, data in {RESULT: said, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
+            with whole(new / name, "w") as file:
+                file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+
+    def write(self, name: str, text: str) -> None:
+        """One file of DIR itself."""
+        if self.folder is not None:
+            with whole(self.folder / name, "w") as file:
+                file.write(text)
+
+
+def key_of(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
+    return {
+        "surgery": __version__,
+        "fingerprint": fingerprint,
+        "suite": suite,
+        "options": options.digest(),
+        "device": device,
+        "dtype": dtype,
+    }
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    from safetensors.torch import load_file
+
+    return load_file(path)

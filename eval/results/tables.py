@@ -1,0 +1,106 @@
+"""The comparison as a table: for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from surgery.eval.results.compare import Row
+from surgery.eval.results.statistics import Interval
+
+if TYPE_CHECKING:
+    from surgery.eval.run import Evaluation
+
+BY = {"length", "position"}  # groups that have lines of their own
+HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interval", "p")
+
+
+def lines_of(done: Evaluation) -> list[list[str]]:
+    """A line for a whole task and metric, and, of the suite's first metric, for each length."""
+    compared = "base" in done.models
+    lines, before = [], ""
+    for row in done.rows:
+        several = len(row.group) == 1 and set(row.group) <= BY and row.metric == done.first(row.suite)
+        if row.speaks or several:
+            line = _line(row, compared)
+            lines.append([row.suite if row.suite != before else "", *line])
+            before = row.suite
+    return lines
+
+
+def headers(done: Evaluation) -> list[str]:
+    return list(HEADERS if "base" in done.models else (*HEADERS[:3], done.models["converted"]["name"]))
+
+
+def _line(row: Row, compared: bool) -> list[str]:
+    where = "".join(f", {name} {value}" for name, value in row.group.items())
+    task = f"{row.task}{where}, {row.metric.called}" + (f" ({row.metric.unit})" if row.metric.unit else "")
+    values = [_value(row, role) for role in (("base", "converted") if compared else ("converted",))]
+    if not compared:
+        return [task, str(row.samples), *values]
+    if row.metric.kind == "ppl" and row.ratio is not None:
+        change = f"x {row.ratio.change:.4g}"
+        return [task, str(row.samples), *values, change, _interval(row.ratio), ""]
+    change = f"{row.difference.change:+.4g}" if row.difference is not None else ""
+    return [task, str(row.samples), *values, change, _interval(row.difference), "" if row.p is None else f"{row.p:.2g}"]
+
+
+def _value(row: Row, role: Any) -> str:
+    if role not in row.values:
+        return ""
+    error = row.errors[role]
+    value = row.values[role]
+    exact = error is None or error < 1e-9 * abs(value)  # bytes, for example
+    return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None or found.low is None or found.high is None:
+        return ""
+    return f"{found.low:.4g} to {found.high:.4g}"
+
+
+def remarks(done: Evaluation) -> list[str]:
+    """What a reader must know beside the numbers."""
+    spoken = [row for row in done.rows if row.speaks]
+    said = [f"{flag}: {_where(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)]
+    for suite, by_role in done.results.items():
+        said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
+    said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]
+    for v in done.verdicts:
+        ratio = "no ratio to the base" if v.ratio is None else f"{v.ratio:.4g} of the base"
+        said.append(f"limit {v.limit}: {'held' if v.held else 'MISSED'}, {v.task} {v.metric} is {ratio}")
+    return said
+
+
+def _where(flag: str, rows: list[Row]) -> str:
+    """The rows that have it; of a suite whose every row has it, the suite's name."""
+    by_suite: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_suite[row.suite].append(row)
+    where: dict[str, None] = {}
+    for suite, held in by_suite.items():
+        found = [f"{row.task} {row.metric.called}" for row in held if flag in row.flags]
+        whole = len(found) == len(held) > 2
+        where |= dict.fromkeys([f"all of {suite}"] if whole else found)
+    return ", ".join(where)
+
+
+def eval_table(done: Evaluation) -> list[Any]:
+    from rich.markup import escape
+    from rich.table import Table
+
+    names = {role: model["name"] for role, model in done.models.items()}
+    title = f"{names['converted']}" + (f" beside {names['base']}" if "base" in names else "")
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, header in enumerate(headers(done)):
+        table.add_column(header, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i != 1)
+    for line in lines_of(done):
+        table.add_row(*map(escape, line))
+    return [table, *map(escape, remarks(done))]
+
+
+def markdown(done: Evaluation) -> str:
+    lines = [headers(done), ["---"] * len(headers(done)), *lines_of(done)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return text + "\n\n" + "".join(f"- {said}\n" for said in remarks(done))

@@ -1,0 +1,300 @@
+"""What the training loop costs: `lm` steps of a model of a Llama's shape with random weights, by two loops in turns.
+
+    bare loop   batches lie on the device; forward, backward, clipping and fused AdamW under torch's autocast: no more
+                than a training must do
+    surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, a log line every few steps
+
+A figure is the median of the wall times of a few steps, everything between them included. Behind `accelerate launch`
+surgery's loop runs alone, the batch shared out over the processes; `losses` say whether it is the same training.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import write_json
+from surgery.core.progress import Progress
+from surgery.eval.speed.model import SHAPES, mixed, structured
+from surgery.eval.speed.tables import line_of
+from surgery.mixers.linear import LinearAttention
+from surgery.structures.btt import BTT
+
+COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
+
+SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """batch rows of a step over all devices, rows of a forward. look: steps between lines of the log, what is timed at
+    once; looks: of a run, from the `settled`-th on they are timed: by then our loop has used up what was read ahead of
+    it, and goes as fast as text is read. rounds: runs of each loop."""
+
+    name: str
+    shape: dict[str, Any]
+    length: int
+    batch: int
+    rows: int
+    memory: str = "keep"
+    packing: str = "stream"
+    look: int = 10
+    looks: int = 13
+    settled: int = 8
+    rounds: int = 2
+
+    @property
+    def positions(self) -> int:
+        return self.batch * self.length
+
+
+BILLION = Case("1B", SHAPES["full"], 2048, 8, 4, "checkpoint", look=4, looks=3, settled=1, rounds=1)
+CASES = {
+    "full": [
+        Case("27M", SMALL, 512, 64, 64),
+        BILLION,
+        Case("27M, documents packed", SMALL, 512, 64, 64, packing="documents"),
+        Case("27M, 4 forwards a step", SMALL, 512, 64, 16),
+    ],
+    "main": [BILLION],
+    "small": [Case("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, look=2, looks=2, settled=1, rounds=1)],
+}
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "original": lambda model: None,
+    "BTT half": lambda model: structured(model, BTT(blocks=(4, 4))),
+    "log-linear Mamba-2": lambda model: mixed(model, LinearAttention(mask="hierarchical")),
+}
+
+
+@dataclass
+class Timed:
+    """ms of a step, one for every look; bytes at the peak; of all looks the losses and the share of time spent waiting for text."""
+
+    ms: list[float] = field(default_factory=list)
+    peak: int | None = None
+    losses: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+
+def train(
+    sizes: str, only: str | None, device: str | None, ends: float, out: Path | None, progress: Progress, about: Any
+) -> dict[str, Any]:
+    """Rows of every case and change; `about` is told the device and says what figures hold for."""
+    from surgery.training.data.prefetch import one_thread
+    from surgery.training.distributed.accelerator import make_accelerator
+
+    words = [word for word in (only or "").lower().split(",") if word]
+    without = [word[1:] for word in words if word.startswith("-")]
+    among = [word for word in words if not word.startswith("-")] or [""]
+    one_thread()
+    result: dict[str, Any] = {"kind": "train", "sizes": sizes, "rows": [], "complete": False}
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator = make_accelerator(device, "auto", "none", Path(folder))
+        result |= {**about(accelerator.device), "precision": accelerator.mixed_precision}
+        result["processes"] = accelerator.num_processes
+        for change in CHANGES:
+            for case in CASES[sizes]:
+                name = f"{case.name}, {change}".lower()
+                if any(w in name for w in without) or not any(w in name for w in among) or time.monotonic() > ends:
+                    continue
+                row = _Duel(case, change, accelerator, Path(folder)).row()
+                result["rows"].append(row)
+                if accelerator.is_main_process:
+                    progress.say(line_of(row))
+                    if out is not None:
+                        write_json(out, result)
+    if not result["rows"]:
+        raise SurgeryError(f"--only {only}: no case of bench train has one of these words; try --only 1b,btt")
+    result["complete"] = time.monotonic() <= ends
+    if out is not None and accelerator.is_main_process:
+        write_json(out, result)
+    return result
+
+
+class _Duel:
+    """One model in both loops."""
+
+    def __init__(self, case: Case, change: str, accelerator: Any, folder: Path):
+        self.case, self.change, self.accelerator, self.folder = case, change, accelerator, folder
+        self.device, self.alone = accelerator.device, accelerator.distributed_type.value == "NO"
+
+    def row(self) -> dict[str, Any]:
+        case, ours, bare = self.case, Timed(), Timed()
+        told = {"case": case.name, "change": self.change, "tokens": case.positions, "length": case.length}
+        told |= {"batch": case.batch, "rows": case.rows, "memory": case.memory, "packing": case.packing}
+        try:
+            model = self._model()
+            told["parameters"] = sum(p.numel() for p in model.parameters())
+            for _ in range(case.rounds if self.alone else 1):
+                self._ours(model, ours)
+                if self.alone:
+                    self._bare(model, bare)
+        except torch.OutOfMemoryError:
+            told["note"] = "out of memory"
+        model = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {**told, **_figures("ours", ours, case.positions), **_figures("bare", bare, case.positions)}
+
+    def _model(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from surgery.training.models import recompute
+
+        torch.manual_seed(0)
+        config = LlamaConfig(**self.case.shape, max_position_embeddings=8192, tie_word_embeddings=True)
+        with torch.device(self.device):
+            model = LlamaForCausalLM(config)
+        CHANGES[self.change](model)
+        if self.case.memory == "checkpoint":
+            recompute(model)
+        return model.train()
+
+    # -- surgery's -----------------------------------------------------------------------------------
+    def _ours(self, model: Any, timed: Timed) -> None:
+        from surgery.training.checkpoints import Checkpoints, Position
+        from surgery.training.distributed.accelerator import prepared, unwrapped
+        from surgery.training.logging import Log
+        from surgery.training.loop import Loop, Setting
+        from surgery.training.optim import make_groups, make_optimiser
+        from surgery.training.stages import STAGES, Models
+
+        recipe, data = self._recipe(), self._data()
+        config = recipe.stages[0]
+        groups = make_groups(model, {name for name, _ in model.named_parameters()}, config)
+        run, optimiser = prepared(
+            self.accelerator, model, make_optimiser(groups, config.optimiser), config, recipe.precision
+        )
+        marks: list[float] = []
+
+        def report(line: dict[str, Any]) -> None:
+            marks.append(time.perf_counter())
+            timed.losses.append(line["loss"])
+            timed.waited.append(line["waited"])
+
+        setting = Setting(
+            self.accelerator, recipe, data, Log(self.folder), Checkpoints(self.folder / "none", 1), report, lambda _: None
+        )  # fmt: skip
+        self._forget()
+        Loop(setting, STAGES[config](config), Models(model, run), groups, optimiser, Position()).run()
+        timed.peak = self._peak()
+        timed.ms += [(b - a) / self.case.look * 1e3 for a, b in pairwise(marks)][self.case.settled - 1 :]
+        unwrapped(self.accelerator, run)
+
+    def _recipe(self) -> Any:
+        from surgery.training.recipe import parse_healing
+
+        case = self.case
+        stage = {"kind": "lm", "length": case.length, "batch": case.batch, "rows": case.rows, "memory": case.memory}
+        stage |= {"tokens": case.look * case.looks * case.positions, "rate": 1e-4, "trains": ["all"]}
+        data = {"sources": [{"path": str(self._text()), "separator": "\n"}], "packing": case.packing}
+        return parse_healing({"data": data, "stages": [stage], "log": case.look, "checkpoint": 0})
+
+    def _data(self) -> Any:
+        from surgery.calibration.data import load_tokenizer
+        from surgery.training.data.dataset import make_data
+        from surgery.training.recipe import data_of
+
+        recipe = self._recipe()
+        config: Any = data_of(recipe, recipe.stages[0])
+        return make_data(config, load_tokenizer(_embedded()), self.case.length, seed=0)
+
+    def _text(self) -> Path:
+        """A line for every document; each process has a file of its own."""
+        path = self.folder / "stories.txt"
+        if not path.exists():
+            path.write_text((_embedded() / "calibration.txt").read_text(encoding="utf-8") * COPIES, encoding="utf-8")
+        return path
+
+    # -- bare ----------------------------------------------------------------------------------------
+    def _bare(self, model: Any, timed: Timed) -> None:
+        batches = self._batches()
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self._forget()
+        for look in range(1 + self.case.looks - self.case.settled):
+            self._wait()
+            began = time.perf_counter()
+            for step in range(self.case.look):
+                for inputs, next_BT in batches[(look * self.case.look + step) % len(batches)]:
+                    self._descended(model, inputs, next_BT)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimiser.step()
+                optimiser.zero_grad(set_to_none=True)
+            self._wait()
+            if look:
+                timed.ms.append((time.perf_counter() - began) / self.case.look * 1e3)
+        timed.peak = self._peak()
+        optimiser.zero_grad(set_to_none=True)
+
+    def _descended(self, model: Any, inputs: dict[str, Any], next_BT: Any) -> None:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16"):
+            logits_BTV = model(**inputs, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=-100)
+        (loss * (self.case.rows / self.case.batch)).backward()
+
+    def _batches(self) -> list[list[tuple[dict[str, Any], Any]]]:
+        """The first steps' forwards. A stream needs no positions; packed documents do."""
+        from surgery.training.batches import Shares, on_device, steps_of
+        from surgery.training.stages.base import inputs_of, targets_of
+
+        steps = steps_of(self._data(), 0, Shares(self.case.batch, self.case.rows), lambda example: 1)
+        found = []
+        for _, step in zip(range(4), steps):
+            batches = [on_device(batch, self.device) for batch in step.batches]
+            found.append(
+                [({k: v for k, v in inputs_of(b).items() if k != "use_cache"}, targets_of(b)[1]) for b in batches]
+            )
+        if self.case.packing == "stream":
+            found = [[({"input_ids": i["input_ids"]}, n) for i, n in step] for step in found]
+        return found
+
+    # -- the device ------------------------------------------------------------------------------------
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _forget(self) -> None:
+        self._wait()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+
+def _embedded() -> Path:
+    import importlib.resources
+
+    return Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+
+
+def _figures(who: str, timed: Timed, positions: int) -> dict[str, Any]:
+    """ms of a step: the median and all; tokens a second at the median."""
+    if not timed.ms:
+        return {}
+    ms = median(timed.ms)
+    told = {"ms": ms, "every_ms": timed.ms, "tokens_per_second": positions / ms * 1e3, "peak": timed.peak}
+    if timed.losses:
+        told |= {"losses": timed.losses, "waited": timed.waited}
+    return {key if key in ("losses", "waited") else f"{who}_{key}": value for key, value in told.items()}

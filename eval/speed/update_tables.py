@@ -1,0 +1,130 @@
+"""What `surgery bench --out` wrote, into the places that speak of speed.
+
+    python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
+
+Several of one kind (some rivals each) count as one. kernels/tuning.json, which way is fastest where (kernels/tuning.py), from the first three; docs/performance.md between
+its <!-- bench --> marks, all of it. Run from a clone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from surgery.eval.speed.tables import EXPLAINED, conditions, markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, TABLE = ROOT / "docs/performance.md", ROOT / "kernels/tuning.json"
+BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
+
+
+def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One result for each kind and dtype: several runs of one (some rivals each) as one, the first run's row where two
+    have it."""
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    for result in results:
+        one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": [], "processes": 0})
+        one["processes"] += 1
+        known = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
+        one["rows"] += [row for row in result["rows"] if (row["table"], row["x"], row["rival"]) not in known]
+        one["complete"] &= result["complete"]
+    for (kind, dtype), one in kinds.items():
+        dates = sorted({r.get("date", "") for r in results if (r["kind"], r["dtype"]) == (kind, dtype)})
+        one["date"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        got = {(row["table"], row["x"], row["rival"]) for row in one["rows"] if row["ms"]}
+        one["rows"] = [row for row in one["rows"] if row["ms"] or (row["table"], row["x"], row["rival"]) not in got]
+    return list(kinds.values())
+
+
+def measured(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tables of kernels/tuning.py, one for each dtype: what each op took in each way, and what it replaces."""
+    tables: dict[str, dict[str, Any]] = {}
+    for result in results:
+        said = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
+        said["capability"] = said["capability"] or []
+        into = tables.setdefault(result["dtype"], {**said, "rows": []})["rows"]
+        for table in dict.fromkeys(row["table"] for row in result["rows"]):
+            for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
+                heat = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
+                into += _of_one(heat, kind_of(table), launching(result["rows"], kind_of(table), x))
+    return list(tables.values())
+
+
+def launching(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
+    """ms that the CPU takes to launch each rival: the least of any size as large, for larger ones launch no less and a busy
+    CPU only adds."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row["x"] >= x and "launch" in row and kind_of(row["table"]) == kind:
+            found[row["rival"]] = min(row["launch"], found.get(row["rival"], row["launch"]))
+    return found
+
+
+def written(tables: list[dict[str, Any]]) -> str:
+    """As JSON, a line for each row."""
+    parts = []
+    for table in tables:
+        said = json.dumps({name: value for name, value in table.items() if name != "rows"})
+        rows = ",\n  ".join(json.dumps(row) for row in table["rows"])
+        parts.append(f'{said[:-1]}, "rows": [\n  {rows}\n ]}}')
+    return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
+
+
+def kind_of(table: str) -> str:
+    """forward, backward (with forward), step (of decoding); captured, captured step: those in a CUDA graph."""
+    if table.startswith("decode"):
+        return "captured step" if table.endswith("graph") else "step"
+    if table.endswith("graph"):
+        return "captured"
+    return "backward" if table.endswith("backward") else "forward"
+
+
+def _of_one(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
+    """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
+    a call takes what the CPU takes to launch it, where that is more."""
+    least = {} if "captured" in kind else launches
+    took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in heat}
+    original = min((took[row["rival"]] for row in heat if row.get("op") == "original"), default=None)
+    found: dict[str, dict[str, Any]] = {}
+    for row in heat:
+        if row.get("op") in (None, "original"):
+            continue
+        sizes = {**{k: v for k, v in row["sizes"].items() if k in NAMED}, **row["options"]}
+        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": rounded(original)} if original else {})}
+        found.setdefault(json.dumps(entry), entry)[row["way"]] = rounded(took[row["rival"]])
+    return list(found.values())
+
+
+NAMED = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
+
+
+def rounded(ms: float) -> float:
+    return float(f"{ms:.3g}")
+
+
+def page(text: str, results: list[dict[str, Any]]) -> str:
+    """The page's text with these results between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
+    sections = [f"## {heading(result)}\n\n{markdown(result)}" for result in results]
+    return f"{before}{BEGIN}\n{EXPLAINED.capitalize()}.\n\n" + "\n".join(sections) + f"\n{END}{after}"
+
+
+def heading(result: dict[str, Any]) -> str:
+    kind = result["kind"].capitalize()
+    return kind if result["dtype"] == "bfloat16" else f"{kind}, {result['dtype']}"
+
+
+def main(paths: list[str]) -> None:
+    results = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+    of_ops = [result for result in results if result["kind"] != "model"]
+    TABLE.write_text(written(measured(of_ops)), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"{TABLE}\n{PAGE}\n{conditions(results[0])[0]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

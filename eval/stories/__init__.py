@@ -1,0 +1,235 @@
+"""Text to learn from and to be asked about, all of it invented here: short stories, facts, lists, needles.
+
+Three kinds of document, each a pure function of a random generator:
+
+    Story: ...                        a little world (people, things, places) and what happens in it
+    Story: ... with codes hidden ...  the same, with "The code of the red lantern is 7 3." here and there,
+                                      and at the end "Question: What is the code of the red lantern?
+                                      Answer: 7 3." : a needle in a haystack
+    List: ...                         facts without a story, and questions about them
+
+Codes, capitals and the like are drawn afresh for each document, so only the context can answer a question.
+Every draw uses `Random.random()` alone, the one method whose sequence Python promises to keep: the same
+seed gives the same bytes on every version of Python. No torch, no tokenizer: lengths are counted by
+whatever `count` function is passed in (default: words, digits and punctuation marks).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from surgery.eval.stories.lexicon import WORDS
+from surgery.eval.stories.world import World, between, pick
+
+Count = Callable[[str], int]
+Counts = Callable[[Sequence[str]], list[int]]  # of many texts at once, as fast tokenizers like it
+
+END = "<|endoftext|>"
+# What the tokenizer cuts text into before it merges bytes: a word, a digit or a mark, each with its space.
+PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
+_PIECE = re.compile(re.escape(END) + "|" + PIECE)
+
+HELDOUT_SEED, CALIBRATION_SEED = 20_001, 20_002
+HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 120_000, 96_000
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that only the context can tell, and the ways to say it and to ask for it."""
+
+    subject: str  # "code of the"
+    key: str  # "red lantern"
+    value: str  # "7 3"
+
+    @property
+    def statement(self) -> str:
+        return f" The {self.subject} {self.key} is {self.value}."
+
+    @property
+    def prompt(self) -> str:
+        return f"\nQuestion: What is the {self.subject} {self.key}? Answer:"
+
+    @property
+    def answer(self) -> str:
+        return f" {self.value}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context with a question at its end, and the answer that should follow (it begins with its space)."""
+
+    prompt: str
+    answer: str
+
+
+def pieces(text: str) -> list[str]:
+    """The text cut as the tokenizer cuts it, END in one piece; joined again they are the text."""
+    return _PIECE.findall(text)
+
+
+def count_pieces(text: str) -> int:
+    """How many words, digits and punctuation marks: a little under the number of tokens."""
+    return len(pieces(text))
+
+
+def _invented(rng: Random) -> str:
+    """A name of two syllables that means nothing, like Zelmor."""
+    first = pick(rng, WORDS["first"])
+    return first + pick(rng, WORDS["second"])
+
+
+def code_facts(rng: Random, n: int) -> list[Fact]:
+    """n codes of two digits for n different things; half the others share a word with the first one."""
+    keys: dict[tuple[str, str], None] = {}
+    while len(keys) < n:
+        key = (pick(rng, WORDS["adjective"]), pick(rng, WORDS["thing"]))
+        if keys and (shared := rng.random()) < 0.5:
+            first = next(iter(keys))
+            key = (first[0], key[1]) if shared < 0.25 else (key[0], first[1])
+        keys[key] = None
+    values: dict[str, None] = {}
+    while len(values) < n:
+        values[f"{int(rng.random() * 10)} {int(rng.random() * 10)}"] = None
+    return [Fact("code of the", " ".join(key), value) for key, value in zip(keys, values)]
+
+
+def mixed_facts(rng: Random, n: int) -> list[Fact]:
+    """At most n facts of one kind, codes most often; keys differ, and values differ where they are codes."""
+    kind = rng.random()
+    if kind < 0.6:
+        return code_facts(rng, n)
+    if kind < 0.8:
+        names = {_invented(rng): None for _ in range(n)}
+        return [Fact("capital of", name, _invented(rng)) for name in names]
+    names = {pick(rng, WORDS["girl"]): None for _ in range(n)}
+    return [Fact("favorite color of", name, pick(rng, WORDS["adjective"][:12])) for name in names]
+
+
+def count_each(texts: Sequence[str]) -> list[int]:
+    return [count_pieces(text) for text in texts]
+
+
+def _sentence(world: World) -> str:
+    return world.person() if len(world.people) < 2 or world.rng.random() < 0.03 else world.event()
+
+
+def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
+    """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
+    world = World(rng)
+    sentences: list[str] = []
+    while True:
+        text = _sentence(world)
+        length -= count(text)
+        if length < 0:
+            return sentences
+        sentences.append(text)
+        if ends and length < 24:
+            return [*sentences, world.ending()]
+
+
+def long_filler(rng: Random, length: int, counts: Counts) -> list[str]:
+    """The same sentences, counted many at a time; nothing that rng says afterwards is to be relied on."""
+    world = World(rng)
+    sentences: list[str] = []
+    while True:
+        texts = [_sentence(world) for _ in range(8 + length // 32)]
+        for text, size in zip(texts, counts(texts)):
+            length -= size
+            if length < 0:
+                return sentences
+            sentences.append(text)
+
+
+def bury(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
+    """The story with each fact said at its depth: 0 before the first sentence, 1 after the last."""
+    order = sorted(range(len(facts)), key=lambda i: depths[i])
+    gaps = {i: min(len(sentences), int(depths[i] * (len(sentences) + 1))) for i in order}
+    lines = [[facts[i].statement for i in order if gaps[i] == gap] for gap in range(len(sentences) + 1)]
+    told = [line + sentences[gap : gap + 1] for gap, line in enumerate(lines)]
+    return "Story:" + "".join(text for line in told for text in line)
+
+
+def _asked(facts: list[Fact]) -> str:
+    return "".join(f"{fact.prompt}{fact.answer}." for fact in facts)
+
+
+def needle_question(
+    rng: Random, length: int, depth: float, distractors: int | None = None, counts: Counts = count_each
+) -> Question:
+    """A code hidden at `depth` (0 first sentence, 1 last) of a story, among codes of other things.
+
+    The prompt and its answer together are at most `length` by `counts`, and less by one sentence at most.
+    distractors: how many other codes; by default one in 64 of the length, one at least and seven at most.
+    """
+    if not 0 <= depth <= 1:
+        raise ValueError(f"needle_question(depth={depth}): the depth is a share of the story, from 0 to 1")
+    others = min(7, max(1, length // 64)) if distractors is None else distractors
+    facts = code_facts(rng, 1 + others)
+    (used,) = counts(["Story:" + "".join(fact.statement for fact in facts) + facts[0].prompt + facts[0].answer])
+    if used > length:
+        raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
+    # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
+    depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
+    return Question(bury(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer)
+
+
+def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:
+    """A story of at most `length` with facts hidden in it and up to four questions at its end.
+
+    early: the depth of a fact is u^early, u uniform: 1 anywhere alike, larger the more near the beginning.
+    """
+    facts = mixed_facts(rng, between(rng, 1, max(1, min(12, length // 32))))
+    asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
+    used = count(_asked(asked) + "".join(fact.statement for fact in facts)) + 2
+    depths = [rng.random() ** early for _ in facts]
+    return bury(filler(rng, length - used, count), facts, depths) + _asked(asked)
+
+
+def list_document(rng: Random, most: int = 16) -> str:
+    """Two to `most` facts in a row, and questions about up to eight of them."""
+    facts = mixed_facts(rng, between(rng, 2, most))
+    asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
+    return "List:" + "".join(fact.statement for fact in facts) + _asked(asked)
+
+
+def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
+    """The plainest recall: up to `most` facts, then again in other orders, as (text, was it said before).
+
+    Not part of the mixture; a first lesson. Half are bare pairs of key and value, half are whole sentences.
+    """
+    facts = code_facts(rng, between(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
+    head, tail = ("", ",") if rng.random() < 0.5 else (f"The {facts[0].subject} ", ".")
+    middle = " is" if head else ""
+    parts = [("List:", False)]
+    for turn in range(2 + int(rng.random() * 3)):
+        for fact in facts if turn == 0 else sorted(facts, key=lambda _: rng.random()):
+            parts += [(f" {head}{fact.key}{middle}", False), (fact.answer, turn > 0), (tail, False)]
+    return parts
+
+
+def document(rng: Random) -> str:
+    """One document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
+    kind = rng.random()
+    if kind < 0.5:
+        return "Story:" + "".join(filler(rng, between(rng, 80, 500), ends=True))
+    return needle_document(rng, between(rng, 60, 800)) if kind < 0.83 else list_document(rng)
+
+
+def corpus(seed: int, characters: int) -> str:
+    """Documents, each ended by a line that says END, until the text has at least so many characters."""
+    rng, parts, size = Random(seed), [], 0
+    while size < characters:
+        parts.append(f"{document(rng)}\n{END}\n")
+        size += len(parts[-1])
+    return "".join(parts)
+
+
+def heldout() -> str:
+    """The text that conversions are measured on; its seed is never trained on."""
+    return corpus(HELDOUT_SEED, HELDOUT_CHARACTERS)
+
+
+def calibration() -> str:
+    """The text that conversions are calibrated on; another seed."""
+    return corpus(CALIBRATION_SEED, CALIBRATION_CHARACTERS)

@@ -1,0 +1,119 @@
+"""The little world of a story: people, what they hold and hide, and the sentences in which things happen.
+
+Consistent on purpose: who holds what, what lies where, who comes from where and keeps which animal are
+settled once and come back many sentences later, so that a model gains from remembering.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import TypeVar
+
+from surgery.eval.stories.lexicon import ACT, DETAIL, ENDINGS, EVENTS, OPENINGS, WORDS, WORK
+
+T = TypeVar("T")
+
+
+def pick(rng: Random, options: Sequence[T]) -> T:
+    return options[int(rng.random() * len(options))]
+
+
+def skewed(rng: Random, options: Sequence[T]) -> T:
+    """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
+    return options[int(len(options) * rng.random() * rng.random())]
+
+
+def between(rng: Random, low: int, high: int) -> int:
+    """An integer from low to high, both included, uniform in its logarithm: as many short as long ones."""
+    return min(high, int(low * ((high + 1) / low) ** rng.random()))
+
+
+# Slots that go with another: what a baker does, what one sees at the harbor, what a dog does.
+_GOES_WITH = {
+    "work": ("role", WORK),
+    "own_work": ("own", WORK),
+    "detail": ("place", DETAIL),
+    "act": ("animal", ACT),
+    "pet_act": ("pet", ACT),
+}
+
+
+class World:
+    """The people of one story, what they hold and what lies hidden; `world[slot]` fills a template's slot."""
+
+    def __init__(self, rng: Random):
+        self.rng = rng
+        self.people: list[dict[str, str]] = []
+        self.holds: dict[str, list[str]] = {}
+        self.hidden: list[tuple[str, str]] = []
+        self.slots: dict[str, str] = {}
+
+    def __getitem__(self, slot: str) -> str:
+        if slot in _GOES_WITH:
+            base, group = _GOES_WITH[slot]
+            return pick(self.rng, group[self[base]])
+        if slot not in self.slots:
+            self.slots[slot] = skewed(self.rng, WORDS[slot.rstrip("2")])
+        return self.slots[slot]
+
+    def tell(self, templates: Sequence[str]) -> str:
+        return " " + pick(self.rng, templates).format_map(self)
+
+    def person(self) -> str:
+        """Introduces somebody new: the sentence that does so; in a text so long that no name is left, something happens."""
+        girl = self.rng.random() < 0.5
+        names = [name for name in WORDS["girl" if girl else "boy"] if name not in self.holds]
+        if not names:
+            return self.event()
+        someone = {"A": pick(self.rng, names), "he": "she" if girl else "he"}
+        for slot, group in (("home", "place"), ("own", "role"), ("pet", "animal"), ("likes", "food")):
+            someone[slot] = pick(self.rng, WORDS[group])
+        self.people.append(someone)
+        self.holds[someone["A"]] = []
+        self.slots = {**someone, "role": someone["own"]}
+        return self.tell(OPENINGS)
+
+    def cast(self) -> None:
+        """Chooses who acts next (A) and who else is there (B); the other slots are fresh."""
+        first = int(self.rng.random() * len(self.people))
+        second = (first + 1 + int(self.rng.random() * (len(self.people) - 1))) % len(self.people)
+        self.slots = dict(self.people[first])
+        self.slots["B"] = self.people[second]["A"]
+
+    def event(self) -> str:
+        """One thing that happens, among those that can: a sentence or two, and the world is changed."""
+        self.cast()
+        mine = self.holds[self.slots["A"]]
+        kinds = ["walk", "mood", "work", "scene", "creature", "talk", "meal", "sight", "find"]
+        kinds += ["give", "hide", "recall"] * bool(mine) + ["where", "where", "fetch"] * bool(self.hidden)
+        kind = pick(self.rng, kinds)
+        if kind in ("give", "hide", "recall"):
+            self.slots["mine"] = pick(self.rng, mine)
+        elif kind in ("where", "fetch"):
+            self.slots["hidden"], self.slots["where"] = pick(self.rng, self.hidden)
+        elif kind == "find":
+            self.slots["new"] = f"{skewed(self.rng, WORDS['adjective'])} {skewed(self.rng, WORDS['thing'])}"
+        if kind == "hide":
+            self.slots["where"] = pick(self.rng, WORDS["spot"])
+        text = self.tell(EVENTS[kind])
+        self._change(kind)
+        return text
+
+    def _change(self, kind: str) -> None:
+        """Applies an event's effect: things change hands, are hidden, and are found again."""
+        slots, mine = self.slots, self.holds[self.slots["A"]]
+        if kind == "find":
+            mine.append(slots["new"])
+        elif kind == "give":
+            mine.remove(slots["mine"])
+            self.holds[slots["B"]].append(slots["mine"])
+        elif kind == "hide":
+            mine.remove(slots["mine"])
+            self.hidden.append((slots["mine"], slots["where"]))
+        elif kind == "fetch":
+            self.hidden.remove((slots["hidden"], slots["where"]))
+            mine.append(slots["hidden"])
+
+    def ending(self) -> str:
+        self.cast()
+        self.slots["mine"] = (self.holds[self.slots["A"]] or ["secret"])[0]
+        return self.tell(ENDINGS)

@@ -1,0 +1,93 @@
+"""How far an encoder's sentence embeddings moved: cosine to the original's, sentence by sentence.
+
+An encoder's sentence embeddings beside the original's: mean cosine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.data import document_stream
+from surgery.core.errors import SurgeryError
+from surgery.eval.batching import in_batches
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
+from surgery.eval.text import check_text, note_text
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Mean cosine over sentences, its standard error, the worst of them."""
+
+    cosine: float
+    se: float
+    worst: float
+    sentences: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sentences_of(text: str, count: int, words: int = 6) -> list[str]:
+    """The first `count` sentences of at least `words` words."""
+    found: list[str] = []
+    for document in document_stream(text):
+        for sentence in re.split(r"(?<=[.!?])\s+|\n+", document):
+            if len(sentence.split()) >= words:
+                found.append(sentence.strip())
+            if len(found) == count:
+                return found
+    if len(found) < 2:
+        raise SurgeryError(f"{text} has {len(found)} sentences of {words} words or more; at least 2 are needed")
+    return found
+
+
+@torch.inference_mode()
+def embeddings(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lambda steps=1: None) -> Tensor:
+    """(N, D): the last hidden states, averaged over the real tokens, normalised."""
+    found = []
+    for start in range(0, len(sentences), 32):
+        batch = tokenizer(sentences[start : start + 32], padding=True, truncation=True, return_tensors="pt").to(
+            model.device
+        )
+        hidden_BTD = model(**batch, output_hidden_states=True).hidden_states[-1].float()
+        mask_BT1 = batch["attention_mask"][..., None]
+        mean_BD = (hidden_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
+        found.append(torch.nn.functional.normalize(mean_BD, dim=-1).cpu())
+        tick(len(mean_BD))
+    return torch.cat(found)
+
+
+def cosine(converted_ND: Tensor, original_ND: Tensor) -> Cosine:
+    each_N = (converted_ND * original_ND).sum(-1).double()
+    se = float(each_N.std() / len(each_N) ** 0.5)
+    return Cosine(float(each_N.mean()), se, float(each_N.min()), len(each_N))
+
+
+COSINE = Metric("cosine", "mean")
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    text = check_text("cosine", options.text, None)
+    note_text(text, options)
+    sentences = sentences_of(text, options.limit or max(2, options.tokens // 64))
+
+    def score(batch: list[str]) -> list[torch.Tensor]:
+        return list(embeddings(subject.model, subject.tokenizer, batch))
+
+    found = in_batches(subject, options, sentences, score, lambda s: len(s.split()), f"embeddings of {subject.name}")
+    samples = [Sample("cosine", stable_id(s), {}, shown={"sentence": s}) for s in sentences]
+    return SuiteResult(samples, {"cosine": COSINE}, arrays={"embedding_ND": torch.stack(found)})
+
+
+def joint(base: SuiteResult, converted: SuiteResult) -> SuiteResult:
+    each_N = (base.arrays["embedding_ND"] * converted.arrays["embedding_ND"]).sum(-1).double().tolist()
+    samples = [Sample(s.task, s.id, {"cosine": c}, shown=s.shown) for s, c in zip(converted.samples, each_N)]
+    return SuiteResult(samples, {"cosine": COSINE}, notes=[f"the worst sentence has {min(each_N):.4f}"])
+
+
+register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, joint=joint))

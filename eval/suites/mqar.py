@@ -1,0 +1,161 @@
+"""Drawing with Python's own generator: of random() alone, whose sequence Python promises from release to release.
+
+Multi-query associative recall (MQAR; Arora et al. 2023, "Zoology", section 4.1; zoology/data/multiquery_ar.py).
+
+    k1 v1 k2 v2 .. | x x k2 x x x k1 x ..
+
+P pairs of a key and a value, then every key once more among random tokens; where it stands again, the next token should be its value.
+Where it stands is drawn from a power law: the s-th place after the pairs has weight s^(a - 1), a = 0.01, so that most recalls are
+near, as in text. Keys come from one half of the vocabulary, values from the other; a pair's places are drawn without
+replacement, two tokens apart, as there. There models are trained on it; here a pretrained one is asked, in context.
+
+MQAR, asked of a pretrained model in context: each key's value must be likelier than all other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from surgery.calibration.data import special_tokens
+from surgery.core.errors import SurgeryError
+from surgery.eval.batching import in_batches
+from surgery.eval.losses import check_head, tokens_at_once
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
+
+
+def drawn(rng: Random, items: Sequence[int], count: int) -> list[int]:
+    """`count` of them, without replacement."""
+    pool = list(items)
+    for i in range(count):
+        j = i + int(rng.random() * (len(pool) - i))
+        pool[i], pool[j] = pool[j], pool[i]
+    return pool[:count]
+
+
+POWER = 0.01
+
+
+@dataclass(frozen=True)
+class Recall:
+    """ids[queries[i]] is a key, and targets[i] should follow it; gaps[i]: tokens since it stood there with its value."""
+
+    ids: tuple[int, ...]
+    queries: tuple[int, ...]
+    targets: tuple[int, ...]
+    gaps: tuple[int, ...]
+
+
+def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER) -> Recall:
+    """One sequence of `length` tokens of the vocabulary (its first is never a key, as in Zoology)."""
+    if length % 2 or 4 * pairs > length or len(vocabulary) <= length:
+        raise SurgeryError(
+            f"mqar: {pairs} pairs in {length} tokens of a vocabulary of {len(vocabulary)}: the length must be even, at least "
+            "4 times the pairs, and below the vocabulary's size"
+        )
+    half = len(vocabulary) // 2
+    keys = drawn(rng, vocabulary[1:half], pairs)
+    values = drawn(rng, vocabulary[half:], pairs)
+    ids = [token for pair in zip(keys, values) for token in pair]
+    ids += [vocabulary[int(rng.random() * len(vocabulary))] for _ in range(length - 2 * pairs)]
+    places = _power_law(rng, (length - 2 * pairs) // 2, pairs, power)
+    queries = [2 * pairs + 2 * place for place in places]
+    for key, query in zip(keys, queries):
+        ids[query] = key
+    order = sorted(range(pairs), key=lambda i: queries[i])
+    return Recall(
+        tuple(ids),
+        tuple(queries[i] for i in order),
+        tuple(values[i] for i in order),
+        tuple(queries[i] - 2 * i for i in order),
+    )
+
+
+def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
+    """`count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
+    largest of u^(1 / weight) (Efraimidis and Spirakis 2006)."""
+    scores = [(rng.random() ** ((s + 1) ** (1 - power)), s) for s in range(space)]
+    return [s for _, s in sorted(scores, reverse=True)[:count]]
+
+
+LENGTHS = (64, 128, 256, 512)  # of the paper's Figure 2, there with 4, 8, 16 and 64 pairs
+SHARE = 16  # tokens to a pair
+SEQUENCES, VOCABULARY = 64, 8192
+METRICS = {
+    "accuracy": Metric("accuracy", "accuracy", scale=100, unit="%"),
+    "exact": Metric("exact", "accuracy", scale=100, unit="%", title="exact, of the whole vocabulary"),
+    "nll": Metric("nll", "mean", higher_is_better=False, unit="nats"),
+}
+
+
+def vocabulary_of(tokenizer: Any, seed: int) -> list[int]:
+    """Up to 8,192 ordinary tokens, shuffled: keys and values are of every kind."""
+    special = set(tokenizer.all_special_ids)
+    ids = [i for i in range(len(tokenizer)) if i not in special]
+    rng = Random(f"mqar vocabulary {seed}")
+    for i in range(len(ids) - 1, 0, -1):
+        j = int(rng.random() * (i + 1))
+        ids[i], ids[j] = ids[j], ids[i]
+    return sorted(ids[:VOCABULARY], key=lambda i: rng.random())
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    check_head(subject.model)
+    vocabulary, (before, _) = vocabulary_of(subject.tokenizer, options.seed), special_tokens(subject.tokenizer)
+    room = min(subject.longest or 2**30, len(vocabulary) - 1) - len(before)
+    lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
+    if not lengths:
+        raise SurgeryError(
+            f"mqar: the model takes {subject.longest} tokens and has {len(vocabulary)}; lengths are {LENGTHS}"
+        )
+    asked = [
+        (length, i, recall(vocabulary, length, length // SHARE, Random(f"mqar {options.seed} {length} {i}")))
+        for length in lengths
+        for i in range(options.limit or SEQUENCES)
+    ]
+    values_V = torch.tensor(vocabulary[len(vocabulary) // 2 :], device=subject.model.device)
+
+    def together(batch: list[tuple[int, int, Recall]]) -> list[list[dict[str, float]]]:
+        return _batch(subject.model, [one for _, _, one in batch], before, values_V)
+
+    most = tokens_at_once(subject.model)
+    found = in_batches(subject, options, asked, together, lambda q: q[0], f"mqar of {subject.name}", most)
+    samples = [
+        Sample(
+            "mqar",
+            stable_id(length, i, k),
+            metrics,
+            {"length": length},
+            unit=f"{length} {i}",
+            shown={"gap": one.gaps[k]},
+        )
+        for (length, i, one), every in zip(asked, found)
+        for k, metrics in enumerate(every)
+    ]
+    return SuiteResult(samples, METRICS, floors={"mqar": {"accuracy": 1 / len(values_V)}})
+
+
+@torch.inference_mode()
+def _batch(model: Any, batch: list[Recall], before: list[int], values_V: torch.Tensor) -> list[list[dict[str, float]]]:
+    """For every query of every sequence. Padded right."""
+    longest = max(len(one.ids) for one in batch)
+    rows = [[*before, *one.ids, *[one.ids[-1]] * (longest - len(one.ids))] for one in batch]
+    logits_BTV = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
+    found = []
+    for one, logits_TV in zip(batch, logits_BTV):
+        at_Q = torch.tensor(one.queries, device=model.device) + len(before)
+        targets_Q = torch.tensor(one.targets, device=model.device)
+        scores_QV = logits_TV[at_Q].float().log_softmax(-1)
+        guess_Q = values_V[scores_QV[:, values_V].argmax(-1)]
+        nll_Q = -scores_QV.gather(1, targets_Q[:, None])[:, 0]
+        parts = [(guess_Q == targets_Q), (scores_QV.argmax(-1) == targets_Q), nll_Q]
+        table = torch.stack([part.float() for part in parts], dim=1).tolist()
+        found.append([dict(zip(METRICS, row)) for row in table])
+    return found
+
+
+register(Suite("mqar", "multi-query associative recall (Zoology), asked in context", run))

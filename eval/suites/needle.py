@@ -1,0 +1,393 @@
+"""How often a model finds a needle: greedy exact match, by length and depth.
+
+The questions come from the story generator: a code said once at some depth of a story, other codes
+around it, and the question at the end. One forward over the question with its answer is enough: greedy
+decoding gives the answer exactly when every answer token is the argmax given the ones before it.
+B batch, T tokens, N positions looked at.
+
+A needle test for any tokenizer and model, without training: which of sixteen tokens was said?
+
+    .. local text .. The code of k1 is v1. .. local text .. The code of k3 is v3. .. The code of k1 is
+
+Four keys and their values, every one a single token, lie in the text; the model's next-token likelihoods rank sixteen
+candidates, the four values among them. Two floors: one in sixteen, and, for "any value of the context", four in sixteen. A model
+that copies whatever was said last beats the first floor, not what retrieval gets.
+
+Needles for small models, by length and depth.
+
+needle         the question that the embedded checkpoint has learnt; every token of the answer must be the likeliest
+needle-rank    any tokenizer, no training: sixteen candidates ranked, see eval/suites/needle.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from surgery.calibration.data import document_stream, special_tokens
+from surgery.core.errors import SurgeryError, nearest
+from surgery.eval.batching import in_batches
+from surgery.eval.losses import check_head
+from surgery.eval.stories import Question, filler, needle_question
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
+from surgery.eval.suites.mqar import drawn
+from surgery.eval.text import Counts, as_array, counter, encoder, note_text
+
+Encoded = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
+
+LENGTHS = (64, 128, 256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class NeedleTable:
+    """Shares of right answers: `accuracy[i][j]` is for lengths[i] (tokens) and depths[j] (0 start, 1 end)."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+    accuracy: tuple[tuple[float, ...], ...]
+
+    @property
+    def errors(self) -> tuple[tuple[float, ...], ...]:
+        """Standard errors, from (k + 1) / (n + 2) right answers: not zero for a cell without a miss."""
+        n = self.samples
+        shares = [[(p * n + 1) / (n + 2) for p in row] for row in self.accuracy]
+        return tuple(tuple((p * (1 - p) / (n + 2)) ** 0.5 for p in row) for row in shares)
+
+    @property
+    def worst(self) -> float:
+        return min(min(row) for row in self.accuracy)
+
+    @property
+    def mean(self) -> float:
+        return sum(map(sum, self.accuracy)) / (len(self.lengths) * len(self.depths))
+
+    def markdown(self) -> str:
+        """A table in percent: one row for each length, one column for each depth."""
+        lines = [
+            ["length \\ depth", *(f"{depth:g}" for depth in self.depths)],
+            ["---"] * (len(self.depths) + 1),
+        ]
+        for length, row in zip(self.lengths, self.accuracy):
+            lines.append([str(length), *(f"{100 * share:.1f}" for share in row)])
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"errors": self.errors, "worst": self.worst, "mean": self.mean}
+
+
+def needle_accuracy(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 32,
+    seed: int = 0,
+    batch_size: int = 16,
+    device: str | torch.device | None = None,
+) -> NeedleTable:
+    """Asks `samples` questions at each length and depth; a question depends on seed, cell and number only.
+
+    model: any causal language model, `model(input_ids).logits` [B, T, vocabulary]; left in eval mode.
+    lengths: tokens of the question with its answer, at most (filled up to the last whole sentence).
+    device: where the questions go; by default where the model's first parameter is.
+    """
+    model.eval()
+    place = torch.device(device) if device is not None else next(model.parameters()).device
+    accuracy = []
+    for length in lengths:
+        row = []
+        for depth in depths:
+            asked = [encode(tokenizer, q) for q in questions(tokenizer, length, depth, samples, seed)]
+            right = sum(sum(score(model, batch, place)) for batch in _batches(asked, batch_size))
+            row.append(right / samples)
+        accuracy.append(tuple(row))
+    return NeedleTable(tuple(lengths), tuple(depths), samples, tuple(accuracy))
+
+
+def questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[Question]:
+    """The questions of one cell: the same for every model that shares the tokenizer, so scores are paired."""
+    for index in range(samples):
+        yield numbered_question(tokenizer, length, depth, index, seed)
+
+
+def numbered_question(
+    tokenizer: Any, length: int, depth: float, index: int, seed: int, counts: Counts | None = None
+) -> Question:
+    """counts: the tokenizer's, made once for many questions."""
+    rng = Random(f"needle {seed} {length} {depth} {index}")
+    room = length - tokenizer.num_special_tokens_to_add()
+    return needle_question(rng, room, depth, counts=counts or counter(tokenizer, special=False))
+
+
+def encode(tokenizer: Any, question: Question) -> Encoded:
+    """The tokens of prompt and answer, and how many of them are the prompt's: those that end in it."""
+    whole, size = question.prompt + question.answer, len(question.prompt)
+    fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch", None)
+    if fast is None:
+        ids, prompt = encoder(tokenizer)([whole, question.prompt])
+        same = min(len(ids), len(prompt))
+        return ids, next((i for i in range(same) if ids[i] != prompt[i]), same)
+    (found,) = fast([whole])
+    start = found.char_to_token(size)  # the first token beyond the prompt has the answer's first character, if any has
+    if start is None:
+        start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
+    return as_array(found.ids), start
+
+
+@torch.inference_mode()
+def score(model: torch.nn.Module, batch: list[Encoded], device: torch.device) -> list[bool]:
+    """For each (tokens, prompt length): is every answer token the argmax? Padded right, so without a mask."""
+    longest = max(len(ids) for ids, _ in batch)
+    ids_BT = padded(batch, longest).to(device)
+    # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
+    positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits_BNv = model(input_ids=ids_BT, use_cache=False, logits_to_keep=positions_N).logits
+    else:
+        logits_BNv = model(input_ids=ids_BT).logits[:, positions_N]
+    guess_BN = logits_BNv.argmax(-1).tolist()
+    first = min(start for _, start in batch) - 1  # known here: asking positions_N would wait for the device
+    return [
+        guess[start - 1 - first : len(ids) - 1 - first] == ids[start:].tolist()
+        for guess, (ids, start) in zip(guess_BN, batch)
+    ]
+
+
+def padded(batch: list[Encoded], longest: int) -> torch.Tensor:
+    """On the right, with each row's last token."""
+    ids_BT = np.empty((len(batch), longest), dtype=np.int64)
+    for row, (ids, _) in zip(ids_BT, batch):
+        row[: len(ids)], row[len(ids) :] = ids, ids[-1]
+    return torch.from_numpy(ids_BT)
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+CANDIDATES, KEYS = 16, 4
+SHORTEST = 96
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """ids end where the value should follow; candidates[answer] is right, said: indices of the values of the context."""
+
+    ids: tuple[int, ...]
+    candidates: tuple[int, ...]
+    answer: int
+    said: tuple[int, ...]
+
+
+class Vocabulary:
+    """Single tokens that are words for the tokenizer: " lamp"; any ordinary ones where it has too few of those."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.before, _ = special_tokens(tokenizer)
+        self.encode = encoder(tokenizer, special=False)
+        special = set(tokenizer.all_special_ids)
+        ordinary = [i for i in range(len(tokenizer)) if i not in special]
+        texts = tokenizer.batch_decode([[i] for i in ordinary], clean_up_tokenization_spaces=False)
+        words = [i for i, text in zip(ordinary, texts) if text[:1] == " " and text[1:].isalpha()]
+        if len(words) < 2 * CANDIDATES:  # of tokenizers that mark beginnings otherwise
+            words = [i for i, text in zip(ordinary, texts) if text.isalpha()]
+        self.words = words if len(words) >= 2 * CANDIDATES else ordinary
+        if len(self.words) < CANDIDATES + KEYS:
+            raise SurgeryError(f"the tokenizer has {len(self.words)} tokens; {CANDIDATES + KEYS} are needed")
+
+    def ids(self, text: str) -> list[int]:
+        return self.encode([text])[0].tolist()
+
+
+def ranking(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> Ranking:
+    """One question of exactly `length` tokens; text: what lies around the codes, None: invented stories."""
+    chosen = drawn(rng, vocabulary.words, KEYS + CANDIDATES)
+    keys, candidates = chosen[:KEYS], chosen[KEYS:]
+    lead, verb = vocabulary.ids(" The code of"), vocabulary.ids(" is")
+    facts = [[*lead, k, *verb, v, *vocabulary.ids(".")] for k, v in zip(keys, candidates)]
+    asked = [*lead, keys[0], *verb]
+    room = length - len(vocabulary.before) - sum(map(len, facts)) - len(asked)
+    if room < KEYS:
+        raise SurgeryError(f"needle: length {length} leaves no text around the codes; use {SHORTEST} or more")
+    hay = _hay(vocabulary, room, rng, text)
+    places = [round(depth * room), *sorted(int(rng.random() * (room + 1)) for _ in range(KEYS - 1))]
+    ids, last = list(vocabulary.before), 0
+    for i in sorted(range(KEYS), key=lambda i: places[i]):
+        ids += [*hay[last : places[i]], *facts[i]]
+        last = places[i]
+    order = sorted(range(CANDIDATES), key=lambda i: candidates[i])
+    place = {i: n for n, i in enumerate(order)}
+    return Ranking(
+        (*ids, *hay[last:], *asked),
+        tuple(candidates[i] for i in order),
+        place[0],
+        tuple(sorted(place[i] for i in range(KEYS))),
+    )
+
+
+def _hay(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | None) -> list[int]:
+    if text is not None:
+        if len(text) < room:
+            raise SurgeryError(f"needle: the text has {len(text):,} tokens, a question needs {room:,}: a longer --text")
+        start = int(rng.random() * (len(text) - room + 1))
+        return list(text[start : start + room])
+    ids: list[int] = []
+    while len(ids) < room:
+        ids += vocabulary.ids("".join(filler(rng, room)))
+    return ids[:room]
+
+
+@torch.inference_mode()
+def rank(model: Any, batch: list[Ranking]) -> list[dict[str, float]]:
+    """accuracy, any (of the values said), reciprocal_rank, nll among the candidates."""
+    longest = max(len(q.ids) for q in batch)
+    ids_BT = torch.tensor([[*q.ids, *[q.ids[-1]] * (longest - len(q.ids))] for q in batch], device=model.device)
+    if all(len(q.ids) == longest for q in batch):
+        logits_BV = last_logits(model, ids_BT)
+    else:
+        ends_B = torch.tensor([len(q.ids) - 1 for q in batch], device=model.device)
+        logits_BV = model(input_ids=ids_BT, use_cache=False).logits[torch.arange(len(batch)), ends_B]
+    candidates_BC = torch.tensor([q.candidates for q in batch], device=model.device)
+    scores_BC = logits_BV.gather(1, candidates_BC).float().log_softmax(-1).cpu()
+    return [_score(question, scores_C) for question, scores_C in zip(batch, scores_BC.tolist())]
+
+
+def last_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    import inspect
+
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits[:, -1]
+    return model(input_ids=ids_BT, use_cache=False).logits[:, -1]
+
+
+def _score(question: Ranking, scores: list[float]) -> dict[str, float]:
+    right = scores[question.answer]
+    place = 1 + sum(s > right for i, s in enumerate(scores) if i != question.answer)
+    best = max(range(len(scores)), key=lambda i: scores[i])
+    return {
+        "accuracy": float(best == question.answer),
+        "any": float(best in question.said),
+        "reciprocal_rank": 1 / place,
+        "nll": -right if math.isfinite(right) else 1e9,
+    }
+
+
+TASKS = ("needle", "needle-rank")
+SAMPLES = 32
+ACCURACY = Metric("accuracy", "accuracy", scale=100, unit="%")
+METRICS = {
+    "accuracy": ACCURACY,
+    "any": Metric("any", "accuracy", scale=100, unit="%", title="any value of the context"),
+    "reciprocal_rank": Metric("reciprocal_rank", "mean", top=1, title="reciprocal rank"),
+    "nll": Metric("nll", "mean", higher_is_better=False, unit="nats"),
+}
+FLOORS = {
+    "needle": {"accuracy": 0.01},  # two digits
+    "needle-rank": {"accuracy": 1 / CANDIDATES, "any": KEYS / CANDIDATES},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which question; it is written when it is its turn."""
+
+    task: str
+    length: int
+    depth: float
+    index: int
+
+    def sample(self, metrics: dict[str, float], shown: dict[str, Any]) -> Sample:
+        name = stable_id(self.task, self.index, shown)
+        return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    check_head(subject.model)
+    tasks = options.tasks or TASKS
+    for task in tasks:
+        if task not in TASKS:
+            raise SurgeryError(f"needle has no task {task!r}{nearest(task, TASKS)}")
+    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (subject.longest or n))
+    depths, count = options.depths or DEPTHS, options.limit or SAMPLES
+    samples: list[Sample] = []
+    for task in tasks:
+        cells = [Cell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
+        if task == "needle":
+            samples += _stories(subject, options, cells)
+        else:
+            samples += _rankings(subject, options, [cell for cell in cells if cell.length >= SHORTEST])
+    result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
+    if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
+        said = ", ".join(f"{n:,}" for n in beyond)
+        result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
+    if short := [n for n in lengths if n < SHORTEST and "needle-rank" in tasks]:
+        said = ", ".join(f"{n:,}" for n in short)
+        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {SHORTEST}")
+    if not samples:
+        raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {SHORTEST} or more")
+    return result
+
+
+def _stories(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+    counts = counter(subject.tokenizer, special=False)
+
+    def write(cell: Cell) -> tuple[Cell, Any, Any]:
+        try:
+            question = numbered_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
+        except ValueError as error:  # too short for its facts
+            raise SurgeryError(f"needle: {error}") from None
+        return cell, question, encode(subject.tokenizer, question)
+
+    def score(batch: list[tuple[Cell, Any, Any]]) -> list[Sample]:
+        right = score(subject.model, [encoded for _, _, encoded in batch], subject.model.device)
+        shown = [{"prompt": q.prompt[-200:], "target": q.answer} for _, q, _ in batch]
+        return [cell.sample({"accuracy": float(r)}, s) for (cell, _, _), r, s in zip(batch, right, shown)]
+
+    return in_batches(
+        subject, options, cells, score, lambda cell: cell.length, f"needles of {subject.name}", prepare=write
+    )
+
+
+def _rankings(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+    vocabulary = Vocabulary(subject.tokenizer)
+    text = _text_ids(vocabulary, options, 16 * max((cell.length for cell in cells), default=0))
+
+    def write(cell: Cell) -> tuple[Cell, Ranking]:
+        rng = Random(f"needle-rank {options.seed} {cell.length} {cell.depth} {cell.index}")
+        return cell, ranking(vocabulary, cell.length, cell.depth, rng, text)
+
+    def score(batch: list[tuple[Cell, Ranking]]) -> list[Sample]:
+        every = rank(subject.model, [question for _, question in batch])
+        targets = [subject.tokenizer.decode([q.candidates[q.answer]]) for _, q in batch]
+        return [cell.sample(m, {"target": target}) for (cell, _), m, target in zip(batch, every, targets)]
+
+    return in_batches(
+        subject, options, cells, score, lambda cell: cell.length, f"rankings of {subject.name}", prepare=write
+    )
+
+
+def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list[int] | None:
+    if options.text is None:
+        return None
+    note_text(options.text, options)
+    ids: list[int] = []
+    for document in islice(document_stream(options.text), 1000):
+        ids += vocabulary.ids(document[: 8 * wanted])
+        if len(ids) >= wanted:
+            break
+    return ids[:wanted]
+
+
+register(Suite("needle", "codes hidden in small models' texts: depth x length", run))

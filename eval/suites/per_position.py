@@ -1,0 +1,78 @@
+"""Loss by position in the window, averaged over windows: whether a model still uses what lies far back (log-linear attention,
+Guo et al. 2025, Figure 5). A mean over windows is one number for each position; the plot shows its running mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.batching import in_batches
+from surgery.eval.losses import check_head, token_losses, tokens_at_once
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
+from surgery.eval.text import Piece, pieces, shortened
+
+NLL = Metric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
+FIRST = 64  # the first stretch of positions; each next one is as long as all before it
+
+
+def stretches(count: int) -> list[tuple[int, int]]:
+    """[(0, 64), (64, 128), (128, 256), ..] up to count."""
+    cuts = [0]
+    while cuts[-1] < count:
+        cuts.append(min(count, max(FIRST, 2 * cuts[-1])))
+    return list(pairwise(cuts))
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    check_head(subject.model)
+    read = pieces("per-position", subject, options)
+    longest = max((len(piece.ids) for piece in read), default=0)
+    read = [piece for piece in read if len(piece.ids) == longest]  # whole windows only
+    if len(read) < 2:
+        raise SurgeryError(
+            f"per-position: {len(read)} whole windows of {longest} tokens; at least two: a shorter --length"
+        )
+
+    def score(batch: list[Piece]) -> list[Tensor]:
+        return token_losses(subject.model, [piece.ids for piece in batch])
+
+    most, title = tokens_at_once(subject.model), f"loss by position of {subject.name}"
+    losses_NT = torch.stack(in_batches(subject, options, read, score, lambda p: len(p.ids), title, most))
+    samples = [
+        Sample(
+            "per-position", piece.id, {"nll": float(losses_T[first:last].double().mean())}, {"position": last}, last - first,
+            piece.unit or piece.id,
+        )
+        for piece, losses_T in zip(read, losses_NT)
+        for first, last in stretches(longest - 1)
+    ]  # fmt: skip
+    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=shortened(subject, options))
+
+
+def running_mean(values_T: Tensor, width: int) -> Tensor:
+    """Of the positions around each, fewer at the ends."""
+    ones_T = torch.ones_like(values_T)[None, None]
+    kernel = torch.ones(1, 1, width, dtype=values_T.dtype)
+    sums, counts = (torch.nn.functional.conv1d(x, kernel, padding=width // 2) for x in (values_T[None, None], ones_T))
+    return (sums / counts)[0, 0, : len(values_T)]
+
+
+def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
+    from surgery.eval.results.plots import lines
+
+    count = next(iter(results.values())).arrays["loss_NT"].shape[1]
+    width = max(1, count // 32) | 1
+    series = {}
+    for role, result in results.items():
+        mean_T = running_mean(result.arrays["loss_NT"].double().mean(0), width)
+        series[role] = (list(range(1, count + 1)), mean_T.tolist())
+    title = f"loss by position, running mean of {width}"
+    return [lines(folder / "per-position.png", series, "position in the window", "nats per token", title)]
+
+
+register(Suite("per-position", "loss by position in the window", run, plot=plot))

@@ -1,0 +1,72 @@
+"""Perplexity: every token after the first of a window, or of a document, counts. Units of the bootstrap are documents, and
+windows where the text is a single one: tokens near each other are not independent.
+
+The one estimator of the project: `surgery eval` runs the suite on checkpoints, scripts call `measure` on loaded models.
+
+    base = measure(model, tokenizer, options)
+    summary(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with its 95% interval
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgery.core.distributed import Ranks
+from surgery.core.errors import SurgeryError
+from surgery.core.progress import Progress
+from surgery.eval.batching import in_batches
+from surgery.eval.losses import check_head, token_losses, tokens_at_once
+from surgery.eval.results.compare import rows_of
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
+from surgery.eval.text import Piece, pieces, shortened
+
+NLL = Metric("nll", "ppl", higher_is_better=False, title="perplexity")
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    check_head(subject.model)
+    read = pieces("ppl", subject, options)
+
+    def score(batch: list[Piece]) -> list[tuple[float, int]]:
+        losses = token_losses(subject.model, [piece.ids for piece in batch])
+        return [(float(each.double().mean()), len(each)) for each in losses]
+
+    most = tokens_at_once(subject.model)
+    found = in_batches(subject, options, read, score, lambda p: len(p.ids), f"perplexity of {subject.name}", most)
+    samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
+    if not samples:
+        raise SurgeryError(
+            f"ppl: {options.text or 'the text'} has no document of two tokens or more; give a longer text"
+        )
+    tokens = sum(n for _, n in found)
+    return SuiteResult(samples, {"nll": NLL}, notes=shortened(subject, options), info={"tokens": tokens})
+
+
+def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
+    """The suite on a loaded model."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    subject = Subject(
+        "converted", "model", Path(), "", model, tokenizer, model.device, model.dtype, longest, Ranks(), Progress()
+    )
+    return run(subject, options)
+
+
+def summary(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
+    """perplexity and its standard error; nats per token of all samples and of each; ratio to the base, {ratio, low, high}."""
+    both = {"converted": found} if base is None else {"base": base, "converted": found}
+    row = next(row for row in rows_of("ppl", both, same=False) if row.speaks)
+    told = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
+    told |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in found.samples]}
+    if row.ratio is not None:
+        told["ratio"] = {"ratio": row.ratio.change, "low": row.ratio.low, "high": row.ratio.high}
+    return told
+
+
+def interval(ratio: dict[str, Any], digits: str = ".4g") -> str:
+    """A summary's ratio as text; without ends where there were too few units for an interval."""
+    ends = "" if ratio["low"] is None else f" [{ratio['low']:{digits}}, {ratio['high']:{digits}}]"
+    return f"{ratio['ratio']:{digits}}{ends}"
+
+
+register(Suite("ppl", "perplexity of a text", run))

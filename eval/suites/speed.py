@@ -1,0 +1,117 @@
+"""How fast: a prompt read whole (prefill), then one token after the other (decode), and the memory of both, by length. One
+sequence of random tokens. Base and converted take turns, both loaded in one process, so that what else the machine does slows
+both alike."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.losses import check_head
+from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
+
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+REPEATS, DECODED = 10, 16
+
+
+def _less(name: str, unit: str, title: str) -> Metric:
+    return Metric(name, "mean", higher_is_better=False, unit=unit, title=title, pooled=False)
+
+
+METRICS = {
+    "prefill_ms": _less("prefill_ms", "ms", "prefill"),
+    "decode_ms": _less("decode_ms", "ms", "decode, a token"),
+    "cache_mb": _less("cache_mb", "MB", "cache"),
+    "peak_mb": _less("peak_mb", "MB", "peak memory, weights included"),
+}
+
+
+def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+    return beside([subject], options)[0]
+
+
+def beside(subjects: list[Subject], options: EvalOptions) -> list[SuiteResult]:
+    first = subjects[0]
+    for subject in subjects:
+        check_head(subject.model)
+    longest = min((s.longest for s in subjects if s.longest), default=None)
+    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (longest or n)) or (longest or 512,)
+    samples: list[list[Sample]] = [[] for _ in subjects]
+    notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
+    with first.progress.bar("speed", len(lengths)) as tick:
+        for length in lengths:
+            try:
+                for mine, rows in zip(samples, _at(subjects, options, length)):
+                    mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
+            except Exception as error:
+                if not _no_memory(error):
+                    raise
+                notes.append(f"out of memory at {length:,} tokens")
+            tick()
+    if not samples[0]:
+        raise SurgeryError(f"speed: no length fitted; {'; '.join(notes)}")
+    return [SuiteResult(mine, METRICS, notes=notes) for mine in samples]
+
+
+def _no_memory(error: Exception) -> bool:
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return should_reduce_batch_size(error)
+
+
+def _at(subjects: list[Subject], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
+    """What each subject took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
+    generator = torch.Generator().manual_seed(options.seed)
+    size = min(s.model.config.get_text_config().vocab_size for s in subjects)
+    ids_1T = torch.randint(size, (1, length), generator=generator).to(subjects[0].device)
+    rounds = [[_once(subject, ids_1T) for subject in subjects] for _ in range(1 + (options.limit or REPEATS))]
+    return [[taken[i] for taken in rounds[1:]] for i in range(len(subjects))]
+
+
+@torch.inference_mode()
+def _once(subject: Subject, ids_1T: torch.Tensor) -> dict[str, float]:
+    model, gpu = subject.model, subject.device.type == "cuda"
+    others = 0
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(subject.device)
+        own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        others = torch.cuda.memory_allocated(subject.device) - own
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    began = _now(subject)
+    out = model(input_ids=ids_1T, use_cache=True, **last)
+    prefilled = _now(subject)
+    cache, token_11 = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    for _ in range(DECODED):
+        out = model(input_ids=token_11, past_key_values=cache, use_cache=True)
+        token_11 = out.logits[:, -1:].argmax(-1)
+    done = _now(subject)
+    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODED}
+    found["cache_mb"] = cache_bytes(cache) / 1e6
+    if gpu:
+        found["peak_mb"] = (torch.cuda.max_memory_allocated(subject.device) - others) / 1e6
+    return found
+
+
+def _now(subject: Subject) -> float:
+    if subject.device.type == "cuda":
+        torch.cuda.synchronize(subject.device)
+    return time.perf_counter()
+
+
+def cache_bytes(cache: Any) -> int:
+    """Of keys, values and mixers' states; storage that a layer lays out in advance counts."""
+    total = 0
+    for layer in getattr(cache, "layers", []):
+        if (state := getattr(layer, "state", None)) is not None and hasattr(state, "nbytes"):
+            total += state.nbytes()
+        else:
+            held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+            total += sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+    return total
+
+
+register(Suite("speed", "prefill, decode and memory by length", run, beside=beside))

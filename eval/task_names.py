@@ -1,0 +1,173 @@
+"""lm-eval's own tasks by name: finding them, and seeing that their data is there before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from surgery.core.digests import content_digest
+from surgery.core.errors import SurgeryError, nearest
+from surgery.eval import offline_data as mirror
+from surgery.eval.lm_eval.bridge import require_lm_eval, run_tasks
+from surgery.eval.long_context.longbench.prompts import TASKS as LONGBENCH
+from surgery.eval.long_context.ruler import TASKS as RULER
+from surgery.eval.results.data_read import note
+from surgery.eval.suite import EvalOptions, Subject, Suite, SuiteResult
+
+# Log-Linear Attention, table 6 (arXiv:2506.04761)
+ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
+FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
+RENAMED = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
+MANAGERS: dict[tuple[str, ...], Any] = {}
+
+
+def run_zeroshot(subject: Subject, options: EvalOptions) -> SuiteResult:
+    return run_tasks(subject, options.tasks or ZEROSHOT, options, load)
+
+
+def run_named(subject: Subject, options: EvalOptions) -> SuiteResult:
+    """Also those of --include-path."""
+    if not options.tasks:
+        raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
+    return run_tasks(subject, options.tasks, options, load)
+
+
+def by_name(name: str) -> Suite | None:
+    """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
+    _refuse_ours([name])
+    require_lm_eval()
+    if _manager([name], None) is None:
+        return None
+
+    def run(subject: Subject, options: EvalOptions) -> SuiteResult:
+        return run_tasks(subject, options.tasks or (name,), options, load)
+
+    return Suite(name, f"lm-eval's {name}", run)
+
+
+def _refuse_ours(names: Sequence[str]) -> None:
+    """lm-eval's copies of RULER and LongBench differ from the originals, as docs/benchmarks.md says; RULER's download too."""
+    for name in names:
+        task = name.removeprefix("ruler_")
+        task = RENAMED.get(task, task)
+        if task in RULER:
+            raise SurgeryError(f"{name} is a task of our suite ruler: --suite ruler --tasks {task}")
+        if name.startswith("longbench_") and (task := name.removeprefix("longbench_")) in LONGBENCH:
+            raise SurgeryError(f"{name} is a task of our suite longbench: --suite longbench --tasks {task}")
+
+
+def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
+    """{tasks: {name: task}, groups: {name: group}}, their data read from the mirror."""
+    _refuse_ours(names)
+    manager = _manager(names, options)
+    if manager is None:
+        known = _all(options).all_tasks
+        wrong = next(name for name in names if name not in known)
+        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{nearest(wrong, known)}")
+    paths = sorted({path for path, _ in datasets_of(manager, names)})
+    mirror.check(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
+    manager.metadata = manager._factory._meta = dict(options.metadata)
+    mirror.record(options.data_root, paths)
+    note("package", "lm_eval")
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for name in names:  # each with an Arrow cache of its own data sets, which other choices of tasks share
+        paths = sorted({path for path, _ in datasets_of(manager, [name])})
+        with mirror.inside(options.data_root, paths, list(local_files_of(manager, [name]))):
+            found = manager.load([name])
+        loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
+    return loaded
+
+
+def local_files_of(manager: Any, names: Sequence[str]) -> Iterator[Path]:
+    """Files on this machine that tasks name as `dataset_kwargs: {data_files: ..}`."""
+    for name in names:
+        for config in configs(manager, name):
+            told = (config.get("dataset_kwargs") or {}).get("data_files") or ()
+            for each in told.values() if isinstance(told, dict) else [told]:
+                for file in [each] if isinstance(each, str) else each:
+                    if Path(file).is_file():
+                        yield Path(file)
+
+
+def data_of(names: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(data set, configuration) of tasks, for fetching; nothing where lm-eval does not know one of them."""
+    require_lm_eval()
+    manager = _manager(names, None)
+    return sorted(set(datasets_of(manager, names)), key=str) if manager is not None else []
+
+
+def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """What tasks read, without loading it."""
+    for name in names:
+        for config in configs(manager, name):
+            of_class = config.get("class")
+            path = config.get("dataset_path") or getattr(of_class, "DATASET_PATH", None)
+            if path:
+                config_name = config.get("dataset_name") or getattr(of_class, "DATASET_NAME", None)
+                yield path, None if config_name in ("default", "") else config_name
+
+
+def configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Of a task, or of all in a group or tag."""
+    from lm_eval.tasks._index import Kind
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return
+    if entry.kind is Kind.TAG:  # of a task, `tags` are those that it bears
+        for each in sorted(entry.tags):
+            yield from configs(manager, each)
+        return
+    config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else dict(entry.cfg or {})
+    members = config.get("task")
+    if isinstance(members, list):
+        for each in members:
+            if isinstance(each, str):
+                yield from configs(manager, each)
+            elif isinstance(each, dict):
+                yield each
+                yield from configs(manager, each.get("task", "")) if isinstance(each.get("task"), str) else ()
+        return
+    yield config
+
+
+def _manager(names: Sequence[str], options: EvalOptions | None) -> Any:
+    """That knows all the names; None if none does. lm-eval's index of all its files takes seconds to a minute, so where a
+    folder has the task's name only that one is read."""
+    few = _few(names, options)
+    if few is not None and all(name in few.task_index for name in names):
+        return few
+    every = _all(options)
+    return every if all(name in every.task_index for name in names) else None
+
+
+def _few(names: Sequence[str], options: EvalOptions | None) -> Any:
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = {root / FOLDERS.get(name, name) for name in names}
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    return _built(sorted(map(str, folders)), False, options)
+
+
+def _all(options: EvalOptions | None) -> Any:
+    return _built([], True, options)
+
+
+def _built(folders: list[str], defaults: bool, options: EvalOptions | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    if options is not None and options.include_path is not None:
+        folders = [*folders, os.path.abspath(options.include_path)]
+    key = (
+        *folders,
+        str(defaults),
+        "" if options is None or options.include_path is None else content_digest(options.include_path),
+    )
+    if key not in MANAGERS:
+        MANAGERS[key] = TaskManager(include_path=folders or None, include_defaults=defaults)
+    return MANAGERS[key]

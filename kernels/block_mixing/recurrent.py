@@ -1,0 +1,86 @@
+"""One token of Toeplitz block mixing: R states are read once, decayed where a block begins, written to, and read out.
+
+S_r = e^(-lambda_r [a block begins]) S_r + k v^T        o_j = q_j sum_r a_rj S_r
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.block_mixing.scan import power_of_2, tiles
+from surgery.kernels.tuning import fastest, of_step
+from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_step
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MOST_FEATURES = 512  # a program holds all of BV columns
+ENOUGH = 512  # programs; with fewer they take narrower columns
+
+
+@triton.jit
+def step_states(
+    q, k, v, rate, weight, state, out, after, start, count, G, q_b, q_g, q_j, k_b, k_g, v_b, v_g,
+    R: tl.constexpr, J: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """state (B, R, G, F, V), out (B, G, J, V). A program: a row, a group, BV values."""
+    bg = tl.program_id(0).to(tl.int64)
+    b, g = bg // G, bg % G
+    f, column = tl.arange(0, BF), tl.program_id(1) * BV + tl.arange(0, BV)
+    inside = (f < F)[:, None] & (column < V)[None, :]
+    enters = (tl.load(start + b) % BLOCK == 0) & (tl.load(count + b) > 0)
+    key = tl.load(k + b * k_b + g * k_g + f, mask=f < F, other=0.0).to(tl.float32)
+    value = tl.load(v + b * v_b + g * v_g + column, mask=column < V, other=0.0).to(tl.float32)
+    written = key[:, None] * value[None, :]
+    at = f[:, None] * V + column[None, :]
+    for j in tl.static_range(J):  # states past the first come from a cache
+        query = tl.load(q + b * q_b + g * q_g + (b * 0 + j) * q_j + f, mask=f < F, other=0.0).to(tl.float32)
+        mixed = tl.zeros((BF, BV), tl.float32)
+        for r in tl.static_range(R):
+            here = ((b * R + r) * G + g) * F * V
+            gate = tl.where(enters, tl.exp(-tl.load(rate + r * G + g)), 1.0)
+            one = gate * tl.load(state + here + at, mask=inside, other=0.0) + written
+            if j == 0:
+                tl.store(after + here + at, one, mask=inside)
+            mixed += tl.load(weight + (r * G + g) * J + j) * one
+        row = tl.sum(query[:, None] * mixed, 0)
+        tl.store(out + (bg * J + j) * V + column, row, mask=column < V)
+
+
+def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state: Tensor, *_: Any) -> bool:
+    """No gradients: of a state that lives on through steps nobody asks them."""
+    fits = all(x.dtype in FLOATS for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MOST_FEATURES
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
+    return fits and not asked and len(rate) <= 16
+
+
+@kernel_for(toeplitz_step, accepts, wins=fastest("toeplitz_blocks", of_step))
+def toeplitz_step_triton(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    sum_BRGFV: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    batch, components, groups, features, values = sum_BRGFV.shape
+    per_group, state = weight_RGJ.shape[2], sum_BRGFV.contiguous()
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BGJTF, k_BGTF, v_BGTV))
+    out = torch.empty(batch, groups, per_group, 1, values, dtype=torch.float32, device=q.device)
+    after = torch.empty_like(state)
+    width = 64 if batch * groups * tiles(values, 64) >= ENOUGH else 16
+    step_states[(batch * groups, tiles(values, width))](
+        q, k, v, rate_RG.float().contiguous(), weight_RGJ.float().contiguous(), state, out, after, start_B, count_B,
+        groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
+        R=components, J=per_group, F=features, V=values, BLOCK=block,
+        BF=power_of_2(features), BV=width, num_warps=4,
+    )  # fmt: skip
+    return out, after

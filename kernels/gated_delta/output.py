@@ -1,0 +1,160 @@
+"""What every chunk of the gated delta rule reads, given the state S at its start (terms: kernels/gated_delta/states.py).
+
+    O_j = D Q_j S + P_j x        P_j = tril(Q_j K^T . M)
+
+Backwards, with dS' of the state at its end, and Z_j = (dO_j x^T . M) . Q_j K^T for the gates:
+    dQ_j = D dO_j S^T + (dO_j x^T . M) K      dK = e x dS'^T + sum_j (dO_j x^T . M)^T Q_j      dw = -dx S^T
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.kernels.gated_delta.layout import (
+    Sizes,
+    chunk_here,
+    fade_of,
+    mask_of,
+    matrix,
+    put,
+    put_matrix,
+    tile,
+    to_end_of,
+)
+
+
+@triton.jit
+def _forward(
+    q, k, rows, c, states, x, out, q_b, q_g, q_j, q_t, k_b, k_g, k_t, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    g, j = head // J, head % J
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
+        return
+    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    s_VK = matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
+    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
+    out_CV = tl.dot(q_CK, tl.trans(s_VK), input_precision=P) * fade_of(c, at, C)[:, None]
+    out_CV = tl.dot(p_CC, tl.trans(x_VC), out_CV, input_precision=P)
+    put(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
+
+
+def forward(q: Tensor, k: Tensor, c: Tensor, states: Tensor, x: Tensor, s: Sizes) -> Tensor:
+    out = torch.empty(*q.shape[:4], s.V, dtype=s.dtype, device=q.device)
+    strides = (*q.stride()[:4], *k.stride()[:3], q.shape[3])
+    grid = (s.R * s.N, s.G * s.J, s.blocks)
+    _forward[grid](q, k, s.table, c, states, x, out, *strides, s.N, s.J, **s.kernel, num_warps=s.warps(16384))
+    return out
+
+
+@triton.jit
+def _backward(
+    q, k, do, rows, c, states, x, dstates, dx, dq, dk, dw, dc,
+    q_b, q_g, q_j, q_t, k_b, k_g, k_t, do_b, do_g, do_j, do_t, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(1).to(tl.int64)
+    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    if not there:
+        return
+    at_C = tl.arange(0, C)
+    half = k.dtype.element_ty
+    to_end_C, total = to_end_of(c, at, C)
+    fade_C = fade_of(c, at, C)
+    mask_CC = mask_of(c, at, C)
+    dc_C = tl.zeros([C], tl.float32)
+    z_C = tl.zeros([C], tl.float32)
+    both = 0.0
+    for j in range(J):
+        q_here, do_here = (
+            q + batch * q_b + g * q_g + (0 * g + j) * q_j,
+            do + batch * do_b + g * do_g + (0 * g + j) * do_j,
+        )
+        qk_CC = tl.zeros([C, C], tl.float32)
+        dp_CC = tl.zeros([C, C], tl.float32)
+        for first in range(0, K, BX):
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
+        for at_v in range(0, V, BV):
+            do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+            x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+            dp_CC = tl.dot(do_CV, x_VC, dp_CC, input_precision=P)
+        dp_CC *= mask_CC
+        qk_CC *= dp_CC
+        dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
+        dp_CC = dp_CC.to(half)
+        for first in range(0, K, BX):
+            dq_CX = tl.zeros([C, BX], tl.float32)
+            dw_CX = tl.zeros([C, BX], tl.float32)
+            dk_CX = tl.zeros([C, BX], tl.float32)
+            for at_v in range(0, V, BV):
+                s_VX = matrix(states + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+                do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+                dq_CX = tl.dot(do_CV, s_VX, dq_CX, input_precision=P)
+                if j == 0:
+                    ds_VX = matrix(dstates + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+                    both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+                    dx_VC = matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    dw_CX = tl.dot(tl.trans(dx_VC), s_VX, dw_CX, input_precision=P)
+                    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
+            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            if j == 0:
+                put_matrix(dw + at * C * K, C, K, first, -dw_CX, C, BX)
+                dk_CX *= to_end_C[:, None]
+                z_C += tl.sum(dk_CX * k_CX, 1)
+            else:
+                dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
+            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+            dq_CX *= fade_C[:, None]
+            dc_C += tl.sum(dq_CX * q_CX, 1)
+            dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
+            dk_CX = tl.dot(tl.trans(dp_CC), q_CX, dk_CX, input_precision=P)
+            put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+            put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+        tl.debug_barrier()  # the next head adds to what this one stored
+    at_C = tl.arange(0, C)
+    dc_C += tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
+    tl.store(dc + at * C + at_C, dc_C)
+
+
+def backward(
+    q: Tensor, k: Tensor, do: Tensor, c: Tensor, states: Tensor, x: Tensor, dstates: Tensor, dx: Tensor, s: Sizes
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk of the chunks in float32, dw, dc)."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dc = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(1, s.C, dtype=torch.float32)
+    dw = s.buffer(s.C, s.K)
+    strides = (*q.stride()[:4], *k.stride()[:3], *do.stride()[:4], q.shape[3], s.N, s.J)
+    grid = (s.R * s.N, s.G)
+    _backward[grid](
+        q,
+        k,
+        do,
+        s.table,
+        c,
+        states,
+        x,
+        dstates,
+        dx,
+        dq,
+        dk,
+        dw,
+        dc,
+        *strides,
+        **s.kernel,
+        BX=s.features,
+        num_warps=4,
+        num_stages=1,
+    )
+    return dq, dk, dw, dc

@@ -1,0 +1,245 @@
+"""Log-linear attention with kernel scores (log-linear Mamba-2; Guo et al. 2025, "Log-Linear Attention", section 3.3).
+
+Forward: the states of a Fenwick tree over chunks (kernels/log_linear/states.py), each written once; then every chunk reads its
+log T slots into one sum (kernels/ssd/output.py). Backward: the states again, then what mirrors them; only inputs are saved.
+Buckets that rows bring along, and those below a chunk that they leave, are few: plain torch, linear in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.custom_op import Opaque
+from surgery.kernels.log_linear.states import grown, grown_grad
+from surgery.kernels.ssd.backward import spans
+from surgery.kernels.ssd.layout import (
+    Lay,
+    Tokens,
+    accepted,
+    chunk_of,
+    gate_sums,
+    in_parts,
+    made_out,
+    made_states,
+    of_shared,
+    reads,
+    reads_grad,
+    ready,
+    writes_grad,
+)
+from surgery.kernels.tuning import fastest, of_tokens
+from surgery.mixers.masks.log_linear import levels_after, log_linear
+from surgery.mixers.masks.log_linear_chunked import bit_length
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, lay: Lay
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, final_SLGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL."""
+    of = Tokens.of(q, k, v, gate_sums(lay, gates), level)
+    slots, totals, _, final = grown(lay, of, closing_S, levels)
+    return reads(lay, of, slots, totals), final
+
+
+def backward(
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor,
+    levels: int, lay: Lay,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates), level), ready(d_out)
+    slots, totals, rights, _ = grown(lay, of, closing_S, 0)
+    d_q, d_level, pull, shares = reads_grad(lay, of, slots, totals, d_out)
+    d_q = of_shared(d_q, q)
+    d_slots = grown_grad(lay, of, d_out, d_final.contiguous(), closing_S)
+    d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, levels > 0)
+    groups, per_group, of_tree, _ = shares.shape
+    spans[(lay.places, groups)](
+        shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, of_tree, per_group,
+        *d_gates.stride(), C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None
+
+
+class LogLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.levels, ctx.lay = args
+        ctx.save_for_backward(*tensors)
+        return forward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.lay), None
+
+
+def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any) -> Any:
+    return made_out(q, v), made_states(k, v, len(closing), levels)
+
+
+COMPILED = Opaque(
+    "log_linear",
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {Lay.SCHEMA}",
+    lambda q, k, v, gates, level, closing, levels, *lay: forward(
+        q, k, v, gates, level, closing, levels, Lay.again(v, *lay)
+    ),
+    lambda d_out, d_final, q, k, v, gates, level, closing, levels, *lay: (
+        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, Lay.again(v, *lay)),
+        *[None] * len(lay),
+    ),
+    _made,
+)
+
+
+def log_linear_chunks(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    start_B: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 64,
+) -> Tensor:
+    """out_BGJTV in v's dtype, of rows that bring no buckets along. q and k may have 1 in place of G: shared by all
+    heads. cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
+    batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], chunk_of(chunk)
+    if cu_seqlens is not None:
+        lay = Lay.packed(cu_seqlens, length, chunk)
+    elif start_B is None:
+        lay = Lay.rows(torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True)
+    else:
+        lay = Lay.rows(start_B, length, chunk)
+    return _applied(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, lay, lay.start_B, 0)[0]
+
+
+def _applied(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, lay: Lay, closing_S: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
+    gates, level = gates.float().expand(v.shape[:3]), level.float()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
+        given = ready(q), ready(k), ready(v), gates, level, closing_S, levels
+        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else LogLinear.apply(*given, lay)
+
+    return in_parts(run, q, k, v)
+
+
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
+    return beta is None and accepted(q, k, v, rest[3])
+
+
+@kernel_for(log_linear, accepts=_accepts, wins=fastest("hierarchical", of_tokens))
+def log_linear_triton(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    start_B: Tensor,
+    buckets_BLGFV: Tensor | None,
+    count_B: Tensor,
+    chunk: int,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    lay = Lay.rows(start_B, v_BGTV.shape[2], chunk_of(chunk))
+    end_B = start_B + count_B
+    if buckets_BLGFV is None:
+        levels = 0
+    elif levels is None:
+        levels = levels_after(buckets_BLGFV, start_B, count_B)
+    high = max(0, levels - lay.bits)
+    tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL
+    out_BGJTV, final_BLGFV = _applied(*tokens, lay, end_B >> lay.bits, high)
+    if buckets_BLGFV is None:
+        return out_BGJTV, None
+    gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])
+    left = _Left(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, lay.bits)
+    after = F.pad(left.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + left.high(final_BLGFV, levels)
+    if buckets_BLGFV.shape[1]:
+        brought = _Brought(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
+        out_BGJTV = out_BGJTV + brought.read(q_BGJTF, level_BTGJL).to(out_BGJTV.dtype)
+        after = after + brought.after(levels)
+    return out_BGJTV, after
+
+
+@dataclass
+class _Left:
+    """The buckets behind the last of the row's own tokens."""
+
+    k_BGTF: Tensor
+    v_BGTV: Tensor
+    gates_BGT: Tensor
+    start_B: Tensor
+    end_B: Tensor
+    bits: int
+
+    def _fade(self, at_BX: Tensor) -> Tensor:
+        """Gates from the tokens of these indices on to the last token, (B, G, X)."""
+        after_BGT = F.pad(self.gates_BGT.flip(-1).cumsum(-1).flip(-1), (0, 1))
+        at_BX = at_BX.clamp(0, after_BGT.shape[2] - 1)
+        return after_BGT.gather(2, at_BX.unsqueeze(1).expand(-1, after_BGT.shape[1], -1)).exp()
+
+    def high(self, final_BLGFV: Tensor, levels: int) -> Tensor:
+        """Of whole chunks, from the ends of their segments on."""
+        level_L = torch.arange(final_BLGFV.shape[1], device=self.end_B.device) + self.bits
+        ends_BL = (self.end_B.unsqueeze(1) >> level_L) << level_L
+        fade_BLG = self._fade(ends_BL - self.start_B.unsqueeze(1)).transpose(1, 2)
+        below = min(self.bits, levels)
+        return F.pad(fade_BLG[..., None, None] * final_BLGFV, (0, 0, 0, 0, 0, 0, below, 0))
+
+    def low(self) -> Tensor:
+        """Of the chunk that the row ends in: (B, bits, G, F, V)."""
+        at_C = torch.arange(1 << self.bits, device=self.end_B.device)
+        first_B = self.end_B >> self.bits << self.bits
+        place_BC = first_B.unsqueeze(1) + at_C
+        token_BC = place_BC - self.start_B.unsqueeze(1)
+        level_BC = bit_length(at_C ^ (self.end_B - first_B).unsqueeze(1), self.bits) - 1
+        here_BC = (token_BC >= 0) & (place_BC < self.end_B.unsqueeze(1))
+        into_BlC = (level_BC.unsqueeze(1) == torch.arange(self.bits, device=at_C.device)[:, None]) & here_BC.unsqueeze(
+            1
+        )
+        index_BC = token_BC.clamp(0, self.v_BGTV.shape[2] - 1)
+        k_BGCF, v_BGCV = (x.float().take_along_dim(index_BC[:, None, :, None], 2) for x in (self.k_BGTF, self.v_BGTV))
+        k_BGCF = k_BGCF * self._fade(token_BC + 1).unsqueeze(-1)
+        return (into_BlC[:, :, None, :, None] * k_BGCF.unsqueeze(1)).mT @ v_BGCV.unsqueeze(1)
+
+
+@dataclass
+class _Brought:
+    """The buckets that rows bring along. What was carried in them is carried to the row's start already."""
+
+    buckets_BLGFV: Tensor
+    gates_BGT: Tensor
+    start_B: Tensor
+    end_B: Tensor
+
+    def read(self, q_BGJTF: Tensor, level_BTGJL: Tensor) -> Tensor:
+        """out_BGJTV: a token sees a bucket at the level where their positions part."""
+        count, length = self.buckets_BLGFV.shape[1], q_BGJTF.shape[3]
+        at_BT = self.start_B.unsqueeze(1) + torch.arange(length, device=self.start_B.device)
+        differs_BT1 = bit_length(at_BT ^ self.start_B.unsqueeze(1), 62).unsqueeze(2)
+        level_BTl = torch.maximum(differs_BT1, torch.arange(1, count + 1, device=at_BT.device))
+        level_BGJTL = level_BTGJL.float().movedim(1, 3)
+        index = level_BTl.clamp_max(level_BTGJL.shape[-1] - 1)[:, None, None]
+        weight_BGJTl = level_BGJTL.gather(-1, index.expand(*level_BGJTL.shape[:-1], count))
+        weight_BGJTl = weight_BGJTl * self.gates_BGT.cumsum(-1).exp()[:, :, None, :, None]
+        dtype = q_BGJTF.dtype
+        return sum(
+            weight_BGJTl[..., i, None] * (q_BGJTF @ self.buckets_BLGFV[:, i, :, None].to(dtype)).float()
+            for i in range(count)
+        )  # type: ignore[return-value]
+
+    def after(self, levels: int) -> Tensor:
+        """Where they are behind the last token, (B, levels, G, F, V)."""
+        count = self.buckets_BLGFV.shape[1]
+        differs_B1 = (bit_length(self.end_B ^ self.start_B, 62) - 1).unsqueeze(1)
+        into_Bl = torch.maximum(differs_B1, torch.arange(count, device=differs_B1.device))
+        into_BLl = into_Bl.unsqueeze(1) == torch.arange(levels, device=into_Bl.device)[:, None]
+        faded = self.buckets_BLGFV * self.gates_BGT.sum(-1).exp()[:, None, :, None, None]
+        return torch.einsum("bLl,blgfv->bLgfv", into_BLl.to(faded.dtype), faded)

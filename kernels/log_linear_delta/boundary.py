@@ -1,0 +1,98 @@
+"""Buckets smaller than a chunk, which rows bring along and leave behind: plain torch on one chunk of each row.
+
+What a row brings of its first chunk is read there, bucket by bucket, and passes through it; what it leaves of its last
+chunk are sums over that chunk alone (surgery/mixers/masks/log_linear_chunked.py, `_first_reads`, `_through_first` and `_low`).
+Gradients are torch's own.      C slots of the chunk, l buckets below it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.mixers.masks.chunking import to_end
+from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+from surgery.mixers.masks.log_linear_chunked import bit_length
+
+
+@dataclass
+class Edge:
+    """One chunk of each row. token_BC: the token in each slot, T where there is none."""
+
+    scores: Chunk
+    v_BGCV: Tensor
+    gates_BGC: Tensor
+    level_BGJCL: Tensor
+    token_BC: Tensor
+    slot_B: Tensor
+    bits: int
+
+    @classmethod
+    def of(
+        cls, tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, at_B: Tensor,
+        slot_B: Tensor, bits: int,
+    ) -> Edge:  # fmt: skip
+        """The chunk of absolute index `at`; slot: the row's first or last place there."""
+        at_BC = (at_B << bits).unsqueeze(1) + torch.arange(1 << bits, device=at_B.device) - start_B.unsqueeze(1)
+        length = tokens[2].shape[2]
+        token_BC = torch.where((at_BC >= 0) & (at_BC < count_B.unsqueeze(1)), at_BC, length)
+        q, k, v, beta, gates = (_taken(x, token_BC, -2 if x.dim() > 3 else -1) for x in tokens)
+        level_BCGJL = _taken(level_BTGJL, token_BC, 1)
+        return cls(chunk_scores(q, k, beta), v, gates, level_BCGJL.permute(0, 2, 3, 1, 4), token_BC, slot_B, bits)
+
+    @property
+    def fade_BGC(self) -> Tensor:
+        return self.gates_BGC.cumsum(-1).exp()
+
+    def meeting(self, low: int) -> Tensor:
+        """The level at which a slot sees bucket l of the state at the row's start: (B, C, l)."""
+        at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
+        differs_BC1 = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits).unsqueeze(2)
+        return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=self.slot_B.device))
+
+    def reads(self, low_BlGFV: Tensor, length: int) -> Tensor:
+        """What the tokens see of the buckets, (B, G, J, T, V) with zeros behind the chunk."""
+        index_BCl = self.meeting(low_BlGFV.shape[1]).clamp_max(self.level_BGJCL.shape[-1] - 1)
+        shape = (*self.level_BGJCL.shape[:-1], index_BCl.shape[-1])
+        lambda_BGJCl = self.level_BGJCL.gather(-1, index_BCl[:, None, None].expand(shape))
+        seen_BlGJCV = self.scores.read_xJCF.unsqueeze(1) @ low_BlGFV.unsqueeze(3)
+        weight_BGJCl = lambda_BGJCl * self.fade_BGC[:, :, None, :, None]
+        seen_BGJCV = torch.einsum("bgjcl,blgjcv->bgjcv", weight_BGJCl, seen_BlGJCV)
+        every = seen_BGJCV.new_zeros(*seen_BGJCV.shape[:3], length + 1, seen_BGJCV.shape[-1])
+        index = self.token_BC[:, None, None, :, None].expand_as(seen_BGJCV)
+        return every.scatter_add(3, index, seen_BGJCV)[..., :length, :]
+
+    def through(self, low_BlGFV: Tensor) -> Tensor:
+        """The buckets at the chunk's end."""
+        carry = self.scores.carry()
+        passed = low_BlGFV if carry is None else carry.unsqueeze(1) @ low_BlGFV
+        return self.fade_BGC[:, None, :, -1, None, None] * passed
+
+    def low(self) -> Tensor:
+        """Buckets of the chunk's own tokens as a query at `slot` would find them, (B, bits, G, F, V)."""
+        at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
+        bit_BC = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits) - 1
+        into_BcC = bit_BC.unsqueeze(1) == torch.arange(self.bits, device=self.slot_B.device).unsqueeze(1)
+        write_BGCF = self.scores.write_xCF * to_end(self.gates_BGC).exp().unsqueeze(-1)
+        return (into_BcC[:, :, None, :, None] * write_BGCF.unsqueeze(1)).mT @ self.v_BGCV.unsqueeze(1)
+
+
+def _taken(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
+    """Of each row the tokens of that index along `dim`, zeros where it is T; in float32 or wider."""
+    x = x.movedim(dim, 1)
+    x, here = x.expand(len(token_BC), *x.shape[1:]), token_BC < x.shape[1]
+    row_B1 = torch.arange(len(token_BC), device=x.device).unsqueeze(1)
+    taken = x[row_B1, token_BC.clamp_max(x.shape[1] - 1)].to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(here.view(*here.shape, *[1] * (x.dim() - 2)), taken, 0).movedim(1, dim)
+
+
+def falls(first: Edge, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
+    """Which buckets those of the first chunk are in after the last token, (B, bits, G, F, V): none where the row goes
+    on beyond it. low: at the chunk's end."""
+    slot_B = end_B % (1 << first.bits)
+    level_Bl = first.meeting(low_BlGFV.shape[1]).take_along_dim(slot_B[:, None, None], 1).squeeze(1)
+    which_c1 = torch.arange(first.bits, device=end_B.device).unsqueeze(1)
+    into_Bcl = (level_Bl.unsqueeze(1) - 1 == which_c1) & (end_B >> first.bits == at_B)[:, None, None]
+    return torch.einsum("bcl,blgfv->bcgfv", into_Bcl.to(low_BlGFV.dtype), low_BlGFV)

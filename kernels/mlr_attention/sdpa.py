@@ -1,0 +1,77 @@
+"""Softmax attention whose terms all reach everywhere, as for prompts within the window or the least extent: one product.
+
+    S = sum_l q_l k_l = [q_1 .. q_L] [k_1 .. k_L]
+
+That is torch's fused attention, taken where it was measured to be faster than MLR attention's kernels. What near scores
+are raised by is the same for all keys then, so the softmax does not see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.mlr_attention import joined, key
+from surgery.kernels.tuning import Asked, Reading, fastest, learning, sizes
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.common.kv_layout import Frame
+from surgery.mixers.common.softmax import Term, attend, library
+
+HALF = (torch.bfloat16, torch.float16)
+DIMS = 128  # of keys and of values, at most and alike: else torch may have no fused form
+
+
+def accepts(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+) -> bool:
+    dims = sum(term.q_BGJTR.shape[-1] for term in terms)
+    return (
+        mask is None
+        and p == 0.0
+        and shape.causal
+        and shape.softcap is None
+        and frame.queries == frame.slots
+        and not frame.holes
+        and all(reaches(term, frame) for term in terms)
+        and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
+        and all(term.scale_BGJS is None for term in terms)
+        and (shape.window is None or shape.window >= frame.slots)
+        and dims == v_BGSV.shape[-1] <= DIMS
+        and dims % 8 == 0
+        and all(x.dtype == v_BGSV.dtype for term in terms for x in (term.q_BGJTR, term.k_BGSR))
+        and v_BGSV.dtype in HALF
+    )
+
+
+def reaches(term: Term, frame: Frame) -> bool:
+    """Whether every pair is near. A bias that learns is to get a gradient, of zeros: the kernels give it one."""
+    far = term.extent is None or (term.form == "sliding" and term.extent >= frame.slots)
+    learns = term.bias_GJ is not None and term.bias_GJ.requires_grad and torch.is_grad_enabled()
+    return far and term.k_BGSR.shape[2] == frame.slots and not learns
+
+
+def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Asked:
+    """As a score of one level beside the library's."""
+    q = terms[0].q_BGJTR
+    at = sizes(lanes=len(v_BGSV) * q.shape[1] * q.shape[2], tokens=frame.queries, levels=1)
+    parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
+    return Asked(learning(v_BGSV, *parts), at, v_BGSV, ("kernel", "original"))
+
+
+@kernel_for(attend, accepts=accepts, wins=fastest("mlr", Reading(asked, key), "original"), way="original")
+def library_attend(
+    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """out_BHTV."""
+    q_BHTK = beside(tuple(term.q_BGJTR.flatten(1, 2) for term in terms))
+    k_BGSK = beside(tuple(term.k_BGSR for term in terms))
+    return library(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
+
+
+def beside(parts: tuple[Tensor, ...]) -> Tensor:
+    """A view of neighbours would hide the parts from autograd."""
+    learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    return torch.cat(parts, -1) if learns and len(parts) > 1 else joined(parts)

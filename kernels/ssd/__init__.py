@@ -1,0 +1,130 @@
+"""Masks of gates with kernel scores: SSD, RetNet, linear attention (Dao and Gu 2024, "Transformers are SSMs", sec. 6).
+
+Forward: a walk over the chunks that leaves the state before each (kernels/ssd/states.py), then all chunks at once (kernels/ssd/output.py).
+Backward: the states again, the walk back with their gradients, then all chunks at once (kernels/ssd/backward.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.custom_op import Opaque
+from surgery.kernels.ssd.layout import (
+    Lay,
+    Tokens,
+    accepted,
+    chunk_of,
+    gate_sums,
+    in_parts,
+    made_out,
+    made_states,
+    of_shared,
+    reads,
+    reads_grad,
+    ready,
+    writes_grad,
+)
+from surgery.kernels.ssd.states import passed_back, passed_on
+from surgery.kernels.tuning import fastest, of_tokens
+from surgery.mixers.masks.semiseparable import semiseparable
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
+    of = Tokens.of(q, k, v, gate_sums(lay, gates))
+    slots, last = passed_on(lay, of, first)
+    return reads(lay, of, slots, slots), last
+
+
+def backward(
+    d_out: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay
+) -> tuple[Tensor | None, ...]:
+    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates)), ready(d_out)
+    slots, _ = passed_on(lay, of, first)
+    d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
+    d_q = of_shared(d_q, q)
+    d_slots, d_first = passed_back(lay, of, d_out, d_last.contiguous())
+    d_k, d_v, d_gates, _ = writes_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
+    return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first
+
+
+class SSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.lay = args
+        ctx.save_for_backward(*tensors)
+        return forward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(*grads, *ctx.saved_tensors, ctx.lay), None
+
+
+def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
+    return made_out(q, v), made_states(k, v, len(start))
+
+
+COMPILED = Opaque(
+    "ssd",
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {Lay.SCHEMA}",
+    lambda q, k, v, gates, first, *lay: forward(q, k, v, gates, first, Lay.again(v, *lay)),
+    lambda d_out, d_last, q, k, v, gates, first, *lay: (
+        *backward(d_out, d_last, q, k, v, gates, first, Lay.again(v, *lay)),
+        *[None] * len(lay),
+    ),
+    _made,
+)
+
+
+def ssd(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    gates_BGT: Tensor,
+    first_SGFV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """(out_BGJTV in v's dtype, the state behind each sequence's last token, float32). q and k may have 1 in place of G:
+    shared by all heads. cu_seqlens: sequences packed into one row, B = 1; S counts them, else S = B."""
+    batch, groups, length, _ = v_BGTV.shape
+    gates_BGT = gates_BGT.float().expand(batch, groups, length)
+    if cu_seqlens is None:
+        start_B = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
+        lay = Lay.rows(start_B, length, chunk_of(chunk), aligned=True)
+    else:
+        lay = Lay.packed(cu_seqlens, length, chunk_of(chunk))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
+        first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
+        given = ready(q), ready(k), ready(v), gates_BGT, first
+        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else SSD.apply(*given, lay)
+
+    return in_parts(run, q_BGJTF, k_BGTF, v_BGTV)
+
+
+def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: Any, first: Any, chunk: int) -> bool:
+    return beta is None and gates.shape[1] == 1 and accepted(q, k, v, chunk)
+
+
+@kernel_for(semiseparable, accepts=_accepts, wins=fastest("gates", of_tokens))
+def semiseparable_ssd(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    first_BRGFV: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """One component. What it weighs multiplies all that is read."""
+    first = None if first_BRGFV is None else first_BRGFV.squeeze(1)
+    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, None, chunk)
+    if weight_RGJ is not None:
+        out_BGJTV = out_BGJTV * weight_RGJ[0, :, :, None, None].to(out_BGJTV.dtype)
+    return out_BGJTV, last.unsqueeze(1)

@@ -1,0 +1,176 @@
+"""One token through a linear mixer in two launches: what it reads off the hidden states, then its states (kernels/ssd/recurrent.py).
+
+    gate = -exp(A) softplus(W x + b)      beta = sigmoid(W x + b)      lambda = softplus(W x + b), of the levels in use
+
+For plain q, k, v (no feature map, convolution, window, norm or output gate) and masks of gates, log-linear or not. What a
+decoding step costs is launches: torch takes some forty for the same.      N rows of W, B rows of the batch, D width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.ssd.recurrent import Token
+from surgery.kernels.tuning import of_mask_step
+from surgery.mixers.base import Inputs, State
+from surgery.mixers.features.simple import IdentityMap
+from surgery.mixers.linear import LinearMixer, one_token
+from surgery.mixers.masks.decay import DecayMask
+from surgery.mixers.masks.gates import GatesMask
+from surgery.mixers.masks.log_linear import HierarchicalMask
+from surgery.mixers.masks.ones import OnesMask
+
+ROWS, WIDE = 8, 512  # rows of W in a program, and how many of their numbers at once, for each row of the batch
+MOST_FEATURES, MOST_HEADS = 256, 16  # of a state, of a group: a program of the step holds them
+GATES = {OnesMask: 0, DecayMask: 1, GatesMask: 2}
+
+
+@triton.jit
+def rows_of(
+    x, weight, bias, n_N, ok_N, b_B, ok_B, x_b, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, B: tl.constexpr
+):
+    """(W x + b)_NB of some rows of W, in float32."""
+    sum_NBD = tl.zeros([N, B, BD], tl.float32)
+    for first in range(0, D, BD):
+        d_D = first + tl.arange(0, BD)
+        at_ND = weight + n_N[:, None] * D + d_D[None, :]
+        w_ND = tl.load(at_ND, mask=ok_N[:, None] & (d_D < D)[None, :], other=0.0).to(tl.float32)
+        x_BD = tl.load(x + b_B[:, None] * x_b + d_D[None, :], mask=ok_B[:, None] & (d_D < D)[None, :], other=0.0)
+        sum_NBD += w_ND[:, None, :] * x_BD.to(tl.float32)[None, :, :]
+    return tl.sum(sum_NBD, 2) + tl.load(bias + n_N, mask=ok_N, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), small ones too: log1p(y) = y log(u) / (u - 1) of the rounded u = 1 + y (Kahan)."""
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, y * tl.log(u) / tl.where(u == 1.0, 1.0, u - 1.0))
+
+
+@triton.jit(do_not_specialize=["batch", "used"])
+def signals(
+    x, rate, rate_bias, scale, beta, beta_bias, level, level_bias, gates_BG, betas_BG, levels_BHL, batch, used, x_b,
+    D: tl.constexpr, G: tl.constexpr, H: tl.constexpr, L: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    LEVELS: tl.constexpr, N: tl.constexpr, B: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """GATE: 0 none, 1 exp(scale) alone (decay), 2 as above. used: how many lambdas are asked for."""
+    program = tl.program_id(1)
+    b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
+    ok_B = b_B < batch
+    n_N = program * N + tl.arange(0, N)
+    groups: tl.constexpr = (G + N - 1) // N
+    if program < groups:
+        ok_N = n_N < G
+        to_NB, put_NB = b_B[None, :] * G + n_N[:, None], ok_N[:, None] & ok_B[None, :]
+        gate_NB = tl.zeros([N, B], tl.float32)
+        if GATE > 0:
+            gate_NB -= tl.exp(tl.load(scale + n_N, mask=ok_N, other=0.0).to(tl.float32))[:, None]
+        if GATE == 2:
+            gate_NB *= softplus(rows_of(x, rate, rate_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+        tl.store(gates_BG + to_NB, gate_NB, mask=put_NB)
+        if DELTA:
+            beta_NB = tl.sigmoid(rows_of(x, beta, beta_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+            tl.store(betas_BG + to_NB, beta_NB, mask=put_NB)
+    elif LEVELS:
+        blocks = (used + N - 1) // N
+        head, first = (program - groups) // blocks, (program - groups) % blocks * N
+        l_N = first + tl.arange(0, N)
+        ok_N = l_N < used
+        level_NB = softplus(rows_of(x, level, level_bias, head * L + l_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+        to_NB = (b_B[None, :] * H + head) * L + l_N[:, None]
+        tl.store(levels_BHL + to_NB, level_NB, mask=ok_N[:, None] & ok_B[None, :])
+
+
+def read_off(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-gates_BG, beta_BG, level_BGJL of which the first `used` are filled, None without levels), float32."""
+    batch, dim = x_BD.shape
+    mask, groups, heads = mixer.mask, mixer.shape.groups, mixer.shape.heads
+    tree = isinstance(mask, HierarchicalMask)
+    inner = mask.gates if tree else mask
+    lambdas = mask.config.levels if tree else 0
+    held = torch.empty(batch * (2 * groups + heads * lambdas), dtype=torch.float32, device=x_BD.device)
+    gates, betas, levels = held.split([batch * groups, batch * groups, batch * heads * lambdas])
+    rate = inner.rate if isinstance(inner, GatesMask) else None
+    scale = inner.log_scale_G if rate is not None else getattr(inner, "log_decay_G", held)
+    pairs = [
+        (x_BD, x_BD) if y is None else (y.weight, y.bias) for y in (rate, mixer.beta_proj, mask.level if tree else None)
+    ]
+    rows = min(8, triton.next_power_of_2(batch))
+    programs = triton.cdiv(groups, ROWS) + (heads * triton.cdiv(used, ROWS) if tree else 0)
+    signals[(triton.cdiv(batch, rows), programs)](
+        x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
+        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree, N=ROWS, B=rows,
+        BD=max(16, min(WIDE // rows, triton.next_power_of_2(dim))), num_warps=4,
+    )  # fmt: skip
+    level_BGJL = levels.view(batch, groups, -1, lambdas) if tree else None
+    return gates.view(batch, groups), betas.view(batch, groups), level_BGJL
+
+
+def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> bool:
+    """No gradients: of a state that lives on through steps nobody asks them."""
+    inner = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
+    beside = (mixer.delay, mixer.convolution, mixer.norm, mixer.gate)
+    given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
+    return (
+        q_BHTK.shape[2] == 1
+        and type(inner) in GATES
+        and type(mixer.feature_map) is IdentityMap
+        and not any(part is not None for part in beside)
+        and not mixer.config.normalise
+        and mixer.shape.causal
+        and state.most is not None
+        and mixer.shape.key <= MOST_FEATURES
+        and mixer.shape.heads <= MOST_HEADS * mixer.shape.groups
+        and all(x.dtype != torch.float64 and x.stride(-1) == 1 for x in given)
+        and all(t.is_contiguous() and t.dtype == torch.float32 for t in state.tensors.values())
+        and not torch.is_grad_enabled()
+    )
+
+
+STEPS = {False: of_mask_step("gates"), True: of_mask_step("hierarchical")}
+
+
+def wins(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> bool:
+    tree = isinstance(mixer.mask, HierarchicalMask)
+    return STEPS[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
+
+
+@kernel_for(one_token, accepts=accepts, wins=wins)
+def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+    ((name, states),) = state.tensors.items()
+    shape, most = mixer.shape, (state.most or 0) + 1
+    after = states.shape[1]
+    if isinstance(mixer.mask, HierarchicalMask):
+        after = max(after, most.bit_length())
+    gate_BG, beta_BG, level_BGJL = read_off(mixer, inputs.x_BTD[:, 0], used(mixer, states))
+    weight_H = mixer.linear_weight_H
+    token = Token(
+        q_BHTK[:, :, 0].unflatten(1, (shape.groups, -1)),
+        inputs.k_BGTK[:, :, 0],
+        inputs.v_BGTV[:, :, 0],
+        beta_BG if mixer.beta_proj is not None else None,
+        gate_BG,
+        level_BGJL,
+        state.seen_B,
+        None if inputs.valid_BT is None else inputs.valid_BT[:, 0],
+        None if weight_H is None else weight_H.view(shape.groups, -1),
+        shape.scaling**0.5,
+        mixer.beta_proj is not None,
+    )
+    out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
+    seen_B = torch.empty_like(state.seen_B)
+    left = token.stepped(states, after, out_BHTV, seen_B)
+    return out_BHTV, State(seen_B, {name: left}, most)
+
+
+def used(mixer: LinearMixer, states: Tensor) -> int:
+    """Lambdas: of the token itself, and of every bucket there is."""
+    mask: Any = mixer.mask
+    return min(states.shape[1] + 1, mask.config.levels) if isinstance(mask, HierarchicalMask) else 0

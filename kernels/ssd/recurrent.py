@@ -1,0 +1,198 @@
+"""One token of masks of gates and of log-linear attention: states read once and written once.
+
+S <- e^g (I - beta k k^T) S + beta k v^T      o = w q S         beta = 1 and no carry for kernel scores
+log-linear: every bucket so, o = w sum_l lambda^(l) q S_l; those below the lowest zero bit of the position then fall
+into that bit's, with the token.      w: a weight for each head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgery.core.dispatch import kernel_for
+from surgery.kernels.ssd.layout import power_of_two
+from surgery.kernels.tuning import of_mask_step
+from surgery.mixers.masks.log_linear import levels_after, log_linear_step
+from surgery.mixers.masks.semiseparable import semiseparable_step
+
+
+@triton.jit(do_not_specialize=["before", "after"])
+def step(
+    q, k, v, beta, gate, level, buckets, out, left, start_B, count_B, weight, seen_B, root, before, after, G,
+    sqb, sqg, sqj, skb, skg, svb, svg, sbb, sbg, sgb, sgg, slb, slg, slj, sll, sub, sul, sug, scb, swg, swj,
+    F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LAST: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
+    COUNT: tl.constexpr, WEIGHT: tl.constexpr, SEEN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """buckets: `before` of them, left (B, after, G, F, V). LAST: the last level that has a lambda of its own; -1: one
+    state, no levels. root: a factor on q and k; UNIT: they are made unit vectors then. COUNT: a row may have no token,
+    and stays as it is then. SEEN: seen becomes start + count."""
+    b = (tl.program_id(0) // G).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
+    kk_K = tl.arange(0, BK)
+    vv_V = tl.program_id(1) * BV + tl.arange(0, BV)
+    tile_KV = kk_K[:, None] * V + vv_V[None, :]
+    inside_KV = (kk_K < F)[:, None] & (vv_V < V)[None, :]
+    count = tl.load(count_B + b * scb).to(tl.int64) if COUNT else 1
+    there = count > 0
+    k_K = root * tl.load(k + b * skb + g * skg + kk_K, mask=(kk_K < F) & there, other=0.0).to(tl.float32)
+    v_V = tl.load(v + b * svb + g * svg + vv_V, mask=(vv_V < V) & there, other=0.0).to(tl.float32)
+    fade = tl.where(there, tl.exp(tl.load(gate + b * sgb + g * sgg).to(tl.float32)), 1.0)
+    if UNIT:
+        k_K *= 1 / tl.sqrt(tl.sum(k_K * k_K, 0) + 1e-6)
+    write_K = k_K
+    if DELTA:
+        write_K = k_K * tl.load(beta + b * sbb + g * sbg).to(tl.float32)
+    token_KV = write_K[:, None] * v_V[None, :]
+    j_J = tl.arange(0, BJ)
+    out_JV = tl.zeros([BJ, BV], tl.float32)
+    if LAST >= 0:
+        at = tl.load(start_B + b)
+        turned = at ^ (at + count)  # ones up to the lowest zero bit of the position; 0: no token
+        into = -1
+        while (turned >> (into + 1)) > 0:
+            into += 1
+    total_KV = token_KV
+    for i in range(-1 if LAST >= 0 else 0, before):
+        s_KV = token_KV
+        if i >= 0:
+            from_KV = buckets + b * sub + (b * 0 + i) * sul + g * sug + tile_KV
+            s_KV = tl.load(from_KV, mask=inside_KV, other=0.0).to(tl.float32)
+            if DELTA:
+                s_KV -= write_K[:, None] * tl.sum(k_K[:, None] * s_KV, 0)[None, :]
+            s_KV *= fade
+            if LAST < 0:
+                s_KV += token_KV
+        for j in tl.static_range(J):
+            q_K = tl.load(q + b * sqb + g * sqg + (b * 0 + j) * sqj + kk_K, mask=kk_K < F, other=0.0).to(tl.float32)
+            seen_V = tl.sum(q_K[:, None] * s_KV, 0)
+            if LAST >= 0:
+                of_level = tl.load(
+                    level + b * slb + g * slg + (b * 0 + j) * slj + (b * 0 + tl.minimum(i + 1, LAST)) * sll
+                )
+                seen_V *= of_level.to(tl.float32)
+            out_JV += tl.where((j_J == j)[:, None], seen_V[None, :], 0.0)
+        if i >= 0:
+            to_KV = left + ((b * after + i) * G + g) * F * V + tile_KV
+            if LAST >= 0:
+                total_KV += tl.where(i < into, s_KV, 0.0)
+                s_KV = tl.where(i < into, 0.0, tl.where(i == into, total_KV, s_KV))
+            tl.store(to_KV, s_KV, mask=inside_KV)
+    if LAST >= 0:
+        for i in range(before, after):
+            to_KV = left + ((b * after + i) * G + g) * F * V + tile_KV
+            tl.store(to_KV, tl.where(i == into, total_KV, 0.0), mask=inside_KV)
+    scale_J = tl.full([BJ], 1.0, tl.float32) * root
+    if UNIT:
+        at_JK = q + b * sqb + g * sqg + (b * 0 + j_J)[:, None] * sqj + kk_K[None, :]
+        q_JK = root * tl.load(at_JK, mask=(j_J < J)[:, None] & (kk_K < F)[None, :], other=0.0).to(tl.float32)
+        scale_J *= 1 / tl.sqrt(tl.sum(q_JK * q_JK, 1) + 1e-6)
+    if WEIGHT:
+        scale_J *= tl.load(weight + g * swg + j_J * swj, mask=j_J < J, other=0.0).to(tl.float32)
+    to_JV = out + ((b * G + g) * J + j_J[:, None]) * V + vv_V[None, :]
+    out_JV = (out_JV * scale_J[:, None]).to(out.dtype.element_ty)
+    tl.store(to_JV, out_JV, mask=(j_J < J)[:, None] & (vv_V < V)[None, :])
+    if SEEN:
+        tl.store(seen_B + b, tl.load(start_B + b) + count, mask=(g == 0) & (tl.program_id(1) == 0))
+
+
+@dataclass
+class Token:
+    """What a step takes besides the states, (B, G, ..) each. level: of a log-linear mask; start_B: its position there,
+    count_B: 0 where there is no token; weight_GJ: of the output; root, unit: see `step`."""
+
+    q_BGJF: Tensor
+    k_BGF: Tensor
+    v_BGV: Tensor
+    beta_BG: Tensor | None
+    gate_BG: Tensor
+    level_BGJL: Tensor | None = None
+    start_B: Tensor | None = None
+    count_B: Tensor | None = None
+    weight_GJ: Tensor | None = None
+    root: float = 1.0
+    unit: bool = False
+
+    def stepped(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
+        """The states after it, `after` of them in float32; fills `out`, and `seen` with start + count."""
+        q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
+        (batch, groups, per_group, features), values = q.shape, v.shape[-1]
+        left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
+        beta, weight, start, count, seen = (
+            gate if x is None else x for x in (self.beta_BG, self.weight_GJ, self.start_B, self.count_B, seen_B)
+        )
+        strides = (0, 0, 0, 0) if level is None else level.stride()
+        block = min(power_of_two(values), 32)
+        step[(batch * groups, triton.cdiv(values, block))](
+            q, k, v, beta, gate, gate if level is None else level, buckets, out_BGJV, left, start, count, weight, seen,
+            self.root, buckets.shape[1], after, groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
+            *beta.stride()[:2], *gate.stride(), *strides, *buckets.stride()[:3], count.stride(0), *weight.stride()[-2:],
+            F=features, V=values, J=per_group, LAST=-1 if level is None else level.shape[-1] - 1,
+            DELTA=self.beta_BG is not None, UNIT=self.unit, COUNT=self.count_B is not None,
+            WEIGHT=self.weight_GJ is not None, SEEN=seen_B is not None, BK=power_of_two(features), BV=block,
+            BJ=triton.next_power_of_2(per_group), num_warps=4,
+        )  # fmt: skip
+        return left
+
+    def read(self, buckets: Tensor, after: int) -> tuple[Tensor, Tensor]:
+        """(out_BGJV, the states after it), float32."""
+        batch, groups, per_group, _ = self.q_BGJF.shape
+        out = torch.empty(batch, groups, per_group, self.v_BGV.shape[-1], dtype=torch.float32, device=self.v_BGV.device)
+        return out, self.stepped(buckets, after, out)
+
+
+def _accepts(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """No gradients: of a state that lives on through steps nobody asks them."""
+    tensors = [x for x in (q, k, v, *others) if isinstance(x, Tensor)]
+    states = tensors[-1]
+    return (
+        not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and all(x.dtype != torch.float64 for x in tensors)
+        and all(x.stride(-1) == 1 for x in (q, k, v, states))
+        and states.stride(-2) == v.shape[-1]
+        and k.shape[-1] <= 256
+        and q.shape[2] <= 16
+    )
+
+
+def _one_component(*args: Any) -> bool:
+    return args[6].shape[1] == 1 and _accepts(*args)
+
+
+@kernel_for(semiseparable_step, accepts=_one_component, wins=of_mask_step("gates"))
+def semiseparable_step_triton(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gates_BRG: Tensor,
+    weight_RGJ: Tensor | None,
+    sum_BRGFV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    gate_BG = gates_BRG[:, 0].expand(k_BGF.shape[:2])
+    out, after = Token(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG).read(sum_BRGFV, 1)
+    return (out if weight_RGJ is None else weight_RGJ[0, :, :, None] * out), after
+
+
+@kernel_for(log_linear_step, accepts=_accepts, wins=of_mask_step("hierarchical"))
+def log_linear_step_triton(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    after = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    gate_BG = gate_BG.expand(k_BGF.shape[:2])
+    token = Token(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)
+    return token.read(buckets_BLGFV, after)

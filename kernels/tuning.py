@@ -1,0 +1,218 @@
+"""Which way was measured to be fastest: rows of kernels/tuning.json, one for each op, pass and size.
+
+    choice("btt", "forward", sizes(tokens=512, inputs=4096, outputs=4096, rank=4), HOPPER)  ->  "kernel"
+
+A row has the ms of the kernel, of the reference that it stands in for, of the matrix multiplied out (BTT: "dense"), and of
+the original that all of them replace (a dense linear, SDPA: another function, the choice only where it comes to the same,
+kernels/mlr_attention/sdpa.py). `surgery bench` measures the rows and surgery.eval.speed.update_tables writes them.
+
+Between and beyond measured sizes a way's log time beside the kernel's is the rows' mean, weighted by distance^-4 in log
+sizes (Shepard 1968): a measured size speaks for itself. GPUs speak for those of their generation (compute capability),
+bfloat16 for float16. What is more than eightfold away from every row, or of a GPU or dtype not measured, is left to
+the kernel's own rule.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+TABLE = Path(__file__).with_name("tuning.json")
+Way = Literal["kernel", "reference", "dense", "original"]
+Pass = Literal["forward", "backward", "step", "captured", "captured step"]
+WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
+FAR = math.log(8.0)
+MANY = 4096  # calls remembered
+EAGER: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
+Sizes = tuple[tuple[str, int], ...]
+
+
+class Place(NamedTuple):
+    """What a table holds for."""
+
+    capability: tuple[int, ...]
+    dtype: str
+
+
+class Asked(NamedTuple):
+    """A call as the table knows it. x: a tensor of it, for its device and dtype; ways: those that can take it."""
+
+    pass_: Pass
+    sizes: Sizes
+    x: Tensor
+    ways: tuple[Way, ...] = WAYS
+
+
+@cache
+def tables() -> list[dict[str, Any]]:
+    """[{"device": .., "capability": [9, 0], "dtype": .., "date": .., "versions": .., "rows": [{"op", "pass", "sizes":
+    {name: number}, "kernel": ms, "reference": ms, "dense": ms, "original": ms}]}]. ms: the GPU's or, where that is more, what
+    the CPU takes to launch. Passes: forward, backward (with its forward), step (of decoding); captured, captured step: in a
+    CUDA graph, where launches cost nothing."""
+    try:
+        found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
+        return [{**table, "rows": [row for row in table["rows"] if _whole(row)]} for table in found if _named(table)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # no model ends at a table of times: kernels go by rules of their own
+
+
+def _named(table: dict[str, Any]) -> bool:
+    texts = all(isinstance(table[name], str) for name in ("device", "dtype"))
+    return texts and all(isinstance(table[name], list) for name in ("capability", "rows"))
+
+
+def _whole(row: dict[str, Any]) -> bool:
+    counts = row["sizes"].values() if isinstance(row["sizes"], dict) else (None,)
+    times = [row[way] for way in (*WAYS, "original") if row.get(way) is not None]
+    named = isinstance(row["op"], str) and isinstance(row["pass"], str)
+    return named and all(type(n) is int and n < 2**62 for n in counts) and all(_is_time(ms) for ms in times)
+
+
+def _is_time(ms: Any) -> bool:
+    return type(ms) in (int, float) and 0 < ms < 1e12
+
+
+@lru_cache(maxsize=4096)
+def choice(op: str, pass_: Pass, at: Sizes, place: Place, ways: tuple[Way, ...] = WAYS) -> Way | None:
+    """None: nothing near was measured."""
+    near = weighed(op, pass_, at, place)
+    scores = {way: beside_kernel(near, way) for way in ways}
+    known = [(score, way) for way, score in scores.items() if score is not None]
+    return min(known)[1] if len(known) > 1 else None
+
+
+def weighed(op: str, pass_: str, at: Sizes, place: Place) -> list[tuple[float, dict[str, Any]]]:
+    """(weight, row), none where all are far."""
+    rows = [row for row in rows_of(place) if (row["op"], row["pass"]) == (op, pass_)]
+    apart = [distance(row["sizes"], dict(at)) for row in rows]
+    if not rows or min(apart) > FAR:
+        return []
+    return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)]
+
+
+def beside_kernel(near: list[tuple[float, dict[str, Any]]], way: Way) -> float | None:
+    """Mean log of the way's time over the kernel's; None where what is nearest does not have it."""
+    both = [(w, math.log(row[way] / row["kernel"])) for w, row in near if row.get(way) and row.get("kernel")]
+    weight = sum(w for w, _ in both)
+    return sum(w * score for w, score in both) / weight if weight > 0.5 * sum(w for w, _ in near) else None
+
+
+@cache
+def rows_of(place: Place) -> list[dict[str, Any]]:
+    dtype = "bfloat16" if place.dtype == "float16" else place.dtype
+    found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
+    return [row for table in found for row in table["rows"]]
+
+
+def distance(one: dict[str, int], other: dict[str, int]) -> float:
+    """Root of the summed squares of log ratios: 0.7 is a factor of two in one size. Sizes that only one of the two has do
+    not count."""
+    return math.hypot(*(math.log(max(n, 1) / max(other[name], 1)) for name, n in one.items() if name in other))
+
+
+# -- asking for a call -------------------------------------------------------------------------------------
+class Reading(NamedTuple):
+    """How calls of an op are read. asked: as the table knows them; key: two calls of the same key ask the same, found in a
+    few microseconds."""
+
+    asked: Callable[..., Asked]
+    key: Callable[..., Hashable]
+
+
+def fastest(
+    op: str,
+    reading: Reading,
+    way: Way = "kernel",
+    otherwise: Callable[..., bool] = lambda *_, **__: True,
+) -> Callable[..., bool]:
+    """`wins` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
+    are no numbers, so there the latter decides as well."""
+    known: dict[Hashable, bool] = {}
+
+    def wins(*args: Any, **kwargs: Any) -> bool:
+        if torch.compiler.is_compiling():
+            return otherwise(*args, **kwargs)
+        key = reading.key(*args, **kwargs)
+        verdict = known.get(key)
+        if verdict is None:
+            if len(known) >= MANY:
+                known.clear()
+            found = chosen(op, reading.asked(*args, **kwargs))
+            verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == way
+        return verdict
+
+    return wins
+
+
+def chosen(op: str, asked: Asked) -> Way | None:
+    device, dtype = asked.x.device, asked.x.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    where = place(device, dtype)
+    found = choice(op, asked.pass_, asked.sizes, where, asked.ways)
+    if found is None and asked.pass_ in EAGER:
+        return choice(op, EAGER[asked.pass_], asked.sizes, where, asked.ways)
+    return found
+
+
+def sizes(**named: int) -> Sizes:
+    return tuple(named.items())
+
+
+@cache
+def place(device: torch.device, dtype: torch.dtype) -> Place:
+    capability: tuple[int, ...] = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    return Place(capability, str(dtype).removeprefix("torch."))
+
+
+def learning(*tensors: Tensor) -> Pass:
+    """backward where gradients are asked for."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "backward"
+    return "captured" if capturing(tensors[0]) else "forward"
+
+
+def stepping(x: Tensor) -> Pass:
+    return "captured step" if capturing(x) else "step"
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def three(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
+    """The key of calls whose first three arguments are tensors that say all."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or z.requires_grad)
+    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, capturing(x), torch.is_autocast_enabled()
+
+
+def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
+    batch, groups, tokens = v_BGTV.shape[:3]
+    at = sizes(lanes=batch * groups * q_BGJTF.shape[2], tokens=tokens)
+    return Asked(learning(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
+
+
+def _step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
+    return Asked(stepping(v_BGV), sizes(lanes=q_BGJF.numel() // q_BGJF.shape[-1]), v_BGV)
+
+
+of_tokens = Reading(_tokens, three)  # masks over T tokens; lanes: heads of all rows
+of_step = Reading(_step, three)  # masks, one token more
+
+
+def of_mask_step(mask: str) -> Callable[..., bool]:
+    """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
+    plain, delta = fastest(mask, of_step), fastest(f"{mask} delta", of_step)
+
+    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:
+        return (plain if beta is None else delta)(q, k, v)
+
+    return wins

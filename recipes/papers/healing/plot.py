@@ -1,0 +1,92 @@
+"""The curves of several healings in one figure, a panel for each conversion, a line for each start and seed, or for each
+length of training (--by tokens).
+
+python -m surgery.recipes.papers.healing.plot FIGURE.png ROWS.json ..          as healing.py --json wrote them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
+HIGHEST = 10  # times the original: what begins above would hide how the ends differ
+LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
+
+
+def curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Recipe -> its rows that have a curve, in the order of the files."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in paths:
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            if row.get("curve"):
+                found.setdefault(row["recipe"], []).append(row)
+    return found
+
+
+def original(paths: list[Path]) -> float | None:
+    """Its loss in the curves' own protocol: nats per token of the validation rows."""
+    rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
+    losses = [row["validation"]["original"]["loss"] for row in rows if (row.get("validation") or {}).get("original")]
+    return float(losses[0]) if losses else None
+
+
+def styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
+    """(label, colour) of each line; a label once."""
+    if by == "start":
+        named = [(LABELS[row["start"]], COLOURS[row["start"]]) for row in rows]
+    else:
+        told = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
+        colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(told))}
+        named = [(label, colours[label]) for label in told]
+    before = [[label for label, _ in named[:i]] for i in range(len(named))]
+    return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
+
+
+def panel(axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None) -> None:
+    for row, (label, colour) in zip(rows, styles(rows, by)):
+        tokens, losses = zip(*row["curve"])
+        seen = [math.exp(min(loss, 20.0)) for loss in losses]
+        axes.plot([t / 1e6 for t in tokens], seen, color=colour, marker=".", label=label)
+    axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
+    if base is not None:
+        axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
+        axes.set_ylim(0.9 * math.exp(base), HIGHEST * math.exp(base))
+        if aim is not None:
+            axes.axhline(aim * math.exp(base), color="grey", linestyle=":", label=f"x {aim:g}")
+    axes.grid(True, which="both", linewidth=0.3)
+    axes.legend(fontsize="small")
+
+
+def draw(
+    found: dict[str, list[dict[str, Any]]], base: float | None, out: Path, by: str = "start", aim: float | None = None
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (name, rows) in enumerate(found.items()):
+        panel(figure.add_subplot(lines, columns, place + 1), name, rows, base, by, aim)
+    figure.savefig(str(out), dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("rows", type=Path, nargs="+")
+    parser.add_argument("--by", choices=("start", "tokens"), default="start", help="what tells lines apart")
+    parser.add_argument("--aim", type=float, help="times the original's perplexity: a line there")
+    arguments = parser.parse_args()
+    found = curves(arguments.rows)
+    draw(found, original(arguments.rows), arguments.out, arguments.by, arguments.aim)
+    print(f"{arguments.out}: {sum(map(len, found.values()))} curves of {len(found)} conversions")
+
+
+if __name__ == "__main__":
+    main()

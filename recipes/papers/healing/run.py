@@ -1,0 +1,257 @@
+"""The healing tables of docs/quality.md: a conversion measured, healed, and measured again.
+
+python -m surgery.recipes.papers.healing.run SRC --recipe btt-half --healing small-linears --tiny
+    --data TRAINING --calibration FILE --text FILE [--seed 0 --seed 1] [--set stages.*.rate=1e-3] [--json ROWS]
+
+    original     the checkpoint itself
+    converted    as `surgery convert --recipe` leaves it; --start copied: with untrained mixers, or without a calibration text
+    healed       after `surgery finetune --recipe HEALING`, once for every --seed
+
+Training text, calibration text and scored text are three texts. Perplexity is of windows side by side, its ratio to the
+original's paired over them; --needles asks the questions of eval/suites/needle.py too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.conversion.convert import convert
+from surgery.core.device import choose_device, device_name
+from surgery.core.errors import SurgeryError
+from surgery.core.files import partial_of
+from surgery.eval.suite import EvalOptions, SuiteResult
+from surgery.eval.suites import perplexity as ppl
+from surgery.eval.suites.needle import needle_accuracy
+from surgery.planning.recipe import load_recipe
+from surgery.training import models as opening
+from surgery.training.finetune import finetune
+from surgery.training.recipe import HealingRecipe, load_healing
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+COLUMNS = ("model", "seed", "tokens", "perplexity", "ratio to the original", "needles, %", "training")
+
+
+def load(name: str, device: Any) -> tuple[Any, Any]:
+    """(model in float32, tokenizer)"""
+    source = opening.opened(name)
+    return opening.load(source, torch.float32).to(device).eval(), opening.tokenizer_of(source)
+
+
+class Scorer:
+    """What every checkpoint of a table is asked: the same windows, the same needles. needles: lengths, none for none."""
+
+    def __init__(self, source: str, text: str, tokens: int, length: int, needles: list[int], samples: int, device: Any):
+        self.needles, self.samples, self.device = tuple(needles), samples, device
+        model, tokenizer = load(source, device)
+        self.options = EvalOptions(text=text, tokens=tokens, length=length)
+        self.base: SuiteResult | None = None
+        self.original = {"model": "original", **self._scores(model, tokenizer)}
+
+    def __call__(self, folder: Path) -> dict[str, Any]:
+        return self._scores(*load(str(folder), self.device))
+
+    def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """The first model that is asked is the original; all others are compared with it."""
+        measured = ppl.measure(model, tokenizer, self.options)
+        found = ppl.summary(measured, self.base)
+        self.base = self.base or measured
+        if self.needles:
+            table = needle_accuracy(model, tokenizer, self.needles, DEPTHS, self.samples)
+            found["needles"] = table.to_dict()
+        return found
+
+
+# -- text of a table -------------------------------------------------------------------------------
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as people read it, under COLUMNS."""
+    if "refused" in row:
+        return [row["model"], str(row.get("seed", "")), "", row["refused"], "", "", ""]
+    ratio, asked, run = row.get("ratio"), row.get("needles"), row.get("training")
+    se = "" if row["se"] is None else f" ± {row['se']:.2g}"
+    return [
+        row["model"],
+        str(row.get("seed", "")),
+        f"{run['tokens'] / 1e6:.2f}M" if run else "",
+        f"{row['perplexity']:.4g}{se}",
+        ppl.interval(ratio, ".3f") if ratio else "",
+        f"{100 * asked['mean']:.1f} ± {100 * mean_error(asked):.1f}" if asked else "",
+        f"{run['seconds']:.0f} s, {run['tokens_per_second'] / 1e3:.1f}K tokens/s" if run else "",
+    ]
+
+
+def mean_error(asked: dict[str, Any]) -> float:
+    """Standard error of the mean over the cells of a needle table, which are asked independently."""
+    errors = [error for row in asked["errors"] for error in row]
+    return float(sum(e * e for e in errors) ** 0.5 / len(errors))
+
+
+def line(values: list[str] | tuple[str, ...]) -> str:
+    return "| " + " | ".join(values) + " |"
+
+
+# -- one row ---------------------------------------------------------------------------------------
+def converted(arguments: argparse.Namespace, name: str, folder: Path, device: Any) -> Path:
+    """The conversion, made once and kept where it is. copied: mixers as they are made, structures without a text."""
+    out = folder / f"{Path(name).stem}-{arguments.start}"
+    if out.exists():
+        return out
+    text = [f"calibration={json.dumps(arguments.calibration)}", f"tokens={arguments.calibrate}"]
+    text += [f"length={arguments.length}"]
+    recipe = load_recipe(name, [*text, *arguments.convert])
+    if arguments.start == "copied":
+        changes = ["attention.start=copied"] if recipe.attention else ["calibration=null"]
+        recipe = load_recipe(name, [*text, *arguments.convert, *changes])
+    convert(arguments.source, recipe, out, device=str(device), resume=partial_of(out).exists())
+    return out
+
+
+def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> HealingRecipe:
+    """--tokens: over all stages, shared as the recipe shares its own."""
+    sources = [{"path": path, "separator": arguments.separator} for path in arguments.data]
+    given = [f"data.sources={json.dumps(sources)}", f"seed={seed}", "checkpoint=0", "data.packing=stream"]
+    given += ["data.shuffle=64", f"data.validation={json.dumps([{'path': arguments.text}])}"]
+    given += [f"data.validation_examples={arguments.validation}", *arguments.overrides]
+    given += varied.split()
+    recipe = load_healing(arguments.healing, given, arguments.tiny)
+    if arguments.tokens is None:
+        return recipe
+    whole = sum(stage.tokens for stage in recipe.stages)
+    shares = [f"stages.{i}.tokens={stage.tokens * arguments.tokens // whole}" for i, stage in enumerate(recipe.stages)]
+    return load_healing(arguments.healing, [*given, *shares], arguments.tiny)
+
+
+def healed(
+    arguments: argparse.Namespace, student: Path, seed: int, varied: str, scorer: Scorer, device: Any
+) -> dict[str, Any]:
+    """Trained, measured, and thrown away unless --keep. What a killed run had logged stays beside the conversion."""
+    with ExitStack() as stack:
+        place = tempfile.TemporaryDirectory(dir=student.parent, prefix=f"run-{student.name}-{seed}-")
+        folder = Path(stack.enter_context(place))
+        record = finetune(
+            str(student), healing_recipe(arguments, seed, varied), folder / "healed", teacher=arguments.source,
+            device=str(device), track="none",
+        )  # fmt: skip
+        scores = scorer(folder / "healed")
+        log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
+        if arguments.keep:
+            shutil.copytree(folder / "healed", arguments.keep / f"{student.name}-{seed}", dirs_exist_ok=True)
+    told = {"training": summary(record), "validation": record["validation"], "curve": curve(record, log)}
+    return {**scores, **told}
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    """tokens_per_second: of the loops alone; seconds: of everything, opening and measuring included."""
+    stages = record["stages"]
+    seconds = sum(stage["seconds"] for stage in stages)
+    told = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
+    told["tokens_per_second"] = sum(stage["positions"] for stage in stages) / max(seconds, 1e-9)
+    kept = {"recipe", "precision", "device", "versions"}
+    return {**told, "stages": stages, **{k: v for k, v in record.items() if k in kept}}
+
+
+def curve(record: dict[str, Any], log: str) -> list[list[float]]:
+    """[tokens over all stages, nats per token of validation text], from before the first step on."""
+    before = record["validation"]["before"]
+    last = record["delivered"]["last"]
+    points = [[0, before["loss"]]] if before else []
+    done = [0]
+    for stage in record["stages"]:
+        done.append(done[-1] + stage["tokens"])
+    lines = [json.loads(text) for text in log.splitlines()]
+    points += [[done[x["stage"]] + x["tokens"], x["validation"]] for x in lines if "validation" in x]
+    return points + ([[done[-1], last]] if last is not None else [])
+
+
+# -- the table -------------------------------------------------------------------------------------
+def rows(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
+    device = choose_device(arguments.device)
+    scorer = Scorer(
+        arguments.source, arguments.text, arguments.score, arguments.length, arguments.needles, arguments.samples, device
+    )  # fmt: skip
+    table = [scorer.original]
+    show(table)
+    with ExitStack() as stack:
+        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.mkdir(parents=True, exist_ok=True)
+        for name in arguments.recipe:
+            told = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
+            began = time.perf_counter()
+            try:
+                student = converted(arguments, name, work, device)
+                seconds = round(time.perf_counter() - began, 1)
+                table.append({"model": f"{student.name}, converted", **told, **scorer(student), "seconds": seconds})
+                show(table)
+                for varied, seed in (
+                    [] if arguments.only_convert else product(arguments.vary or [""], arguments.seed or [0])
+                ):
+                    model = f"{student.name}, healed {varied}".strip()
+                    row = {"model": model, "seed": seed, **told, "varied": varied}
+                    table.append(row | healed(arguments, student, seed, varied, scorer, device))
+                    show(table)
+            except SurgeryError as error:
+                table.append({"model": name, **told, "refused": str(error)})
+                show(table)
+    return [{**row, "device": device_name(device)} for row in table]
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    parser.add_argument("--recipe", action="append", required=True, help="of `surgery convert`; may be repeated")
+    parser.add_argument("--healing", default="standard", help="of `surgery finetune`")
+    parser.add_argument("--tiny", action="store_true", help="the healing recipe's block `tiny`")
+    parser.add_argument("--data", action="append", required=True, help="text files to train on")
+    parser.add_argument("--separator", help="what parts their documents, for example '<|endoftext|>'")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of it")
+    parser.add_argument("--text", required=True, help="scored, and never trained on")
+    parser.add_argument("--score", type=int, default=65536, help="tokens of it")
+    parser.add_argument("--length", type=int, default=1024, help="of windows, calibrated on and scored")
+    parser.add_argument("--start", choices=("calibrated", "copied"), default="calibrated")
+    parser.add_argument("--tokens", type=int, help="to train on, over all stages")
+    parser.add_argument("--seed", type=int, action="append")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of the healing"
+    )
+    parser.add_argument("--vary", action="append", default=[], help="KEY=VALUE .., rows of their own for each")
+    parser.add_argument("--convert", action="append", default=[], metavar="KEY=VALUE", help="of the conversion")
+    parser.add_argument("--only-convert", action="store_true")
+    parser.add_argument("--needles", type=int, action="append", default=[], metavar="LENGTH")
+    parser.add_argument("--samples", type=int, default=40, help="questions at each length and depth")
+    parser.add_argument("--validation", type=int, default=16, help="rows of the scored text that the curve is of")
+    parser.add_argument("--work", type=Path, help="where conversions are kept, to be healed again")
+    parser.add_argument("--keep", type=Path, help="where healed checkpoints are kept")
+    parser.add_argument("--device")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    arguments = parsed()
+    print(line(COLUMNS) + "\n" + line(["---"] * len(COLUMNS)), flush=True)
+
+    def show(table: list[dict[str, Any]]) -> None:
+        print(line(cells(table[-1])), flush=True)
+        if arguments.json:
+            partial = arguments.json.with_suffix(".tmp")
+            partial.write_text(json.dumps(table, indent=1))
+            partial.replace(arguments.json)
+
+    rows(arguments, show)
+
+
+if __name__ == "__main__":
+    main()

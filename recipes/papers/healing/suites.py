@@ -1,0 +1,126 @@
+"""The suites of `surgery eval` on several conversions of one model, and all of them in one table.
+
+python -m surgery.recipes.papers.healing.suites run SRC btt-half=FOLDER hybrid-25=FOLDER .. --text heldout.txt --out OUT
+python -m surgery.recipes.papers.healing.suites show OUT [--figures PREFIX]
+
+    reading    ppl, per-position      of --text, windows of --length
+    needle     needle (--tasks)       --lengths x five depths, --samples of each
+    mqar       mqar                   --sequences of every length
+    niah       niah_story             as needle, its answers generated; wants lm-eval
+    speed      speed                  for which the machine must do nothing else; in --speed-dtype
+
+Each conversion stands beside SRC on the same samples; OUT/NAME.json keeps its rows, OUT/kept what need not be measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from surgery.core.files import whole
+from surgery.core.progress import RichProgress
+from surgery.eval.run import Evaluation, evaluate
+from surgery.eval.suite import EvalOptions
+from surgery.recipes.papers.healing.tables import show
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Told = tuple[list[str], EvalOptions, str]  # suites, how, precision
+
+
+def reading(a: argparse.Namespace) -> Told:
+    return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
+
+
+def needle(a: argparse.Namespace) -> Told:
+    """Around the ranked codes lies the text; the learnt questions bring stories of their own."""
+    asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
+    return ["needle"], EvalOptions(text=a.text, **asked), "float32"
+
+
+def mqar(a: argparse.Namespace) -> Told:
+    return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
+
+
+def niah(a: argparse.Namespace) -> Told:
+    asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
+    return ["niah"], EvalOptions(**asked), "float32"
+
+
+def speed(a: argparse.Namespace) -> Told:
+    return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Told]] = {
+    "reading": reading, "needle": needle, "mqar": mqar, "niah": niah, "speed": speed,
+}  # fmt: skip
+
+
+def told(done: Evaluation) -> dict[str, Any]:
+    """What a table and its figures need. by_position: mean nats at every position of a window, of both models."""
+    found = {**done.to_dict(), "plots": []}
+    losses = done.results.get("per-position", {})
+    found["by_position"] = {
+        role: [round(x, 4) for x in result.arrays["loss_NT"].double().mean(0).tolist()]
+        for role, result in losses.items()
+    }
+    return found
+
+
+def run(a: argparse.Namespace) -> None:
+    """Part after part, so that a run cut short has its first parts of every conversion."""
+    kept = a.out / "kept"
+    kept.mkdir(parents=True, exist_ok=True)
+    named = dict(pair.split("=", 1) for pair in a.conversions)
+    for part in a.part or ["reading", "needle", "mqar"]:
+        suites, options, dtype = PARTS[part](a)
+        for name, folder in named.items():
+            done = evaluate(
+                folder,
+                suites,
+                options,
+                compare=a.source,
+                out=kept,
+                device=a.device,
+                dtype=dtype,
+                progress=RichProgress(),
+            )
+            place = a.out / f"{name}.json"
+            parts = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+            with whole(place, "w") as file:
+                file.write(json.dumps({**parts, part: told(done)}, indent=1, default=str))
+            print(f"{name}: {part}" + "".join(f"; {why}" for why in done.broken.values()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run")
+    running.add_argument("source")
+    running.add_argument("conversions", nargs="+", metavar="NAME=FOLDER")
+    running.add_argument("--part", action="append", choices=tuple(PARTS), help="default: reading, needle, mqar")
+    running.add_argument("--text", required=True)
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--tokens", type=int, default=65536)
+    running.add_argument("--length", type=int, default=1024)
+    running.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of questions")
+    running.add_argument("--tasks", nargs="+", default=["needle-rank"])
+    running.add_argument("--samples", type=int, default=20, help="questions at each length and depth")
+    running.add_argument("--sequences", type=int, default=64)
+    running.add_argument("--speed-lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    running.add_argument("--speed-dtype", default="bfloat16")
+    running.add_argument("--repeats", type=int, default=5)
+    running.add_argument("--device")
+    running.set_defaults(do=run)
+    showing = commands.add_parser("show")
+    showing.add_argument("out", type=Path, nargs="+", help="folders, or files NAME.json, in the order of the columns")
+    showing.add_argument("--figures", help="where PREFIX-needle.png and PREFIX-position.png go")
+    showing.set_defaults(do=lambda a: show(a.out, a.figures))
+    arguments = parser.parse_args()
+    arguments.do(arguments)
+
+
+if __name__ == "__main__":
+    main()

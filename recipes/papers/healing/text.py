@@ -1,0 +1,128 @@
+"""Text to heal on, made where there is none: documents parted by a line that says END.
+
+python -m surgery.recipes.papers.healing.text stories OUT.txt --characters 20000000
+python -m surgery.recipes.papers.healing.text code OUT.txt --apart heldout.txt --apart calibration.txt
+python -m surgery.recipes.papers.healing.text samples OUT.txt --source stories260K
+
+    stories    what the embedded checkpoint was trained on (eval/stories/__init__.py), half of it long rows with needles
+    code       Python source of the packages installed here. A package that shares passages with a text of --apart is left
+               out whole, for its files resemble each other, and so is every file that shares one
+    samples    what a model itself writes, token by token, after its first token
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from surgery.eval import stories
+
+END = stories.END
+PASSAGE = 6  # lines, without blanks
+SHARED = 20  # passages that a package may share by chance: licences, loops over arguments
+LARGEST = 200_000  # characters of a file: beyond are tables and generated code
+
+
+def write(path: Path, documents: Iterator[str], characters: int) -> int:
+    """As many whole documents as reach so many characters; how many that were."""
+    size = 0
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        for document in documents:
+            size += file.write(f"{document}\n{END}\n")
+            if size >= characters:
+                break
+    partial.replace(path)
+    return size
+
+
+# -- stories ---------------------------------------------------------------------------------------
+def story_documents(seed: int) -> Iterator[str]:
+    rng = Random(f"healing {seed}")
+    while True:
+        yield stories.document(rng)
+        yield stories.needle_document(rng, 60 + int(rng.random() * 840), early=1)
+
+
+# -- code ------------------------------------------------------------------------------------------
+def passages(text: str) -> set[int]:
+    lines = [stripped for piece in text.splitlines() if (stripped := piece.strip())]
+    return {hash("\n".join(lines[i : i + PASSAGE])) for i in range(len(lines) - PASSAGE + 1)}
+
+
+def packages(folder: Path) -> Iterator[list[Path]]:
+    """Files of each."""
+    for place in sorted(folder.iterdir()):
+        if place.is_dir() and not place.name.startswith((".", "_")) and (files := sorted(place.rglob("*.py"))):
+            yield files
+
+
+def code_documents(folder: Path, apart: list[str], seed: int) -> Iterator[str]:
+    """Files in random order."""
+    known = set().union(*(passages(text) for text in apart)) if apart else set()
+    kept: list[Path] = []
+    for files in packages(folder):
+        shared = {file: len(passages(_read(file)) & known) for file in files} if known else dict.fromkeys(files, 0)
+        if sum(shared.values()) < SHARED:
+            kept += [file for file in files if not shared[file]]
+    order = sorted(kept)
+    Random(f"code {seed}").shuffle(order)
+    texts = (_read(file) for file in order)
+    return (text for text in texts if 200 < len(text) < LARGEST)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+# -- samples ---------------------------------------------------------------------------------------
+def sampled_documents(source: str, seed: int, rows: int, length: int) -> Iterator[str]:
+    """At temperature 1, so that the distribution is the model's own; rows at a time, of `length` tokens at most."""
+    from surgery.core.device import choose_device
+    from surgery.training import models as opening
+
+    opened, device = opening.opened(source), choose_device(None)
+    model = opening.load(opened, torch.float32 if device.type == "cpu" else torch.bfloat16).to(device).eval()
+    tokenizer = opening.tokenizer_of(opened)
+    first = next(t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None)
+    torch.manual_seed(seed)
+    while True:
+        yield from _sampled(model, tokenizer, torch.full((rows, 1), first, device=device), length)
+
+
+def _sampled(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: int) -> list[str]:
+    ids_BT = model.generate(
+        begun_B1, attention_mask=torch.ones_like(begun_B1), max_length=length,
+        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=int(begun_B1[0, 0]),
+    )  # fmt: skip
+    return tokenizer.batch_decode(ids_BT, skip_special_tokens=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("stories", "code", "samples"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--characters", type=int, default=20_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--apart", action="append", default=[], help="code: texts to have nothing in common with")
+    parser.add_argument("--packages", type=Path, default=Path(torch.__file__).parents[1], help="code: from where")
+    parser.add_argument("--source", help="samples: the checkpoint that writes")
+    parser.add_argument("--length", type=int, default=512, help="samples: tokens of one")
+    parser.add_argument("--rows", type=int, default=256, help="samples: at a time")
+    arguments = parser.parse_args()
+    if arguments.kind == "stories":
+        documents = story_documents(arguments.seed)
+    elif arguments.kind == "code":
+        documents = code_documents(arguments.packages, [_read(Path(name)) for name in arguments.apart], arguments.seed)
+    else:
+        documents = sampled_documents(arguments.source, arguments.seed, arguments.rows, arguments.length)
+    print(f"{arguments.out}: {write(arguments.out, documents, arguments.characters):,} characters")
+
+
+if __name__ == "__main__":
+    main()

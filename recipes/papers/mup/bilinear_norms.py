@@ -1,0 +1,116 @@
+"""Bilinear scores from scratch, one row for each norm: the held-out loss of a small GPT-2 whose attention has a bilinear score
+in place of q . k (base `own`), at the best of some base rates.
+
+python -m surgery.recipes.papers.mup.bilinear_norms --text calibration.txt --held heldout.txt [--seeds 2] [--steps 200] [--only qk] [--flat]
+
+--flat gives the factors the base rate, whatever their fan-in. Characters, two layers of width 64, four heads of 16, 8
+windows of 32 a step; AdamW, cosine, the same batches for every form. The loss is in nats per character.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.planning.recipe import validated
+from surgery.recipes.papers.mup.models import Sizes, config_of
+from surgery.training.optim import known_parameters, make_groups, make_optimiser
+from surgery.training.pretrain.initialize import fresh_model, plan_for
+from surgery.training.recipe import parse_healing
+
+WIDTH, SIZES = 64, Sizes(layers=2, head=16, length=32, rows=8)
+MLR, BTT = {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]}, {"mixer": "bilinear_btt", "rank": 1}
+FORMS: dict[str, dict[str, Any] | None] = {
+    "softmax(q . k)": None,
+    **{f"MLR 8|4|2, {norm}": {**MLR, "base": "own", "norm": norm} for norm in ("none", "layer")},
+    **{f"MLR 8|4|2, qk, C = {scale:g}": {**MLR, "base": "own", "norm": "qk", "scale": scale} for scale in (1.0, 8.0)},
+    **{f"BTT rank 1, {norm}": {**BTT, "base": "own", "norm": norm} for norm in ("none", "layer")},
+    **{f"BTT rank 1, qk, C = {scale:g}": {**BTT, "base": "own", "norm": "qk", "scale": scale} for scale in (1.0, 8.0)},
+}
+
+
+def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
+    config, plan = config_of(WIDTH, vocabulary, SIZES), None
+    if attention is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            plan = plan_for(Path(folder), validated({"structure": "dense", "attention": attention}, "attention"))
+    return fresh_model(config, plan, SIZES.embedding_std, seed)
+
+
+def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
+    told = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
+    told |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
+    stage = parse_healing({"stages": [told]}).stages[0]
+    groups = make_groups(model, set(known_parameters(model)), stage)
+    for group in groups:
+        group.rate = rate if flat and group.kind == "mixers" else group.rate
+    optimiser = make_optimiser(groups, stage.optimiser)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        starts = torch.randint(len(ids) - SIZES.length, (SIZES.rows,), generator=generator)
+        batch = torch.stack([ids[i : i + SIZES.length] for i in starts])
+        for given in optimiser.param_groups:
+            given["lr"] = given["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimiser.zero_grad()
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    return model
+
+
+@torch.no_grad()
+def held_out(model: Any, ids: Tensor) -> float:
+    """Nats per character, over windows side by side."""
+    rows = ids[: len(ids) // SIZES.length * SIZES.length].view(-1, SIZES.length)
+    return float(model.eval()(rows, labels=rows, use_cache=False).loss)
+
+
+def rows(
+    text: str, held: str, seeds: int, steps: int, log2_rates: list[float], only: str, flat: bool
+) -> Iterator[dict[str, Any]]:
+    words = sorted(set(text))
+    number = {c: i for i, c in enumerate(words)}
+    ids, held_ids = (torch.tensor([number[c] for c in t if c in number]) for t in (text, held))
+    for name, attention in ((n, a) for n, a in FORMS.items() if only in n):
+        found: dict[float, list[float]] = {}
+        for rate in log2_rates:
+            runs = (model_of(attention, len(words), s) for s in range(seeds))
+            found[rate] = [held_out(trained(m, ids, 2**rate, steps, s, flat), held_ids) for s, m in enumerate(runs)]
+        means = {rate: statistics.fmean(losses) for rate, losses in found.items()}
+        best = min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf)
+        yield {"form": name, "log2 rate": best, "losses": found[best], "means": means}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="Train on this text.")
+    parser.add_argument("--held", type=Path, required=True, help="Score this text; 16,384 characters at most.")
+    parser.add_argument("--seeds", type=int, default=2, help="Runs for each form and rate; default 2.")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each run; default 200.")
+    parser.add_argument("--rates", type=float, nargs="+", default=[-7.0, -6.0, -5.0], help="log2 of base rates.")
+    parser.add_argument("--only", default="", help="Train forms whose name contains this, e.g. qk; default all.")
+    parser.add_argument("--flat", action="store_true", help="Give factors the base rate whatever their fan-in.")
+    given = parser.parse_args()
+    text, held = given.text.read_text(encoding="utf-8"), given.held.read_text(encoding="utf-8")[:16_384]
+    print("| score | log2 of the best rate | held-out loss | all rates |\n| --- | --- | --- | --- |")
+    for row in rows(text, held, given.seeds, given.steps, given.rates, given.only, given.flat):
+        losses = row["losses"]
+        error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+        means = ", ".join(f"{mean:.3f}" for mean in row["means"].values())
+        print(
+            f"| {row['form']} | {row['log2 rate']:g} | {statistics.fmean(losses):.3f} ± {error:.3f} | {means} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

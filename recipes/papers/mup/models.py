@@ -1,0 +1,127 @@
+"""The models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths, every linear of their layers structured,
+and the rates that a recipe would give their parameters."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.planning.recipe import validated
+from surgery.recipes.papers.quality.mlr_linear import MLR, MLRLinear, silence
+from surgery.structures import StructuredLinear
+from surgery.training.optim import make_groups
+from surgery.training.pretrain.initialize import ADDED, fresh_model, plan_for
+from surgery.training.recipe import parse_healing
+
+BASE = 64  # the width whose rate the base rate is
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all runs have in common. head: the size of a head, so that wider models have more heads."""
+
+    layers: int = 2
+    head: int = 32
+    length: int = 64
+    rows: int = 16
+    steps: int = 384
+    embedding_std: float = 0.5
+    seeds: int = 3
+    rates: tuple[float, float, float] = (-8.5, -2.5, 0.75)  # log2: from, to, step
+
+    @property
+    def log2_rates(self) -> list[float]:
+        first, last, step = self.rates
+        return [first + i * step for i in range(round((last - first) / step) + 1)]
+
+
+def structure_of(name: str, width: int) -> dict[str, Any] | None:
+    """Keys of a recipe. Ranks grow as the square root of the width, as the paper's do, so fans of cores grow less than
+    those of the layers they are in, which is what the rules differ by."""
+    root = round(width**0.5)
+    return {
+        "dense": None,
+        "btt": {"structure": "btt", "blocks": "sqrt", "rank": 2},
+        "monarch": {"structure": "monarch", "blocks": "sqrt"},
+        "low_rank": {"structure": "low_rank", "rank": 2 * root},
+        "mlr": {"structure": "low_rank", "rank": 2 * root},  # four levels of half a root each take its place below
+    }[name]
+
+
+NAMES = ("dense", "btt", "monarch", "low_rank", "mlr")
+
+
+def config_of(width: int, vocabulary: int, sizes: Sizes) -> Any:
+    from transformers import GPT2Config
+
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    shape = {"n_embd": width, "n_layer": sizes.layers, "n_head": width // sizes.head, "n_positions": sizes.length}
+    words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    told: dict[str, Any] = {**still, **shape, **words}
+    config = GPT2Config(architectures=["GPT2LMHeadModel"], **told)
+    config._attn_implementation = "eager"  # see stacked.py
+    return config
+
+
+def model_of(name: str, width: int, vocabulary: int, sizes: Sizes, seed: int) -> Any:
+    config, keys = config_of(width, vocabulary, sizes), structure_of(name, width)
+    plan = None
+    if keys is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            plan = plan_for(Path(folder), validated(keys, name))
+    model = fresh_model(config, plan, sizes.embedding_std, seed)
+    if name == "mlr":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            put_mlr(model, MLR(ranks=(max(1, round(width**0.5 / 2)),) * 4), set(added(plan)))
+    return model
+
+
+def added(plan: Any) -> Iterator[str]:
+    return (path for path, cuts in plan.cuts.items() if set(ADDED) & set(cuts[0].linear.roles))
+
+
+def put_mlr(model: Any, config: MLR, silent: set[str]) -> None:
+    """In place of the low-rank linears."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, StructuredLinear):
+            linear = MLRLinear(module.in_features, module.out_features, config, bias=True)
+            if path in silent:
+                silence(linear)
+            model.set_submodule(path, linear)
+
+
+# -- rates ------------------------------------------------------------------------------------------------
+def stage_of(sizes: Sizes, rule: str, structured: float = 1.0) -> Any:
+    """The stage of a recipe that is such a run at a base rate of one; structured: base rate of the cores."""
+    told: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
+    told |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
+    told |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
+    told |= {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.0}}
+    return parse_healing({"stages": [told]}).stages[0]
+
+
+def rate_factors(model: Any, stage: Any) -> dict[str, float]:
+    """Parameter -> its rate: the groups that a recipe would make."""
+    groups = make_groups(model, {name for name, _ in model.named_parameters()}, stage)
+    return {name: group.rate for group in groups for name in group.names}
+
+
+def even(name: str, vocabulary: int, sizes: Sizes) -> float:
+    """The base rate of the cores under `mup` with which, at the base width, they have the rates of `dense` on the geometric
+    mean over their numbers. muP leaves such constants open; with this one the rules differ by how they follow the width
+    (and by how they share a rate out among cores), not by how fast cores learn compared with embeddings."""
+    if name == "dense":
+        return 1.0
+    model = model_of(name, BASE, vocabulary, sizes, seed=0)
+    aware, naive = (rate_factors(model, stage_of(sizes, rule)) for rule in ("mup", "dense"))
+    numbers = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
+    logs = sum(count * math.log(naive[n] / aware[n]) for n, count in numbers.items())
+    return math.exp(logs / sum(numbers.values()))

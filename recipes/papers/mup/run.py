@@ -1,0 +1,191 @@
+"""Does the best base rate stay where it is as models grow? Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), from our
+own runs: GPT-2 decoders of one depth and several widths, every linear of their layers structured, trained on characters.
+
+python -m surgery.recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
+python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
+
+    mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
+    dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
+
+Both begin with the same numbers, and c makes them alike at the base width, 64: see `even`. A stack of runs (all rates, seeds and rules of one structure and width) trains at once;
+what lies in the file already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.core.device import choose_device
+from surgery.recipes.papers.mup.models import NAMES, Sizes, even, model_of, rate_factors, stage_of
+from surgery.recipes.papers.mup.tables import show
+from surgery.recipes.papers.quality.stacked import Stack
+from surgery.training.data.dataset import Data, DataConfig, make_data
+from surgery.training.data.documents import Document
+from surgery.training.data.tokenize import Encoder, Piece
+from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
+
+RULES = ("mup", "dense")
+
+
+# -- data -------------------------------------------------------------------------------------------------
+def data_of(text: str) -> DataConfig:
+    return DataConfig.model_validate({"sources": text, "packing": "stream", "validation": 0.05})
+
+
+class Remembered(Encoder):
+    """Every seed reads the same text in another order; its tokens are made once."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer)
+        self.known: dict[tuple[Any, ...], list[Piece]] = {}
+
+    def texts(self, documents: list[Document]) -> list[Piece]:
+        key = tuple((document.content, document.begins, document.ends) for document in documents)
+        if key not in self.known:
+            self.known[key] = super().texts(documents)
+        return self.known[key]
+
+
+def gathered(data: Data, steps: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """(steps, rows, T), in the order in which the training loop reads them."""
+    examples = [example for example, _ in zip(data.examples(0), range(steps * rows))]
+    return {
+        name: torch.stack([e[name] for e in examples]).unflatten(0, (steps, rows)).to(device)
+        for name in ("input_ids", "labels")
+    }
+
+
+# -- runs -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Run:
+    structure: str
+    width: int
+    rule: str
+    seed: int
+    log2_rate: float
+
+
+def runs_of(name: str, width: int, sizes: Sizes) -> list[Run]:
+    rules = RULES[:1] if name == "dense" else RULES  # of dense layers the rules say the same
+    every = ((rule, seed, rate) for rule in rules for seed in range(sizes.seeds) for rate in sizes.log2_rates)
+    return [Run(name, width, *which) for which in every]
+
+
+class Sweep:
+    def __init__(self, text: str, sizes: Sizes, device: torch.device, graph: bool = True):
+        self.sizes, self.device, self.graph = sizes, device, graph
+        config = data_of(text)
+        self.tokenizer = make_tokenizer(TokenizerConfig(kind="characters"), config)
+        data = [make_data(config, self.tokenizer, sizes.length, seed) for seed in range(sizes.seeds)]
+        encoder = Remembered(self.tokenizer)
+        for d in data:
+            d.encoder = encoder
+        self.training = [gathered(d, sizes.steps, sizes.rows, device) for d in data]
+        held = data[0].validation()
+        self.held = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
+
+    def train(self, runs: list[Run]) -> list[dict[str, Any]]:
+        """All at once: of one structure and width."""
+        began, sizes = time.perf_counter(), self.sizes
+        name, width, vocabulary = runs[0].structure, runs[0].width, len(self.tokenizer)
+        models = {seed: model_of(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
+        constants = {"mup": even(name, vocabulary, sizes), "dense": 1.0}
+        stages = {rule: stage_of(sizes, rule, constant) for rule, constant in constants.items()}
+        factors = {rule: rate_factors(models[runs[0].seed], stage) for rule, stage in stages.items()}
+        rates = [{n: f * 2.0**run.log2_rate for n, f in factors[run.rule].items()} for run in runs]
+        stage = stages[runs[0].rule]
+        stack = Stack([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph)
+        which = torch.tensor([run.seed for run in runs])
+        tail = torch.zeros(len(runs), device=self.device)
+        for step in range(sizes.steps):
+            batch = {n: torch.stack([d[n][step] for d in self.training])[which] for n in self.held}
+            losses_M = stack.step(batch, stage.schedule.factor(step, sizes.steps))
+            if step >= sizes.steps - sizes.steps // 10:
+                tail += losses_M / (sizes.steps // 10)
+        held_M, tail_M = self._held(stack, len(runs)), tail.tolist()
+        told = {"parameters": sum(stack.sizes), "tokens": stage.steps * sizes.rows * sizes.length}
+        told |= {"seconds": round(time.perf_counter() - began, 2), "stack": len(runs), "device": str(self.device)}
+        return [
+            {**asdict(run), "held_out": _number(held), "train": _number(train), **told}
+            for run, held, train in zip(runs, held_M.tolist(), tail_M)
+        ]
+
+    def _held(self, stack: Stack, runs: int) -> Tensor:
+        rows = self.sizes.rows
+        starts = range(0, len(self.held["labels"]) // rows * rows, rows)
+        return stack.evaluate([{n: t[i : i + rows].expand(runs, -1, -1) for n, t in self.held.items()} for i in starts])
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def memory_of(width: int, sizes: Sizes) -> float:
+    """GB that one run of a stack takes, about: activations, and four times its numbers."""
+    activations = sizes.rows * sizes.length * sizes.layers * width * 60
+    return 4 * (activations + 4 * 12 * sizes.layers * width**2) / 1e9
+
+
+def stacks(runs: list[Run], memory: float, sizes: Sizes) -> Iterator[list[Run]]:
+    """Of about one size, one seed after the other, so that an interruption leaves whole seeds."""
+    if runs:
+        runs = sorted(runs, key=lambda r: r.seed)
+        count = -(-len(runs) // max(1, int(memory / memory_of(runs[0].width, sizes))))
+        size = -(-len(runs) // count)
+        yield from (runs[at : at + size] for at in range(0, len(runs), size))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    sizes = Sizes(**{k: v for k, v in vars(arguments).items() if k in Sizes.__dataclass_fields__ and v is not None})
+    device = choose_device(arguments.device)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    sweep, out = Sweep(arguments.text, sizes, device, not arguments.plain), Path(arguments.out)
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    done = {Run(*(json.loads(line)[f] for f in Run.__dataclass_fields__)) for line in lines}
+    for width in arguments.width or [64, 128, 256, 512]:
+        for name in arguments.structure or NAMES:
+            todo = [r for r in runs_of(name, width, sizes) if r not in done]
+            for some in stacks(todo, arguments.memory, sizes):
+                rows = sweep.train(some)
+                with open(out, "a", encoding="utf-8") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in rows))
+                best = min((r["held_out"] or 99.0, r["rule"], r["log2_rate"]) for r in rows)
+                print(f"{name} {width}: {len(rows)} runs, {rows[0]['seconds']} s, best {best}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--text", required=True)
+    running.add_argument("--out", required=True)
+    running.add_argument("--structure", action="append", choices=NAMES)
+    running.add_argument("--width", action="append", type=int)
+    running.add_argument("--memory", type=float, default=8.0, help="GB for a stack of runs")
+    running.add_argument("--device")
+    running.add_argument("--plain", action="store_true", help="no CUDA graphs")
+    for name in ("layers", "head", "length", "rows", "steps", "seeds"):
+        running.add_argument(f"--{name}", type=int)
+    running.add_argument("--embedding-std", type=float, dest="embedding_std")
+    running.add_argument("--rates", type=float, nargs=3, metavar=("FROM", "TO", "STEP"), help="log2 of the base rate")
+    running.set_defaults(do=run)
+    showing = commands.add_parser("show")
+    showing.add_argument("runs", type=Path, nargs="+")
+    showing.add_argument("--plot", type=Path)
+    showing.set_defaults(do=lambda arguments: show(arguments.runs, arguments.plot))
+    arguments = parser.parse_args()
+    arguments.do(arguments)
+
+
+if __name__ == "__main__":
+    main()

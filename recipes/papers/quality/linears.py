@@ -1,0 +1,124 @@
+"""The table of docs/quality.md: perplexity after converting every linear of the layers, structure by structure and
+step by step, without training.
+
+python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--json OUT]
+
+    plain        no calibration text: Frobenius norm
+    whitened     closed form in the metric of the inputs, every layer on its own, one share for all
+    ALS          and alternating least squares
+    everything   and sequential calibration, the outputs' curvature, the budget spread over layers and roles
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.conversion.convert import convert
+from surgery.core.device import choose_device
+from surgery.core.errors import SurgeryError
+from surgery.eval.run import load
+from surgery.eval.suite import EvalOptions, SuiteResult
+from surgery.eval.suites import perplexity as ppl
+from surgery.planning.recipe import validated
+
+ALONE = {"calibrate": "independent", "allocate": "uniform", "curvature": "none"}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {"calibration": None},
+    "whitened": {**ALONE, "sweeps": 0},
+    "ALS": ALONE,
+    "everything": {},
+}
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "low_rank": {},
+    "btt": {"blocks": [4, 4]},
+    "monarch": {},
+    "kronecker": {},
+    "pivoted_low_rank": {},
+    "auto": {},
+}
+CLOSED = ("low_rank", "pivoted_low_rank")  # the whitened form is the optimum: no sweeps
+
+
+def steps_of(structure: str, steps: list[str]) -> list[str]:
+    """auto chooses by calibrated error: with everything or not at all."""
+    chosen = ["everything"] if structure == "auto" else steps
+    return [s for s in chosen if not (s == "ALS" and structure in CLOSED)]
+
+
+def measured(folder: str, options: EvalOptions, device: torch.device) -> SuiteResult:
+    return ppl.measure(*load(folder, device, "float32", False), options)
+
+
+def row(source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any) -> dict[str, Any]:
+    """One conversion, measured and thrown away."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        report = convert(source, validated(recipe, "table"), out, device=str(device))
+        seconds = time.perf_counter() - began
+        found = measured(str(out), options, device)
+    return {
+        **ppl.summary(found, base),
+        "kept": report["totals"]["kept"],
+        "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
+        "allocation": report["allocation"]["kept"],
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--keep", type=float, action="append")
+    parser.add_argument("--structure", choices=STRUCTURES, action="append")
+    parser.add_argument("--step", choices=STEPS, action="append")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--device")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = choose_device(arguments.device)
+    options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
+    base = measured(arguments.source, options, device)
+    rows = [{"structure": "original", **ppl.summary(base)}]
+    print(line(rows[0]), flush=True)
+    text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
+    for keep in arguments.keep or [0.75, 0.5]:
+        for structure in arguments.structure or list(STRUCTURES):
+            for step in steps_of(structure, arguments.step or list(STEPS)):
+                choices = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
+                found = {"structure": structure, "step": step, "keep": keep}
+                try:
+                    found |= row(arguments.source, choices, options, base, device)
+                except SurgeryError as error:
+                    found["refused"] = str(error)
+                rows.append(found)
+                print(line(found), flush=True)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def line(found: dict[str, Any]) -> str:
+    place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
+    if "refused" in found:
+        return f"{place}: {found['refused']}"
+    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    if "ratio" not in found:
+        return said
+    return (
+        f"{said}, x {ppl.interval(found['ratio'])}, kept {found['kept']:.3f}, "
+        f"MACs {found['macs']:.3f}, {found['allocation']}, {found['seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The tables of attention in docs/quality.md: perplexity after giving every attention a mixer, before any training, and
+what the live cache holds.
+
+python -m surgery.recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
+
+    copied       an untrained mixer under the model's own projections
+    calibrated   started on the calibration text, the output projections fitted to it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.conversion.convert import convert
+from surgery.core.device import choose_device
+from surgery.core.errors import SurgeryError
+from surgery.eval.run import load
+from surgery.eval.suite import EvalOptions, SuiteResult
+from surgery.eval.suites.perplexity import interval, measure, summary
+from surgery.mixers import Inputs
+from surgery.modeling.cache import mixed_modules
+from surgery.planning.recipe import load_recipe, shipped_recipes
+from surgery.publish.summary import softmax_cache
+
+PIECE = 1024
+
+
+@torch.no_grad()
+def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that the model's mixers, and softmax attention in their place, keep of one sequence of `length` tokens: of
+    states that random tokens went through in pieces, as a prefill does."""
+    ours = softmax = 0
+    for _, module in mixed_modules(model):
+        shape, device = module.mixer.shape, next(model.parameters()).device
+        state = module.mixer.empty_state(1, device)
+        for first in range(0, length, PIECE):
+            tokens = min(PIECE, length - first)
+            _, state = module.mixer.mix(random_inputs(shape, tokens, device, dtype), state)
+        ours += state.nbytes()
+        softmax += softmax_cache(shape, length) * dtype.itemsize
+    return ours, softmax
+
+
+def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(1, *sizes, device=device, dtype=dtype)
+
+    k_BGTK, v_BGTV = draw(shape.groups, tokens, shape.key), draw(shape.groups, tokens, shape.value)
+    return Inputs(draw(shape.heads, tokens, shape.key), k_BGTK, v_BGTV, draw(tokens, shape.dim))
+
+
+def row(
+    source: str, recipe: Any, options: EvalOptions, base: SuiteResult, device: Any, contexts: list[int]
+) -> dict[str, Any]:
+    """One conversion, measured and thrown away."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        report = convert(source, recipe, out, device=str(device))
+        seconds = time.perf_counter() - began
+        model, tokenizer = load(str(out), device, "float32", False)
+    errors = [list(record["errors"].values()) for record in report["mixers"]]
+    return {
+        **summary(measure(model, tokenizer, options), base),
+        "copied": sorted(e[0] for e in errors)[len(errors) // 2] if errors[0] else None,
+        "started": sorted(min(e) for e in errors)[len(errors) // 2] if errors[0] else None,
+        "cache": {length: live_cache(model, length, torch.bfloat16) for length in contexts},
+        "hybrid": report["hybrid"],
+        "mixers": report["mixers"],
+        "seconds": seconds,
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    place = f"{found['recipe']} {found.get('start', '')}"
+    if "refused" in found:
+        return f"{place}: {found['refused']}"
+    said = f"{place}: {found['perplexity']:.4g} +- {found['se']:.2g}"
+    if "ratio" not in found:
+        return said
+    kept = ", ".join(f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items())
+    errors = f"errors {found['copied']:.3f} -> {found['started']:.3f}, " if found["copied"] is not None else ""
+    return f"{said}, x {interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--recipe", action="append", help="shipped names; default: all that give attention a mixer")
+    parser.add_argument("--start", choices=("copied", "calibrated"), action="append")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--context", type=int, action="append", default=[], help="lengths to measure the cache at")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--device")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = choose_device(arguments.device)
+    model, tokenizer = load(arguments.source, device, "float32", False)
+    options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
+    base = measure(model, tokenizer, options)
+    rows: list[dict[str, Any]] = [{"recipe": "original", **summary(base)}]
+    print(line(rows[0]), flush=True)
+    text = [
+        f"calibration={json.dumps(arguments.calibration)}",
+        f"tokens={arguments.tokens}",
+        f"length={arguments.length}",
+    ]
+    names = arguments.recipe or [name for name in shipped_recipes() if load_recipe(name).attention]
+    for name in names:
+        for start in arguments.start or ["copied", "calibrated"]:
+            found: dict[str, Any] = {"recipe": name, "start": start}
+            try:
+                recipe = load_recipe(name, [*text, f"attention.start={start}", *arguments.overrides])
+                found |= row(arguments.source, recipe, options, base, device, arguments.context)
+            except SurgeryError as error:
+                found["refused"] = str(error)
+            rows.append(found)
+            print(line(found), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Many training runs of one architecture at once: parameters stacked, one vmapped model, one Adam.
+
+    stack = Stack(models, rates, optimiser, clip=1.0, device=device)         models: M alike; rates: M x {parameter: peak}
+    losses_M = stack.step(batch, factor)                                     batch: (M, B, T) each
+
+A run of a small model keeps a GPU waiting for launches; M of them cost little more than one. Each has its own numbers,
+rates and clipping, so each is the run it would be alone; one that diverges leaves the others. On a GPU the step is a CUDA
+graph, which wants eager attention (models made with attn_implementation="eager"). M runs, N numbers of one, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from surgery.core.dispatch import choose
+from surgery.training.optim import Optimiser
+from surgery.training.stages.base import targets_of
+from surgery.training.stages.lm import cross_entropy
+
+WARM_UP = 3  # steps before a graph is recorded, undone afterwards
+
+
+class Stack:
+    def __init__(
+        self,
+        models: list[nn.Module],
+        rates: list[dict[str, float]],
+        optimiser: Optimiser,
+        clip: float | None,
+        device: torch.device,
+        graph: bool = True,
+    ):
+        assert optimiser.name == "adamw" and not optimiser.weight_decay, "AdamW without decay is what is written here"
+        self.optimiser, self.clip, self.device = optimiser, clip, device
+        self.names = [name for name, p in models[0].named_parameters()]
+        shapes = [p.shape for p in models[0].parameters()]
+        self.model = copy.deepcopy(models[0]).to(device).train()
+        self.buffers = dict(self.model.named_buffers())
+        self.flat_MN = _flat([[p.detach() for p in model.parameters()] for model in models], device)
+        self.rates_MN = torch.cat(
+            [torch.tensor([r[n] for r in rates])[:, None].expand(-1, s.numel()) for n, s in zip(self.names, shapes)], 1
+        ).to(device)
+        self.sizes = [shape.numel() for shape in shapes]
+        parts = self.flat_MN.detach().split(self.sizes, dim=1)
+        self.leaves = [p.unflatten(1, s).requires_grad_() for p, s in zip(parts, shapes)]
+        self.mean_MN, self.square_MN = torch.zeros_like(self.flat_MN), torch.zeros_like(self.flat_MN)
+        self.steps, self.factor = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.recorded = graph and device.type == "cuda"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.given: dict[str, Tensor] = {}
+
+    # -- forward ---------------------------------------------------------------------------------------
+    def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Mean nats per token that counts, of one run."""
+        _, next_BT = targets_of({"labels": labels_BT})
+        parameters, length = dict(zip(self.names, numbers)), ids_BT.shape[1]
+        given = {"attention_mask": self._mask(length), "use_cache": False}
+        answer = functional_call(self.model, (parameters, self.buffers), (ids_BT,), given)
+        return cross_entropy(answer.logits, next_BT) / (next_BT >= 0).sum()
+
+    def _mask(self, length: int) -> Tensor:
+        """(1, 1, T, T), made here: what transformers makes of none takes numbers from the CPU, which no graph can."""
+        lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=self.device)
+        return lowest.triu(1)
+
+    def losses(self, batch: dict[str, Tensor]) -> Tensor:
+        """(M,); Triton knows nothing of vmap, so the references compute."""
+        with choose("reference"):
+            return torch.vmap(self._loss)(self.leaves, batch["input_ids"], batch["labels"])
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """(M,), the mean over batches of equal size."""
+        self.model.eval()
+        found = torch.stack([self.losses(batch) for batch in batches]).mean(0)
+        self.model.train()
+        return found
+
+    # -- a step ----------------------------------------------------------------------------------------
+    def step(self, batch: dict[str, Tensor], factor: float) -> Tensor:
+        """(M,) losses before it; factor: the schedule's, on all peaks."""
+        self.factor.fill_(factor)
+        if not self.recorded:
+            return self._step(batch).clone()
+        if self.graph is None:
+            self._record(batch)
+        for name, tensor in self.given.items():
+            tensor.copy_(batch[name])
+        assert self.graph is not None
+        self.graph.replay()
+        return self.answer.clone()
+
+    def _step(self, batch: dict[str, Tensor]) -> Tensor:
+        losses_M = self.losses(batch)
+        gradients = torch.autograd.grad(losses_M.sum(), self.leaves)
+        gradient_MN = torch.cat([g.flatten(1) for g in gradients], dim=1)
+        if self.clip is not None:
+            norm_M1 = torch.linalg.vector_norm(gradient_MN, dim=1, keepdim=True)
+            gradient_MN *= (self.clip / (norm_M1 + 1e-6)).clamp(max=1.0)
+        self._descend(gradient_MN)
+        return losses_M.detach()
+
+    @torch.no_grad()
+    def _descend(self, gradient_MN: Tensor) -> None:
+        """Adam (Kingma & Ba 2015) as torch's own computes it."""
+        (first, second), settings = self.optimiser.betas, self.optimiser
+        self.steps += 1
+        rates_MN = self.rates_MN * self.factor
+        self.mean_MN.lerp_(gradient_MN, 1 - first)
+        self.square_MN.mul_(second).addcmul_(gradient_MN, gradient_MN, value=1 - second)
+        root_MN = (self.square_MN / (1 - second**self.steps)).sqrt_().add_(settings.eps)
+        self.flat_MN.sub_(rates_MN.mul_(self.mean_MN).div_(root_MN) / (1 - first**self.steps))
+
+    def _record(self, batch: dict[str, Tensor]) -> None:
+        """The step as a CUDA graph; what the warming up changed is put back."""
+        self.given = {name: batch[name].clone() for name in ("input_ids", "labels")}
+        kept_MN, stream = self.flat_MN.clone(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._step(self.given)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.answer = self._step(self.given)
+        self.flat_MN.copy_(kept_MN)
+        for tensor in (self.mean_MN, self.square_MN, self.steps):
+            tensor.zero_()
+
+
+def _flat(parameters: list[list[Tensor]], device: torch.device) -> Tensor:
+    return torch.stack([torch.cat([p.flatten() for p in own]) for own in parameters]).to(device)

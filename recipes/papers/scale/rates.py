@@ -1,0 +1,119 @@
+"""How fast a device converts: rates that explain seconds measured there, and conversions they predict.
+
+seconds = products / (FLOP/s) + sum of n^3 of the eigenproblems / (n^3/s) + bytes passed between processes / (bytes/s)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.recipes.papers.scale.work import SHAPES, Text, Work, calibrated
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the two parts of a conversion, all layers: of docs/performance.md, or by --measure."""
+
+    device: str
+    shape: str
+    layers: int
+    text: Text
+    budgets: float
+    conversion: float
+    free: float | None = None  # without a text, where that was measured
+
+
+MEASURED = [
+    Measured("H200", "7b", 32, Text(), 152, 96, 33),
+    Measured("H200", "1b", 4, Text(), 16.2, 9.0),
+]
+
+
+@dataclass(frozen=True)
+class Rates:
+    products: float  # FLOP/s
+    roots: float = 1e30  # n^3/s
+    calls: float = 1e30  # 1/s
+
+    def seconds(self, work: Work, link: float = 50e9) -> float:
+        arithmetic = work.products / self.products + work.roots / self.roots + work.calls / self.calls
+        return arithmetic + work.passed / link
+
+
+def rates_of(rows: list[Measured], root: float = 0.0) -> Rates:
+    """The rate of products, by least squares of relative errors; root: seconds of an eigenproblem of 1024, where that was
+    timed (on a CPU, of the small models that are tried there, it is too little to tell)."""
+    roots, known, wanted = Rates(1e30, 1024**3 / root, 1 / root) if root else Rates(1e30), [], []
+    for row in rows:
+        for work, seconds in zip(calibrated(SHAPES[row.shape], row.text), (row.budgets, row.conversion)):
+            known.append(row.layers * work.products / seconds)
+            wanted.append(1 - row.layers * roots.seconds(work) / seconds)
+    products = sum(k * k for k in known) / sum(k * w for k, w in zip(known, wanted))
+    return Rates(products, roots.roots, roots.calls)
+
+
+def predicted(row: Measured, rates: Rates) -> tuple[float, float]:
+    budgets, conversion = (row.layers * rates.seconds(work) for work in calibrated(SHAPES[row.shape], row.text))
+    return budgets, conversion
+
+
+# -- rates of this machine ---------------------------------------------------------------------------------------
+def measured(name: str, text: Text) -> Measured:
+    """A random Llama of that shape, converted here; seconds of this process's processor, so that others' work does not
+    count."""
+    import tempfile
+    import time
+    from contextlib import contextmanager
+    from pathlib import Path
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from surgery.checkpoint.safetensors_io import Entry, write_shard
+    from surgery.conversion.convert import convert
+    from surgery.core.progress import Progress
+    from surgery.planning.recipe import load_recipe
+
+    spent: dict[str, float] = {}
+
+    class Clock(Progress):
+        @contextmanager
+        def bar(self, title: str, total: int) -> Any:
+            began = time.process_time()
+            yield lambda steps=1: None
+            part = "layers" if title == "converting layers" else "budgets"
+            spent[part] = spent.get(part, 0.0) + time.process_time() - began
+
+    shape = SHAPES[name]
+    config = LlamaConfig(
+        hidden_size=shape.width, intermediate_size=shape.mlp, num_hidden_layers=shape.layers, head_dim=shape.head,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.groups, vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied, max_position_embeddings=text.window,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(Path(folder) / "model")
+        ids = torch.randint(3, shape.vocabulary, (text.tokens // text.window, text.window))
+        write_shard(Path(folder) / "text.safetensors", [Entry.of("input_ids", ids)])
+        recipe = load_recipe("btt-half", [f"calibration={folder}/text.safetensors", "sweeps=1"])
+        convert(f"{folder}/model", recipe, Path(folder) / "out", device="cpu", progress=Clock())
+    return Measured("here", name, shape.layers, text, spent["budgets"], spent["layers"])
+
+
+def check(names: list[str], text: Text) -> list[str]:
+    """Rates from all but the last, which they predict."""
+    rows = [measured(name, text) for name in names]
+    rates = rates_of(rows[:-1])
+    lines = [f"{rates.products / 1e9:,.1f} GFLOP/s"]
+    lines += [
+        "| model | | survey and trial | predicted | layers | predicted |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for i, row in enumerate(rows):
+        budgets, layers = predicted(row, rates)
+        use = "predicted" if i == len(rows) - 1 else "gave the rates"
+        cells = [f"{row.budgets:.1f}", f"{budgets:.1f} ({budgets / row.budgets - 1:+.0%})"]
+        cells += [f"{row.conversion:.1f}", f"{layers:.1f} ({layers / row.conversion - 1:+.0%})"]
+        lines.append("| " + " | ".join([row.shape, use, *cells]) + " |")
+    return lines

@@ -1,0 +1,181 @@
+"""Arithmetic of a conversion, counted from a model's shape: products (FLOP) and eigenproblems (n^3), layer by layer, and how it is
+dealt out to processes, asked of what deals it out (surgery.calibration.partition, surgery.core.distributed).
+
+n tokens, T window, D width, F of the MLP; an O x I matrix becomes BTT on a 4 x 4 grid of a x d blocks of rank s, half its numbers
+kept (recipe btt-half).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surgery.calibration.partition import PARTS, TOKENS
+from surgery.core.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    groups: int
+    vocabulary: int
+    tied: bool = False
+    head: int = 128
+
+    def stages(self) -> list[list[tuple[int, int]]]:
+        """(O, I) of the linears of a layer that read one input, in order."""
+        queries, keys, width, mlp = self.heads * self.head, self.groups * self.head, self.width, self.mlp
+        return [
+            [(queries, width), (keys, width), (keys, width)], [(width, queries)], [(mlp, width), (mlp, width)], [(width, mlp)],
+        ]  # fmt: skip
+
+    @property
+    def layer(self) -> int:
+        return sum(out * in_ for stage in self.stages() for out, in_ in stage)
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer + self.vocabulary * self.width * (1 if self.tied else 2)
+
+
+SHAPES = {
+    "1b": Shape(16, 2048, 8192, 32, 8, 128256, True, 64),
+    "7b": Shape(32, 4096, 11008, 32, 32, 32000),
+    "70b": Shape(80, 8192, 28672, 64, 8, 128256),
+    "405b": Shape(126, 16384, 53248, 128, 8, 128256),
+    # for checking rates on two cores
+    "w256": Shape(2, 256, 1024, 4, 4, 1000, True, 64),
+    "w512": Shape(2, 512, 2048, 8, 8, 1000, True, 64),
+    "w1024": Shape(2, 1024, 4096, 16, 16, 1000, True, 64),
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    tokens: int = 8192
+    window: int = 1024
+    sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
+
+    @property
+    def held(self) -> int:
+        return max(self.window, self.tokens // 8)
+
+    @property
+    def fit(self) -> int:
+        return self.tokens - self.held
+
+
+LARGE = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+
+
+@dataclass(frozen=True)
+class Work:
+    """products: FLOP; roots: n^3 of symmetric eigenproblems, in all, of those at least LARGE; calls: how many smaller ones;
+    passed: bytes between processes."""
+
+    products: float = 0.0
+    roots: float = 0.0
+    calls: float = 0.0
+    passed: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        sums = self.products + other.products, self.roots + other.roots, self.calls + other.calls
+        return Work(*sums, self.passed + other.passed)
+
+    def times(self, share: float) -> Work:
+        return Work(self.products * share, self.roots * share, self.calls * share, self.passed)
+
+
+# -- counting ------------------------------------------------------------------------------------------------
+def forward(shape: Shape, tokens: float, window: int, linears: int | None = None) -> Work:
+    """A layer on so many tokens; linears: numbers of those that run, attention with them."""
+    return Work(tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head))
+
+
+def projected(out: int, in_: int) -> Work:
+    """Blocks whitened, their Gram matrices, 16 eigenproblems, cores."""
+    a, d = out / 4, in_ / 4
+    size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
+    return Work(products, 16 * size**3) if size >= LARGE else Work(products, calls=16)
+
+
+def swept(out: int, in_: int) -> Work:
+    """surgery.structures.btt.sweep: C R and step C, W C - L (R C), least squares of both sides."""
+    a, d = out / 4, in_ / 4
+    s = a * d / (2 * (a + d))
+    return Work(2 * (2 * in_ * in_ * 4 * s + 2 * out * 4 * s * in_ + out * s * in_) + 4 * (4 * s) ** 3 / 3 * 2)
+
+
+def fitted(out: int, in_: int, text: Text) -> Work:
+    """Two targets, the better one swept; each candidate judged on held-out rows; the moved target and W C."""
+    product = 2 * out * in_ * in_
+    judged = (2 + min(text.sweeps, 2)) * product
+    whole = Work(judged + 2 * product + product) + projected(out, in_) + projected(out, in_)
+    for _ in range(text.sweeps):
+        whole = whole + swept(out, in_)
+    return whole
+
+
+def weight(job: Work) -> float:
+    """For dealing out."""
+    return job.products + job.roots + job.calls
+
+
+def shared(jobs: list[Work], processes: int) -> Work:
+    """What the busiest process does."""
+    costs = [weight(job) for job in jobs]
+    owners = Ranks(0, processes).shares(costs)
+    loads = [[job for job, owner in zip(jobs, owners) if owner == rank] for rank in set(owners)]
+    return max((sum(load, Work()) for load in loads), key=weight)
+
+
+def turns(tokens: float, processes: int, most: int = PARTS) -> float:
+    """The share of its tokens that the busiest process runs."""
+    parts = max(1, min(most, int(tokens) // TOKENS))
+    return -(-parts // processes) / parts
+
+
+def moments(stage: list[tuple[int, int]], residual: bool) -> tuple[float, float]:
+    """(FLOP a token, numbers held) of a stage's second moments: C by its upper half; E[x0 x] and E[x0 x0] for outputs
+    wider than the input, else y and K of each output."""
+    in_ = stage[0][1]
+    narrow = [out for out, _ in stage if residual or out <= in_]
+    wide = len(narrow) < len(stage)
+    flop = in_ * in_ * (4 if wide else 1) + sum(4 * out * in_ for out in narrow)
+    return flop, in_ * in_ * (3 if wide else 1) + sum(out * in_ for out in narrow)
+
+
+def calibrated(shape: Shape, text: Text, processes: int = 1) -> tuple[Work, Work]:
+    """(survey and quick trial, conversion) of a layer, of the busiest process."""
+    few = max(text.window, text.fit // 4)
+    survey = forward(shape, 4 * text.fit * turns(text.fit, processes), text.window)
+    trial = forward(shape, few * turns(few, processes) + 3 * text.held * turns(text.held * 3, processes), text.window)
+    run = (text.fit * turns(text.fit, processes) if processes < 8 else text.fit / PARTS) + text.held / min(processes, 2)
+    layer, so_far, linears = forward(shape, 2 * run, text.window), 0, [m for stage in shape.stages() for m in stage]
+    for i, stage in enumerate(shape.stages()):
+        flop, held = moments(stage, residual=i in (1, 3))
+        in_ = stage[0][1]
+        survey += Work(text.fit * turns(text.fit, processes) * in_ * in_)
+        trial += Work(few * turns(few, processes) * in_ * in_)
+        layer += forward(shape, 2 * run, text.window if i else 0, so_far) + Work(run * flop)
+        layer += shared([fitted(out, width, text) for out, width in stage], processes)
+        quick = [projected(o, w) + swept(o, w) + Work(2 * o * w * w) for o, w in stage for _ in range(2)]
+        trial += shared(quick, processes)
+        so_far += sum(out * width for out, width in stage)
+        if processes > 1:
+            sizes = 4.0 * held * (1 + -(-PARTS // processes)) * 2, 4.0 * in_ * in_ * (1 + -(-PARTS // processes))
+            layer, trial = layer + Work(passed=sizes[0]), trial + Work(passed=sizes[1])
+            survey += Work(passed=sizes[1])
+            layer += Work(passed=sum(2.0 * out * width for out, width in stage))
+    for out, _ in linears:
+        if 4 * out <= text.tokens:
+            survey += Work(text.fit * turns(text.fit, processes) * out * out)
+    survey += shared([projected(out, in_) for out, in_ in linears], processes)
+    return survey + trial, layer
+
+
+def without_text(shape: Shape) -> Work:
+    """Of a layer."""
+    return sum((projected(out, in_) for stage in shape.stages() for out, in_ in stage), Work())

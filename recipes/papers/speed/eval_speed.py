@@ -1,0 +1,167 @@
+"""What the harness around a model costs: suites against a bare loop of the same forwards, on a random Llama of 1B parameters.
+
+python -m surgery.recipes.papers.speed.eval_speed --length 32768 --samples 64 --suite needle:needle --suite niah --new 0 --new 128
+
+The bare loop reads as many random prompts of that length, batch by batch, and takes the last logits (`--new 0`: what `needle` does) or
+generates as many tokens (`--new 128`: what `niah` does). A suite that is bound by the model takes little longer, at every
+length alike. `accelerate launch --num_processes 2 -m surgery.recipes.papers.speed.eval_speed ..` shares the samples, and the bare loop runs in
+every process at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.calibration.data import load_tokenizer
+from surgery.core.device import choose_device, device_name
+from surgery.core.distributed import Ranks, device_of, start_ranks
+from surgery.core.progress import RichProgress
+from surgery.eval.batching import TOKENS
+from surgery.eval.lm_eval.adapter import generation_tokens
+from surgery.eval.suite import EvalOptions, Subject, find_suite
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1536},
+}  # fmt: skip
+
+
+def subject_of(shape: str, device: torch.device, longest: int, ranks: Ranks | None = None) -> Subject:
+    """Random weights, the same in every process; the embedded checkpoint's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+    tokenizer = load_tokenizer(folder)
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return Subject(
+        "converted",
+        f"random-{shape}",
+        folder,
+        shape,
+        model,
+        tokenizer,
+        device,
+        dtype,
+        longest,
+        ranks or Ranks(),
+        RichProgress(),
+    )
+
+
+@torch.inference_mode()
+def bare(subject: Subject, length: int, batches: int, rows: int, new: int) -> list[float]:
+    """Seconds of each batch of the model alone."""
+    ids_BT = torch.randint(5, 1000, (rows, length - new), device=subject.device)
+    seconds = []
+    for _ in range(batches):
+        began = time.perf_counter()
+        _read(subject.model, ids_BT, new)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _read(model: Any, ids_BT: torch.Tensor, new: int) -> None:
+    """The sum waits for the device."""
+    if new:
+        told = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **told).sum().item()
+    else:
+        model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
+
+
+def measured(
+    subject: Subject, name: str, length: int, samples: int, rows: int, data_root: Path | None
+) -> dict[str, Any]:
+    suite, _, task = name.partition(":")
+    options = EvalOptions(
+        lengths=(length,),
+        depths=(0.5,),
+        limit=samples,
+        tasks=(task,) if task else (),
+        batch_size=rows,
+        data_root=data_root,
+    )
+    # Imports, and what is compiled at the first call, as the bare loop has its warm-up.
+    find_suite(suite).run(subject, options.model_copy(update={"limit": 1, "lengths": (min(length, 512),)}))
+    began = time.perf_counter()
+    result = find_suite(suite).run(subject, options)
+    seconds = time.perf_counter() - began
+    return {"suite": name, "samples": len(result.samples), "seconds": seconds}
+
+
+def beside(subject: Subject, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
+    """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
+    tokens = generation_tokens(subject.device) if new else TOKENS.get(subject.device.type, 2**17)
+    own = -(-told.samples // subject.ranks.count)
+    rows = told.rows or max(1, min(own, tokens // length))
+    bare(subject, length, min(1, told.bare_batches), rows, new)  # a warm-up: the memory that it takes is kept
+    times = bare(subject, length, told.bare_batches, rows, new)
+    found = measured(subject, name, length, told.samples, rows, told.data_root)
+    times += bare(subject, length, told.bare_batches, rows, new)
+    every = subject.ranks.gather(times)  # the processes' rates, added turn by turn
+    rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
+    mean = statistics.fmean(rates)
+    error = statistics.stdev(rates) / len(rates) ** 0.5
+    rate = found["samples"] / found["seconds"]
+    found |= {"processes": subject.ranks.count, "length": length, "rows": rows, "new": new, "samples_per_second": rate}
+    return found | {"bare_samples_per_second": mean, "bare_error": error, "share": rate / mean}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--suite", action="append", help="suite, or suite:task")
+    parser.add_argument("--new", type=int, action="append", help="tokens generated in the bare loop, for each suite")
+    parser.add_argument("--rows", type=int, help="of a batch, of both; default: what --batch-size auto begins with")
+    parser.add_argument("--bare-batches", type=int, default=1, help="of the bare loop, before the suite and after it")
+    parser.add_argument("--alone", action="store_true", help="of several processes the first with its share, then all")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--device")
+    told = parser.parse_args()
+    ranks = start_ranks(told.device)
+    device = choose_device(device_of(ranks, told.device))
+    lengths = told.length or [32768]
+    subject = subject_of(told.shape, device, max(lengths) + 1024, ranks)
+    say = print if ranks.main else lambda *_, **__: None
+    say(f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True)
+    names = told.suite or ["needle:needle", "needle:needle-rank"]
+    for length in lengths:
+        for name, new in zip(names, (told.new or []) + [0] * len(names)):
+            if told.alone and ranks.count > 1:
+                if ranks.main:
+                    share = argparse.Namespace(**{**vars(told), "samples": -(-told.samples // ranks.count)})
+                    say(_json(beside(replace(subject, ranks=Ranks()), name, length, new, share)), flush=True)
+                ranks.agreed(None)  # the others wait
+            say(_json(beside(subject, name, length, new, told)), flush=True)
+
+
+def _json(found: dict[str, Any]) -> str:
+    return json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-"""Model families as data: where the layers are and which linears play which role. One file a family."""
-
-from surgery.anatomy.base import ROLES, Anatomy, Fused, anatomy_of, known_families
-
-__all__ = ["ROLES", "Anatomy", "Fused", "anatomy_of", "known_families"]

@@ -1,5 +1,0 @@
-from dataclasses import replace
-
-from surgery.anatomy.llama import ANATOMY as LLAMA
-
-ANATOMY = replace(LLAMA, model_types=("qwen2",))

@@ -1,0 +1,21 @@
+from surgery.architectures.base import Anatomy
+
+# The sum with the residual is normed afterwards; what is added is added unchanged.
+ANATOMY = Anatomy(
+    model_types=("bert",),
+    layers=("encoder.layer",),
+    attention=("attention", "crossattention"),
+    mlp=("",),
+    query="self.query",
+    key="self.key",
+    value="self.value",
+    output="output.dense",
+    up="intermediate.dense",
+    down="output.dense",
+    residual_attention=("attention.self.query", "crossattention.self.query"),
+    residual_mlp=("intermediate.dense",),
+    head="cls.predictions.decoder",
+    core="self",
+    head_dim="attention_head_size",
+    rotary="none",
+)

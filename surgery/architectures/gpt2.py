@@ -1,0 +1,15 @@
+from surgery.architectures.base import Anatomy, Fused
+
+ANATOMY = Anatomy(
+    model_types=("gpt2",),
+    layers=("h",),
+    attention=("attn",),
+    mlp=("mlp",),
+    output="c_proj",
+    up="c_fc",
+    down="c_proj",
+    fused=(Fused("c_attn", ("attention.query", "attention.key", "attention.value")),),
+    residual_attention=("ln_1",),
+    residual_mlp=("ln_2",),
+    rotary="none",
+)

@@ -1,0 +1,15 @@
+from surgery.architectures.base import Anatomy, Fused
+
+# Attention and MLP read the same residual stream and are added to it side by side.
+ANATOMY = Anatomy(
+    model_types=("gpt_neox",),
+    layers=("layers",),
+    attention=("attention",),
+    mlp=("mlp",),
+    output="dense",
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+    fused=(Fused("query_key_value", ("attention.query", "attention.key", "attention.value"), "per_head"),),
+    head="embed_out|lm_head",
+    head_dim="head_size",
+)

@@ -1,0 +1,1 @@
+"""Calibration: text to token windows, windows to statistics of each layer."""

@@ -1,0 +1,126 @@
+"""Attention modules in a stream of layers: a mixer in one's place for a while, and what it is fitted to.
+
+The mixer must make up for the softmax it replaces on the inputs that the converted layers below give, so a window
+holds those inputs and, as the target, what the original heads wrote on the original's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.calibration.layer_runner import LayerCall, Stop
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.mixers import AttentionShape, Inputs, Mixer, State
+from surgery.modeling.attention import seat
+from surgery.planning.attention_plan import Seat
+
+
+@dataclass
+class Window:
+    """inputs: q and k as the mixer wants them, after RoPE or before. teacher: after RoPE, always. target_BHTV: what
+    the original's heads wrote."""
+
+    inputs: Inputs
+    teacher: Inputs
+    target_BHTV: Tensor
+
+
+class Catcher(Mixer):
+    """Keeps what a mixer would be given and leaves the forward."""
+
+    reads_mask = True
+
+    def __init__(self, shape: AttentionShape, rotated: bool):
+        super().__init__(None, shape)
+        self.rotated = rotated
+        self.caught: Inputs | None = None
+
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        self.caught = inputs
+        raise Stop
+
+
+@contextmanager
+def seated(module: Any, mixer: Mixer) -> Iterator[None]:
+    """The attention with that mixer. Its projections stay where and what they are."""
+    before = type(module), module.config
+    seat(module, mixer)
+    try:
+        yield
+    finally:
+        del module.mixer, module.host
+        module.__class__, module.config = before
+
+
+@contextmanager
+def all_seated(skeleton: Skeleton, mixers: dict[str, Mixer]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, mixer in mixers.items():
+            stack.enter_context(seated(skeleton.module(path), mixer))
+        yield
+
+
+class Windows:
+    """Rows first:last of a layer's call, one after the other, as often as asked; `behind` rows further on lies the
+    converted stream (0: the original's inputs)."""
+
+    def __init__(
+        self, skeleton: Skeleton, call: LayerCall, seat: Seat, first: int, last: int, behind: int, rotated: bool
+    ):
+        self.skeleton, self.call, self.seat = skeleton, call, seat
+        self.first, self.last, self.behind, self.rotated = first, last, behind, rotated
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[Window]:
+        return (self[i] for i in range(len(self)))
+
+    @torch.no_grad()
+    def __getitem__(self, i: int) -> Window:
+        row = self.first + i % len(self)
+        teacher = self._inputs(row + self.behind, True)
+        inputs = teacher if self.rotated else self._inputs(row + self.behind, False)
+        return Window(inputs, teacher, self._written(row))
+
+    def _inputs(self, row: int, rotated: bool) -> Inputs:
+        catcher = Catcher(self.seat.shape, rotated)
+        with seated(self.skeleton.module(self.seat.path), catcher):
+            leave(self.call, row)
+        assert catcher.caught is not None
+        return catcher.caught
+
+    def output_OI(self) -> Tensor:
+        """The output projection's weight."""
+        module: Any = self.skeleton.module(self.seat.output)
+        return module.weight if isinstance(module, nn.Linear) else module.weight.mT
+
+    def _written(self, row: int) -> Tensor:
+        """(1, H, T, V)"""
+        caught: list[Tensor] = []
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            caught.append(args[0])
+            raise Stop
+
+        handle = self.skeleton.module(self.seat.output).register_forward_pre_hook(hook)
+        try:
+            leave(self.call, row)
+        finally:
+            handle.remove()
+        return caught[0].unflatten(-1, (self.seat.shape.heads, -1)).transpose(1, 2)
+
+
+def leave(call: LayerCall, row: int) -> None:
+    """Run a row until somebody has seen enough."""
+    try:
+        call.apply(row, row + 1)
+    except Stop:
+        return
+    raise AssertionError(f"{call.path} never came by")

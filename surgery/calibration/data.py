@@ -1,0 +1,270 @@
+"""The calibration windows, and how they are shared out between fitting and checking."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.moments import decoded
+from surgery.checkpoint.remote_code import refuse_code
+from surgery.core.errors import SurgeryError, nearest
+from surgery.core.files import read_json
+
+
+@dataclass(frozen=True)
+class Batch:
+    """inputs: the model's keyword arguments, windows first. Windows 0:fit_rows are fitted to, the rest (of
+    `rows`) only checked."""
+
+    inputs: dict[str, Tensor]
+    fit_rows: int
+    rows: int
+
+    @classmethod
+    def of(cls, inputs: dict[str, Tensor], holdout: float) -> Batch:
+        rows = len(next(iter(inputs.values())))
+        if rows < 2:
+            raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
+        # Two at least where there are four: one window says nothing of its own spread.
+        held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
+        return cls(inputs, rows - held, rows)
+
+    def fewer(self, share: float) -> Batch:
+        """A share of the windows to fit, all those to check."""
+        kept = max(1, round(self.fit_rows * share))
+        rows = [*range(kept), *range(self.fit_rows, self.rows)]
+        return Batch({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
+
+    def fitted(self) -> dict[str, Tensor]:
+        return {k: v[: self.fit_rows] for k, v in self.inputs.items()}
+
+    def twice(self) -> dict[str, Tensor]:
+        """Once for the original layers, once for the converted."""
+        return {k: torch.cat([v, v]) for k, v in self.inputs.items()}
+
+    def mask(self) -> Tensor | None:
+        """Real tokens (rows, T), where the inputs are padded."""
+        return self.inputs.get("attention_mask")
+
+    def head_mask(self) -> Tensor | None:
+        """The same of what reaches the head: of the decoder, where there is one."""
+        return self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
+
+    def tokens(self) -> int:
+        first = next(iter(self.inputs.values()))
+        return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(str((self.fit_rows, self.rows)).encode())
+        for name in sorted(self.inputs):
+            digest.update(name.encode() + self.inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def real_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """(N, X): the rows of real tokens; all of them where there is no mask, or one of another shape."""
+    if mask_BT is None or x_BTX.shape[:2] != mask_BT.shape:
+        return x_BTX.flatten(0, -2)
+    return x_BTX[mask_BT.to(x_BTX.device).bool()]
+
+
+def refuse_unfit(inputs: dict[str, Tensor], model: Any) -> None:
+    """SurgeryError where the model's forward does not take these, or its embedding has no such ids."""
+    taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
+    for name in inputs:
+        if name not in taken:
+            raise SurgeryError(f"calibration inputs: {type(model).__name__} takes no {name!r}{nearest(name, taken)}")
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    for name, ids in inputs.items():
+        if name.endswith("input_ids") and vocabulary is not None:
+            low, high = int(ids.min()), int(ids.max())
+            if ids.dim() != 2 or ids.is_floating_point() or low < 0 or high >= vocabulary:
+                raise SurgeryError(
+                    f"calibration inputs: {name} holds {ids.dtype} {list(ids.shape)} from {low} to {high}; wanted are "
+                    f"windows of ids, (rows, length) int64, from 0 to {vocabulary - 1}"
+                )
+
+
+# -- text ------------------------------------------------------------------------------------------
+def calibration_inputs(
+    text: str,
+    source_folder: Path,
+    config: Any,
+    tokens: int,
+    length: int,
+    trust_remote_code: bool = False,
+    notes: list[str] | None = None,
+) -> dict[str, Tensor]:
+    """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
+    adds them; an encoder-decoder reads the first half of a window and writes the second.
+
+    text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
+    images or sound) or a Hub data set, "org/name" or "org/name:config:split:column". notes: gets what was odd about it.
+    """
+    path = Path(text)
+    if path.suffix == ".safetensors":
+        return ready_inputs(path)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    documents = document_stream(text, notes)
+    windows_NT = text_windows(
+        documents, load_tokenizer(source_folder, trust_remote_code), tokens, min(length, limit), text
+    )
+    if notes is not None and windows_NT.numel() < 0.9 * tokens:
+        notes.append(f"{text} gives {windows_NT.numel():,} tokens in whole windows, where {tokens:,} were asked for")
+    if getattr(config, "is_encoder_decoder", False):
+        half = windows_NT.shape[1] // 2
+        start = torch.full((len(windows_NT), 1), config.decoder_start_token_id)
+        answers = torch.cat([start, windows_NT[:, half : 2 * half - 1]], dim=1)
+        return {"input_ids": windows_NT[:, :half].contiguous(), "decoder_input_ids": answers}
+    return {"input_ids": windows_NT}
+
+
+def ready_inputs(path: Path) -> dict[str, Tensor]:
+    from surgery.checkpoint.safetensors_io import read_header, read_tensor
+
+    if not path.is_file():
+        raise SurgeryError(f"calibration file {path} does not exist")
+    inputs = {name: read_tensor(info) for name, info in read_header(path).items()}
+    if not inputs or len({len(t) for t in inputs.values() if t.dim()}) != 1:
+        raise SurgeryError(
+            f"{path}: every tensor needs the same number of rows, for example pixel_values (64, 3, 224, 224)"
+        )
+    return inputs
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint. trust_remote_code is never left to transformers' default, which asks on the terminal."""
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    config = folder / "config.json"
+    known = read_json(config) if config.is_file() else {}
+    refuse_code(folder, str(folder), known if isinstance(known, dict) else {}, trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        raise SurgeryError(
+            f"{folder} has no tokenizer that transformers can load ({' '.join(str(error).split())[:200]}); "
+            "put its tokenizer files beside the weights"
+        ) from None
+
+
+FILES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
+
+
+HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
+
+
+def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
+    """The documents of a file or of a Hub data set, streamed; notes (else warnings) tell how a file was decoded."""
+    path = Path(text)
+    if path.is_file():
+        if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
+            return _rows(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
+        read, note = decoded(path)
+        if note and notes is None:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        elif note and notes is not None:
+            notes.append(note)
+        return iter([read])
+    if not HUB_DATASET.fullmatch(text) or path.suffix in FILES:
+        raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
+    name, _, rest = text.partition(":")
+    config, split, column = ([*rest.split(":"), "", "", ""])[:3]
+    return _rows(name, config or None, split or "train", column or None, {})
+
+
+def _rows(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
+    import datasets
+
+    # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
+    local = "data_files" in options or Path(name).is_dir()
+    try:
+        with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
+            rows = iter(
+                datasets.load_dataset(
+                    name, config, split=split, streaming=True, trust_remote_code=False, cache_dir=cache, **options
+                )
+            )
+        first = next(rows)
+    except StopIteration:
+        raise SurgeryError(f"calibration data {options.get('data_files', name)} has no rows") from None
+    except Exception as error:  # datasets raises many kinds, from many libraries
+        raise SurgeryError(
+            f"cannot read calibration data {options.get('data_files', name)}: {' '.join(str(error).split())[:200]}"
+        ) from None
+    where = options.get("data_files", name)
+    texts = [key for key, value in first.items() if isinstance(value, str)]
+    fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in first.items()) or "none"
+    if column is None and not texts:
+        raise SurgeryError(f"calibration data {where} has no field with text; its fields: {fields}")
+    column = column or ("text" if "text" in texts else texts[0])
+    if column not in texts:
+        raise SurgeryError(f"calibration data {where} has no text field {column!r}; its fields: {fields}")
+    yield first[column]
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # as above, further into the file
+            raise SurgeryError(f"cannot read calibration data {where}: {' '.join(str(error).split())[:200]}") from None
+        if row is None:
+            return
+        if isinstance(row.get(column), str):  # not a row without it
+            yield row[column]
+
+
+def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: int, where: str) -> Tensor:
+    """(N, length) ids: the documents joined and cut into windows, each with the tokenizer's own specials."""
+    prefix, suffix = special_tokens(tokenizer)
+    body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
+    ids: list[int] = []
+    for document in documents:
+        for piece in _pieces(document):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) >= wanted * body:
+                break
+        if len(ids) >= wanted * body:
+            break
+    count = min(wanted, len(ids) // body)
+    if wanted < 2:
+        raise SurgeryError(
+            f"{tokens:,} tokens make {wanted} window of {length}; at least two are needed: more tokens, or a length of "
+            f"{max(8, tokens // 4)} or less"
+        )
+    if count < 2:
+        raise SurgeryError(
+            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed "
+            f"(a longer text, or --set length={max(8, len(ids) // 4)})"
+        )
+    rows = [prefix + ids[i * body : (i + 1) * body] + suffix for i in range(count)]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _pieces(document: str, size: int = 2**20) -> Iterator[str]:
+    """A long document in parts cut at line ends, so that a book is not tokenised for its first page."""
+    start = 0
+    while start < len(document):
+        stop = document.find("\n", start + size) + 1 or len(document)
+        yield document[start:stop]
+        start = stop
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids the tokenizer puts before and after a text by itself ([CLS] .. [SEP], <s>)."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []

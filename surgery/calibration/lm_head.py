@@ -1,0 +1,123 @@
+"""The head, a slice of the vocabulary at a time: losses, and the curvature's cotangent, without ever holding
+all logits or the whole matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from surgery.architectures import Anatomy
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.safetensors_io import gather_rows, read_tensor
+
+LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits, and of the head, held at a time, in a few copies
+ROWS = 8192  # hidden states for which the head is read from the file once
+
+
+class Head:
+    """logits = softcap(W h + b), W (V, D) read from the file in slices of rows."""
+
+    def __init__(self, skeleton: Skeleton, path: str, anatomy: Anatomy | None, device: torch.device):
+        self.weight = skeleton.info(f"{path}.weight")
+        self.device = device
+        self.bias = None
+        if f"{path}.bias" in dict(skeleton.model.named_parameters()):
+            self.bias = read_tensor(skeleton.info(f"{path}.bias"), torch.float32).to(device)
+        name = anatomy.softcap if anatomy else ""
+        self.cap = getattr(skeleton.config.get_text_config(), name, None) if name else None
+
+    def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        vocabulary, width = self.weight.shape
+        step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
+        for first in range(0, vocabulary, step):
+            last = min(first + step, vocabulary)
+            weight = read_tensor(self.weight.rows(first, last), torch.float32, device=self.device)
+            yield first, weight, None if self.bias is None else self.bias[first:last]
+
+    def logits(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        logits_NV = nn.functional.linear(hidden_ND, weight_VD, bias_V)
+        return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
+
+    @torch.no_grad()
+    def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
+        """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
+        out = []
+        rows = ROWS if linear is None else max(1, LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
+        for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
+            out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
+        return torch.cat(out)
+
+    def _losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None) -> Tensor:
+        if linear is not None:
+            return nn.functional.cross_entropy(self.logits_of(linear, hidden_ND), labels_N, reduction="none")
+        total_N = hidden_ND.new_full((len(hidden_ND),), -torch.inf)
+        chosen_N = torch.zeros_like(total_N)
+        for first, weight, bias in self.slices(len(hidden_ND)):
+            logits_NV = self.logits(hidden_ND, weight, bias)
+            total_N = torch.logaddexp(total_N, logits_NV.logsumexp(-1))
+            inside = (labels_N >= first) & (labels_N < first + len(weight))
+            place = (labels_N - first).clamp(0, len(weight) - 1)
+            chosen_N += torch.where(inside, logits_NV.gather(1, place[:, None])[:, 0], 0.0)
+        return total_N - chosen_N
+
+    def logits_of(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
+        logits_NV = linear(hidden_ND)
+        return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
+
+    @torch.no_grad()
+    def cotangent(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """(d loss / d hidden (N, D), log sum exp (N,), labels (N,)) with labels drawn from the model itself:
+        the outer products of such gradients average to the Fisher information.
+
+        One pass over the vocabulary: the softmax-weighted sum of rows is rescaled as the maximum grows, and a
+        label of the slice at hand replaces the one drawn so far with the slice's share of the mass.
+        """
+        rows = len(hidden_ND)
+        top_N, mass_N = hidden_ND.new_full((rows,), -torch.inf), hidden_ND.new_zeros(rows)
+        sum_ND = torch.zeros_like(hidden_ND)
+        label_N, slope_N = torch.zeros(rows, dtype=torch.int64, device=self.device), hidden_ND.new_zeros(rows)
+        for first, weight, bias in self.slices(rows):
+            logits_NV = self.logits(hidden_ND, weight, bias)
+            slope_NV = None if self.cap is None else 1 - (logits_NV / self.cap).square()
+            higher_N = torch.maximum(top_N, logits_NV.amax(-1))
+            shrink_N = (top_N - higher_N).exp()
+            weight_NV = logits_NV.sub_(higher_N[:, None]).exp_()
+            drawn_N, share_N, part_N = draw(weight_NV, mass_N * shrink_N, generator)
+            taken_N = torch.rand(rows, generator=generator).to(self.device) < share_N
+            label_N = torch.where(taken_N, first + drawn_N, label_N)
+            ones = torch.ones_like(slope_N)
+            slope_N = torch.where(
+                taken_N, ones if slope_NV is None else slope_NV.gather(1, drawn_N[:, None])[:, 0], slope_N
+            )
+            weight_NV = weight_NV if slope_NV is None else weight_NV * slope_NV
+            sum_ND = torch.addmm(sum_ND * shrink_N[:, None], weight_NV, weight)
+            top_N, mass_N = higher_N, mass_N * shrink_N + part_N
+        chosen_ND = slope_N[:, None] * self.rows(label_N)
+        return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
+
+    def rows(self, label_N: Tensor) -> Tensor:
+        """Rows of W, (N, D)."""
+        unique, place = torch.unique(label_N.cpu(), return_inverse=True)
+        return gather_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
+
+    @torch.no_grad()
+    def energies(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
+        """Mean squared d loss / d logits, (V,): what an error of each logit costs."""
+        energy_V = hidden_ND.new_zeros(self.weight.shape[0])
+        for first, weight, bias in self.slices(len(hidden_ND)):
+            delta_NV = (self.logits(hidden_ND, weight, bias) - total_N[:, None]).exp()
+            here_N = ((label_N >= first) & (label_N < first + len(weight))).nonzero()[:, 0]
+            delta_NV[here_N, label_N[here_N] - first] -= 1
+            energy_V[first : first + len(weight)] = delta_NV.square().mean(0)
+        return energy_V
+
+
+def draw(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(an index drawn by weight in each row, the row's share of all mass so far, its mass)."""
+    reached_NV = weight_NV.cumsum(-1)
+    mass_N = reached_NV[:, -1]
+    threshold_N1 = (torch.rand(len(weight_NV), generator=generator).to(weight_NV.device) * mass_N)[:, None]
+    drawn_N = torch.searchsorted(reached_NV, threshold_N1)[:, 0].clamp_max(weight_NV.shape[1] - 1)
+    return drawn_N, mass_N / (before_N + mass_N), mass_N

@@ -1,0 +1,191 @@
+"""Calibration: text to windows of tokens, windows to second moments. No activation is kept.
+
+For a linear y = W x, with x the input that the already converted layers give and y* the output to be
+reproduced (the original layer's, on the original input):
+
+    C = E[x x^T]    K = E[y* x^T]    e = E|y*|^2        error(B) = e - 2 <B, K> + <B C, B>
+
+so the best unconstrained matrix is K C^-1, and its structured stand-in is the projection of that in C.
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.partition import Turn
+from surgery.checkpoint.safetensors_io import finite
+from surgery.core.distributed import Ranks
+from surgery.core.errors import SurgeryError
+from surgery.structures import Metric
+from surgery.structures.metric import add_moment_, inner
+
+
+def encoding_of(start: bytes) -> str | None:
+    """UTF-16 or UTF-32 by its mark, or UTF-16 by where its zero bytes stand; None where it may be UTF-8."""
+    for mark, name in MARKS:
+        if start.startswith(mark):
+            return name
+    if len(start) < 8 or 0 not in start:
+        return None
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    share = max(even, odd) / max(1, len(start) // 2)
+    return ("utf-16-le" if odd > even else "utf-16-be") if share > 0.2 and min(even, odd) < max(even, odd) / 4 else None
+
+
+# The longer mark first: that of UTF-32 begins with that of UTF-16.
+MARKS = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16")),
+    *((codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
+)
+UNREADABLE = 0.1  # share of characters that are no UTF-8, from which a file is no text
+
+
+def decoded(path: Path) -> tuple[str, str | None]:
+    """(text, a note or None): UTF-8, or UTF-16 and UTF-32 where the bytes say so; SurgeryError for what is none of them."""
+    data = path.read_bytes()
+    name = encoding_of(data[:4096])
+    if name is not None:
+        note = None if name == "utf-8-sig" else f"{path} is {name.upper()}, not UTF-8, and was read as that"
+        return data.decode(name, errors="replace"), note
+    text = data.decode("utf-8", errors="replace")
+    bad = text.count("\ufffd") - data.count("\ufffd".encode())
+    if bad > UNREADABLE * len(text):
+        raise SurgeryError(
+            f"{path} is not text in UTF-8: {bad:,} of {len(text):,} characters cannot be read; save it as UTF-8 "
+            "(for example: iconv -f LATIN1 -t UTF-8)"
+        )
+    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
+
+
+# -- moments ---------------------------------------------------------------------------------------
+@dataclass
+class Target:
+    """What is kept of one output: K itself (O, I); or nothing, where the output is just W x0 and O is
+    large, so that E[x0 x^T] (I, I), shared by every matrix that reads x0, says as much."""
+
+    weight_OI: Tensor
+    residual: bool
+    k_OI: Tensor | None = None
+    energy: float = 0.0  # E|y*|^2
+
+    @property
+    def shares(self) -> bool:
+        return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
+
+
+class Moments:
+    """Means over rows for the matrices that read one input; weights: name -> (W, whether the residual stream's
+    gap is added to its output). Rows are `add`ed, `means` ends that: sums become means where they lie."""
+
+    def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
+        first = next(iter(weights.values()))[0]
+        self.count, self.diverged, self.summing = 0, False, True
+        self.known: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
+        self.targets = {name: Target(w, residual) for name, (w, residual) in weights.items()}
+        self.c_II = first.new_zeros(first.shape[1], first.shape[1])
+        shared = any(t.shares for t in self.targets.values())
+        self.cross_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x^T]
+        self.original_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x0^T]
+        for target in self.targets.values():
+            if not target.shares:
+                target.k_OI = torch.zeros_like(target.weight_OI)
+
+    def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
+        """x: the converted stream's input; x0: the original's (the same tensor while the streams are one);
+        gap: original minus converted residual stream."""
+        assert self.summing
+        self.count += len(x_NI)
+        add_moment_(self.c_II, x_NI)
+        if x_NI is not x0_NI or gap_NO is not None:
+            self.diverged = True
+        if self.cross_II is not None and self.original_II is not None:
+            self.cross_II.addmm_(x0_NI.mT, x_NI)
+            add_moment_(self.original_II, x0_NI)
+        for target in self.targets.values():
+            if target.k_OI is None:
+                continue
+            y_NO = x0_NI @ target.weight_OI.mT
+            if target.residual and gap_NO is not None:
+                y_NO += gap_NO
+            target.energy += inner(y_NO, y_NO)
+            target.k_OI.addmm_(y_NO.mT, x_NI)
+
+    def fold(self, part: Moments, turn: Turn, ranks: Ranks, first: bool) -> None:
+        """+= the parts of a turn, in order; with others, each process adds some of the rows."""
+        for mine, other in zip(self.held(), part.held()):
+            ranks.fold_(mine, other, turn.holders, first)
+        energies = {name: target.energy for name, target in part.targets.items()}
+        said = ranks.gather((part.count, part.diverged, energies))
+        for count, diverged, found in (said[holder] for holder in turn.holders):
+            self.count, self.diverged = self.count + count, self.diverged or diverged
+            for name, energy in found.items():
+                self.targets[name].energy += energy
+
+    def means(self) -> Moments:
+        assert self.summing
+        for total in self.held():
+            total /= self.count
+            if not finite(total):
+                raise SurgeryError(
+                    f"calibration: what reaches {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
+                    "squared; the original model computes no usable numbers on this text: check the checkpoint"
+                )
+        for target in self.targets.values():
+            target.energy /= self.count
+        self.summing = False
+        return self
+
+    def cross(self, name: str) -> Tensor:
+        """K (O, I)."""
+        target = self.targets[name]
+        if target.k_OI is not None:
+            return target.k_OI
+        assert self.cross_II is not None
+        return target.weight_OI @ self.cross_II
+
+    def energy(self, name: str) -> float:
+        """E|y*|^2."""
+        target = self.targets[name]
+        if target.k_OI is not None:
+            return target.energy
+        assert self.original_II is not None
+        return Metric(self.original_II).square(target.weight_OI)
+
+    def held(self) -> list[Tensor]:
+        held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
+        return [t for t in held if t is not None]
+
+
+ROWS = 1024  # of a matrix, judged at a time
+
+
+class Check:
+    """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
+
+    def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
+        assert not moments.summing
+        self.c_II, self.k_OI = moments.c_II, moments.cross(name)
+        self.g_OO = g_OO
+        self.wanted = moments.energy(name)
+
+    def measure(self, b_OI: Tensor) -> tuple[float, float]:
+        """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
+        sqrt(E|y* - B x|^2 / E|y*|^2). A few rows of B C - 2 K at a time: all of them are as large as B."""
+        plain = loss = 0.0
+        for first in range(0, len(b_OI), ROWS):
+            rows = slice(first, first + ROWS)
+            change_RI = torch.addmm(self.k_OI[rows], b_OI[rows], self.c_II, beta=-2)
+            each_R = torch.linalg.vecdot(change_RI, b_OI[rows])
+            plain += float(each_R.sum(dtype=torch.float64))
+            if self.g_OO is not None and self.g_OO.dim() == 1:
+                loss += float((self.g_OO[rows] * each_R).sum(dtype=torch.float64))
+            elif self.g_OO is not None:
+                loss += float((self.g_OO[rows] * (change_RI @ b_OI.mT)).sum(dtype=torch.float64))
+        error = (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5
+        return (plain if self.g_OO is None else loss), error

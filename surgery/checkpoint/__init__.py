@@ -1,0 +1,1 @@
+"""Hugging Face checkpoint folders: reading, checking, and writing them."""

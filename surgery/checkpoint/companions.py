@@ -1,0 +1,141 @@
+"""What travels from a checkpoint to everything made of it, beside the weights: tokenizer, processor, generation settings,
+chat templates, licence, and the sub-folders of small files that belong to the model (1_Pooling/ of sentence-transformers,
+additional_chat_templates/)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+
+# In the folder itself.
+COPIED = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja", "tekken.json"),
+    *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
+)
+# In sub-folders: files of these types, in folders that hold no weights of another format.
+SMALL = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".vocab")
+FOREIGN = (
+    *(
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".pkl",
+        ".pickle",
+        ".joblib",
+        ".npy",
+        ".npz",
+        ".gguf",
+        ".ggml",
+        ".onnx",
+        ".onnx_data",
+    ),
+    *(".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot", ".so", ".dll"),
+)
+# Folders of other formats, of training runs, and of what surgery itself puts beside the weights.
+ELSEWHERE = (
+    *(
+        "onnx*",
+        "openvino*",
+        "coreml*",
+        "gguf*",
+        "tflite*",
+        "tensorrt*",
+        "flax*",
+        "tf*",
+        "original",
+        "runs",
+        "logs",
+        "log",
+    ),
+    *("wandb", "mlruns", "tensorboard*", "checkpoint*", "global_step*", "__pycache__", "eval", "training", "adapter"),
+    *("pieces", "curvature", "venv", "node_modules", "data", "datasets", "samples"),
+)
+MODULES = "modules.json"  # of sentence-transformers: the folders of its modules, whose weights are part of the model
+MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # of a file in a sub-folder, of such files, of folders in folders
+
+
+class Found(NamedTuple):
+    """files: relative to the folder, sorted; left: "name: why" of what might have been expected and is not copied."""
+
+    files: list[Path]
+    left: list[str]
+
+
+def in_subfolders(folder: Path) -> Found:
+    """The small files of the sub-folders. Links are taken where they lead to a file of the folder or of the Hub's store;
+    a link to a folder is not followed."""
+    files: list[Path] = []
+    left: list[str] = []
+    modules = module_folders(folder)
+    for here in _folders(folder, folder, modules, left):
+        name = here.relative_to(folder).as_posix()
+        entries = sorted(p for p in here.iterdir() if p.is_file() or p.is_symlink())
+        module = any(name == m or name.startswith(f"{m}/") for m in modules)
+        foreign = [p for p in entries if p.suffix.lower() in FOREIGN]
+        if foreign and not module:
+            left.append(f"{name}/: it holds weights of another format ({foreign[0].name})")
+            continue
+        left += [f"{name}/{p.name}: {_why_foreign(p, entries)}" for p in foreign if _why_foreign(p, entries)]
+        for path in entries:
+            if path.name.startswith(".") or not path.name.endswith((*SMALL, ".safetensors") if module else SMALL):
+                continue
+            if path.is_file() and path.stat().st_size > MAX_BYTES:
+                left.append(f"{name}/{path.name}: {path.stat().st_size / 2**20:,.0f} MB, over {MAX_BYTES // 2**20} MB")
+                continue
+            files.append(path.relative_to(folder))
+    if len(files) > MAX_FILES:
+        raise SurgeryError(
+            f"{folder} has {len(files):,} small files in sub-folders, over {MAX_FILES:,}; move those that are no part of the "
+            "model elsewhere"
+        )
+    return Found(sorted(files), left)
+
+
+def _why_foreign(path: Path, entries: list[Path]) -> str:
+    """Empty where the same weights lie beside it as safetensors."""
+    if any(other.suffix == ".safetensors" for other in entries):
+        return ""
+    return (
+        "pickled or foreign weights of a module, without which it does not load; save the module as safetensors first"
+    )
+
+
+def _folders(folder: Path, here: Path, modules: set[str], left: list[str]) -> Iterator[Path]:
+    for path in sorted(here.iterdir()):
+        name, depth = path.relative_to(folder).as_posix(), len(path.relative_to(folder).parts)
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        if path.is_symlink():
+            left.append(f"{name}/: a link to a folder")
+            continue
+        if name not in modules and any(fnmatch(path.name, pattern) for pattern in ELSEWHERE):
+            continue
+        yield path
+        if depth < MAX_DEPTH:
+            yield from _folders(folder, path, modules, left)
+
+
+def module_folders(folder: Path) -> set[str]:
+    """The sub-folders that modules.json names; nothing of it that leads elsewhere."""
+    path = folder / MODULES
+    listed = read_json(path) if path.is_file() else []
+    named = {str(m.get("path", "")) for m in listed if isinstance(m, dict)} if isinstance(listed, list) else set()
+    return {
+        name
+        for name in named
+        if name and not os.path.isabs(name) and ".." not in Path(name).parts and not name.startswith(".")
+    }
+
+
+def in_folder(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files of the folder itself that match, without weights of other formats."""
+    found = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
+    return sorted(p for p in found if p.suffix.lower() not in FOREIGN and not p.name.startswith("."))

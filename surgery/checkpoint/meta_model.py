@@ -1,0 +1,150 @@
+"""The model without its weights: transformers' own class with every parameter on the meta device.
+
+Weights come and go a layer at a time (`fill`, `empty`). Which tensor of the file belongs to which parameter
+is asked of transformers' own loading rules, so that renamed families (ViT, legacy BERT) and checkpoints
+saved with or without the base model's prefix are understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
+from surgery.checkpoint.source import Source
+from surgery.checkpoint.tensor_names import class_named, missing_and_unexpected, parameter_names, refuse_unlike
+from surgery.core.errors import SurgeryError
+
+
+class Skeleton:
+    """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file; unused: tensors
+    that the model's class does not know."""
+
+    def __init__(self, source: Source, trust_remote_code: bool = False):
+        self.source, self.trust_remote_code = source, trust_remote_code
+        self.config = _config(source, trust_remote_code)
+        self.model = _on_meta(self.config, source, trust_remote_code)
+        self.keys = _parameter_keys(self.model, source)
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        missing, unexpected = missing_and_unexpected(self.model, self.keys)
+        refuse_unlike(type(self.model).__name__, missing, (), source.name)
+        self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
+        self._check_shapes()
+
+    def info(self, parameter: str) -> TensorInfo:
+        """Where a parameter lies in the file; a tied one where its twin does."""
+        for name in (parameter, self.tied.get(parameter, ""), *(k for k, v in self.tied.items() if v == parameter)):
+            if name in self.keys:
+                return self.source.tensors[self.keys[name]]
+        raise SurgeryError(
+            f"{self.source.name} has no tensor for parameter {parameter!r}, which its model class expects"
+        )
+
+    def _check_shapes(self) -> None:
+        for name, parameter in self.model.state_dict().items():
+            if name not in self.keys:
+                continue
+            info = self.source.tensors[self.keys[name]]
+            if tuple(parameter.shape) != info.shape:
+                raise SurgeryError(
+                    f"{self.source.name}: tensor {info.name!r} has shape {list(info.shape)}, but config.json makes "
+                    f"{name!r} {list(parameter.shape)}; the config and the weights do not belong together"
+                )
+
+    def module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def fill(self, path: str, device: torch.device, skip: Iterable[str] = ()) -> int:
+        """Read the parameters of the module at `path` into float32 on `device`; bytes read. `skip`: paths
+        (of modules below it) left on meta."""
+        module, total, skip = self.module(path), 0, tuple(f"{s}." for s in skip)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            full = f"{path}.{name}" if path else name
+            if full.startswith(skip) or not (tensor.is_meta or full in self.keys):
+                continue
+            if not tensor.is_meta and self.source.tensors[self.keys[full]].dtype not in ("F32", "F16", "BF16", "F64"):
+                continue
+            info = self.info(full)
+            place(module, name, read_tensor(info, torch.float32, device=device))
+            total += info.nbytes
+        return total
+
+    def empty(self, path: str) -> None:
+        """Back to meta."""
+        module = self.module(path)
+        for name, tensor in list(module.named_parameters()):
+            place(module, name, torch.empty_like(tensor, device="meta"))
+
+
+def unconverted(source: Source) -> Any:
+    """The model that a converted checkpoint was made of, on meta, without its tensors."""
+    config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
+    return bare_model(Source(source.name, source.folder, config, {}))
+
+
+def bare_model(source: Source, trust_remote_code: bool = False) -> Any:
+    """The model of a config on meta; no tensors are looked at."""
+    return _on_meta(_config(source, trust_remote_code), source, trust_remote_code)
+
+
+def place(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` where parameter or buffer `name` is; frozen."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        module = getattr(module, parent)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _config(source: Source, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a stranger's config fails in whatever way it likes
+        raise SurgeryError(
+            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        ) from None
+
+
+def model_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The class named by the config's `architectures`, or an Auto class that serves it."""
+    import transformers
+
+    if (found := class_named(config)) is not None:
+        return found
+    if getattr(config, "auto_map", None) and trust_remote_code:
+        for auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel"):
+            if auto in config.auto_map:
+                return getattr(transformers, auto)
+    return transformers.AutoModel
+
+
+def _on_meta(config: Any, source: Source, trust_remote_code: bool) -> Any:
+    """Parameters on meta, buffers (rotary tables) computed; nothing the size of a weight is touched."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    cls = model_class(config, trust_remote_code)
+    try:
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            if hasattr(cls, "from_config") and not hasattr(cls, "base_model_prefix"):
+                model = cls.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = cls._from_config(config)
+    except Exception as error:
+        raise SurgeryError(
+            f"{source.name}: transformers cannot build {cls.__name__} from its config ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        ) from None
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _parameter_keys(model: Any, source: Source) -> dict[str, str]:
+    return parameter_names(model, source.tensors, source.name)

@@ -1,0 +1,140 @@
+"""Python code that the configs of a checkpoint name: `auto_map` in any config that transformers reads, and attention
+kernels of the Hub. Refused before transformers sees the folder, because transformers would ask on the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+
+MAIN = "config.json"
+SHIM = "surgery_shim.Shim"  # what the auto_map of a converted checkpoint names (checkpoint.write_shims)
+# Where transformers looks for the classes of tokenizers and processors, beside config.json.
+CONFIGS = (
+    *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "generation_config.json"),
+)
+# Auto class -> the key that names the library's own class.
+CLASS_KEYS = {
+    "AutoTokenizer": "tokenizer_class",
+    "AutoProcessor": "processor_class",
+    "AutoImageProcessor": "image_processor_type",
+    "AutoFeatureExtractor": "feature_extractor_type",
+    "AutoVideoProcessor": "video_processor_type",
+}
+# Keys of config.json that choose an implementation: "org/name", "org/name@revision:function", "paged|org/name".
+IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+MAX_CONFIG = 2**26  # bytes of a tokenizer_config.json
+
+
+def tables(data: Any) -> Iterator[dict[str, Any]]:
+    """A config's table and every table in it."""
+    found = [data]
+    while found:
+        value = found.pop()
+        if isinstance(value, dict):
+            yield value
+        if isinstance(value, (dict, list)):
+            found += value.values() if isinstance(value, dict) else value
+
+
+def named_code(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """File -> its `auto_map`, where that names code of the checkpoint. The shims that surgery itself writes do not count:
+    they only import surgery, and are run by a person's own `trust_remote_code=True`."""
+    named: dict[str, Any] = {}
+    for table in tables(config):
+        if table.get("auto_map") and not (table is config and _only_shims(table["auto_map"])):
+            named[MAIN] = table["auto_map"]
+    for name in CONFIGS:
+        for table in tables(_table(folder / name)):
+            if table.get("auto_map"):
+                named[name] = table["auto_map"]
+    return named
+
+
+def _only_shims(auto_map: Any) -> bool:
+    return isinstance(auto_map, dict) and all(str(at).startswith(SHIM) for at in auto_map.values())
+
+
+def _table(path: Path) -> Any:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_CONFIG:
+        raise SurgeryError(f"{path} has {path.stat().st_size:,} bytes; a config has under {MAX_CONFIG:,}")
+    return read_json(path)
+
+
+def refuse_code(folder: Path, name: str, config: dict[str, Any], trust_remote_code: bool) -> None:
+    """SurgeryError where the model, its tokenizer or its processor is code of the checkpoint, without leave to run it."""
+    if trust_remote_code:
+        return
+    refused = [MAIN] if MAIN in named_code(folder, config) else []
+    refused += [name for name in CONFIGS if _needs_code(_table(folder / name), config)]
+    if refused:
+        file, auto_map = refused[0], named_code(folder, config)[refused[0]]
+        raise SurgeryError(
+            f"{name} needs code from its own repository ({file}: auto_map {str(auto_map)[:100]}); read that code, "
+            "then pass --trust-remote-code"
+        )
+
+
+def _needs_code(data: Any, config: dict[str, Any]) -> bool:
+    """Whether an auto_map in a tokenizer's or processor's config names a class that transformers has no equal of."""
+    for table in tables(data):
+        auto_map = table.get("auto_map")
+        if not auto_map:
+            continue
+        if isinstance(auto_map, list):  # of old tokenizers: [slow, fast]
+            auto_map = {"AutoTokenizer": auto_map}
+        if not isinstance(auto_map, dict) or not all(_is_own(auto, table, config) for auto in auto_map):
+            return True
+    return False
+
+
+def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether transformers has the class that this config names (of a tokenizer without a name: that its model type has)."""
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    named = table.get(CLASS_KEYS.get(auto, ""))
+    if auto == "AutoTokenizer" and named is None:
+        kind = config.get("model_type")
+        return isinstance(kind, str) and TOKENIZER_MAPPING_NAMES.get(kind) is not None
+    if not isinstance(named, str) or not named.isidentifier():
+        return False
+    if auto == "AutoTokenizer":
+        return any(tokenizer_class_from_name(each) is not None for each in (named, f"{named}Fast"))
+    return named in dir(transformers)
+
+
+def refuse_named_elsewhere(config: dict[str, Any], path: Path) -> None:
+    """SurgeryError for keys by which a config makes transformers fetch code, or read another config than this one."""
+    for table in tables(config):
+        for key, value in table.items():
+            if not IMPLEMENTATIONS.fullmatch(str(key)):
+                continue
+            for text in _strings(value):
+                if "/" in text:
+                    raise SurgeryError(
+                        f"{path}: {key} names {text[:100]!r}, code to be downloaded from the Hub; surgery runs the "
+                        f"attention that transformers brings. Take {key} out of the file, or make it sdpa or eager"
+                    )
+    if config.get("configuration_files"):
+        raise SurgeryError(
+            f"{path}: configuration_files names other configs that transformers would read in place of this one; keep the "
+            "config that is meant as config.json, without that key"
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    found = [value]
+    while found:
+        value = found.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list)):
+            found += value.values() if isinstance(value, dict) else value

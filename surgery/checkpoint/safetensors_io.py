@@ -1,0 +1,275 @@
+"""Reading and writing safetensors a tensor at a time, by offset: nothing is mapped, nothing is unpickled.
+
+A header is checked against the file before a byte of weight is believed. Written files are deterministic:
+names sorted, the same bytes for the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.core.errors import Interrupted, SurgeryError
+from surgery.core.files import parsed, whole
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_AXES = 64
+MAX_HEADER = 100_000_000  # the safetensors limit
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: bytes start:stop of file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, first: int, last: int) -> TensorInfo:
+        """Rows first:last of the leading axis."""
+        row = self.nbytes // self.shape[0]
+        shape = (last - first, *self.shape[1:])
+        return TensorInfo(self.name, self.file, self.dtype, shape, self.start + first * row, self.start + last * row)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a safetensors file; SurgeryError where the header does not describe the file."""
+
+    def lie(what: str) -> SurgeryError:
+        return SurgeryError(f"{path} is damaged or not safetensors: {what}; fetch the file again")
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise lie(f"its header claims {length:,} bytes, the file has {size:,}")
+            header = parsed(file.read(length).decode("utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise lie("its header is not JSON, or names something twice") from None
+    if not isinstance(header, dict):
+        raise lie("its header is not a table")
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        info = _entry(name, entry, path, 8 + length)
+        if info is None:
+            raise lie(f"the entry of tensor {name!r} is not understood")
+        if info.stop > size:
+            raise lie(f"tensor {name!r} ends at byte {info.stop:,}, the file at {size:,} (a truncated download?)")
+        width = DTYPES[info.dtype].itemsize if info.dtype in DTYPES else None
+        if width is not None and info.numel * width != info.nbytes:
+            raise lie(f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes")
+        tensors[name] = info
+    _refuse_overlap(tensors, lie)
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two entries of one name they believe."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name twice")
+    return table
+
+
+def _entry(name: Any, entry: Any, path: Path, base: int) -> TensorInfo | None:
+    try:
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+        numbers = [*shape, start, stop]
+        if not all(type(n) is int and 0 <= n < 2**62 for n in numbers) or stop < start or len(shape) > MAX_AXES:
+            return None
+        if math.prod(max(n, 1) for n in shape) >= 2**62:  # an empty tensor may have a large axis, within reason
+            return None
+        return TensorInfo(str(name), path, str(entry["dtype"]), shape, base + start, base + stop)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _refuse_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
+    end, before = 0, ""
+    for info in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
+        if info.start < end and info.nbytes:
+            raise lie(f"tensors {before!r} and {info.name!r} share bytes")
+        end, before = max(end, info.stop), info.name
+
+
+def read_into(tensor: Tensor, info: TensorInfo) -> None:
+    """Fill a tensor of the stored dtype and shape."""
+    view, got = _bytes(tensor), 0
+    with source_errors(info.file), open(info.file, "rb", buffering=0) as file:
+        file.seek(info.start)
+        while got < info.nbytes:
+            count = file.readinto(view[got : got + CHUNK])
+            if not count:
+                raise SurgeryError(f"{info.file} ended inside tensor {info.name!r}; fetch the file again")
+            got += count
+
+
+@contextmanager
+def source_errors(path: Path) -> Iterator[None]:
+    """Around reading a file whose header was read before: a file that has vanished or cannot be read any longer ends in
+    a sentence. Finished work is kept, because the file may come back."""
+    try:
+        yield
+    except OSError as error:
+        raise Interrupted(
+            f"{path} cannot be read any longer ({error.strerror or error}); it was there when this command began. "
+            "Put the file back, then run the same command again (with --resume if it has that option)"
+        ) from None
+
+
+def read_tensor(
+    info: TensorInfo,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The tensor, moved (as stored, and looked through there) and cast where asked; NaN and Inf are refused by name."""
+    if info.dtype not in DTYPES:
+        raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
+    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    if info.numel:
+        read_into(tensor, info)
+    tensor = tensor if device is None else tensor.to(device)
+    if check and info.dtype in FLOATS and not finite(tensor):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise SurgeryError(
+            f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} numbers; "
+            "the source checkpoint is damaged"
+        )
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def finite(tensor: Tensor) -> bool:
+    """No NaN, no Inf: a sum is finite unless one is there (or it overflows: then look closer)."""
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+
+
+def gather_rows(info: TensorInfo, rows: Tensor) -> Tensor:
+    """Chosen rows of a 2-D tensor, reading neighbours together; rows ascending."""
+    wanted = rows.tolist()
+    parts, first = [], 0
+    for i in range(1, len(wanted) + 1):
+        if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
+            parts.append(read_tensor(info.rows(wanted[first], wanted[i - 1] + 1)))
+            first = i
+    return torch.cat(parts)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: held in memory, or still in its source file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    tensor: Tensor | None = None
+    source: TensorInfo | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        tensor = tensor.detach().cpu().contiguous()
+        return cls(name, NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
+
+    @classmethod
+    def copy(cls, name: str, source: TensorInfo) -> Entry:
+        return cls(name, source.dtype, source.shape, source.nbytes, source=source)
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        if self.tensor is not None:
+            if self.nbytes:
+                yield _bytes(self.tensor)
+            return
+        assert self.source is not None
+        # Whole numbers a chunk, so that each can be checked for NaN on the way.
+        for start in range(self.source.start, self.source.stop, CHUNK):
+            stop = min(start + CHUNK, self.source.stop)
+            width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1
+            dtype = self.dtype if self.dtype in DTYPES else "U8"
+            piece = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
+            tensor = read_tensor(piece)
+            yield _bytes(tensor)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Its memory, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def write_shard(path: Path, entries: Iterable[Entry]) -> str:
+    """Write beside, flush to disk, then rename: the file is whole or absent. Returns the file's SHA-256 as hex digits."""
+    ordered = sorted(entries, key=lambda e: e.name)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in ordered:
+        offsets = [offset, offset + entry.nbytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with whole(path) as file:
+        for chunk in chain([len(text).to_bytes(8, "little") + text], *(entry.chunks() for entry in ordered)):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str | None:
+    """SHA-256 of a file as hex digits; None where there is no file."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(CHUNK):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()

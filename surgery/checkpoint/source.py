@@ -1,0 +1,337 @@
+"""The checkpoint that goes in: config, tensor headers, tokenizer files. Local folder or Hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.companions import COPIED, SMALL, in_folder, in_subfolders
+from surgery.checkpoint.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
+from surgery.checkpoint.safetensors_io import DTYPES, FLOATS, TensorInfo, read_header, source_errors
+from surgery.checkpoint.table import SHIM
+from surgery.core.digests import files_digest
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors$")
+PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
+MOST = (
+    (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
+    (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
+)
+MAX_DEPTH = 50
+WRITTEN = ("surgery_report.json", "training_log.json", "trainer_state.json")  # about a model, and not read with it
+NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
+
+
+@dataclass(frozen=True)
+class Source:
+    """`name` as the user gave it; `folder` where its files are; `revision` for a Hub id."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    revision: str | None = None
+
+    def fingerprint(self) -> str:
+        """Of the config and of every tensor's place, and a sample of its bytes: another checkpoint differs."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            digest.update(f"{name} {info.dtype} {info.shape}".encode())
+            with source_errors(info.file), open(info.file, "rb") as file:
+                for start in {info.start, max(info.start, info.stop - 4096)}:
+                    file.seek(start)
+                    digest.update(file.read(min(4096, info.stop - start)))
+        return digest.hexdigest()
+
+    def digest(self) -> str:
+        """SHA-256 over all files that decide what the model answers: weights, config, tokenizer, templates, settings, code."""
+        files = {info.file for info in self.tensors.values()} | {self.folder / name for name in self.companions()}
+        files |= {path for end in ("*.json", "*.py", "*.jinja") for path in self.folder.glob(end) if path.is_file()}
+        files -= {self.folder / name for name in WRITTEN}
+        return files_digest((Path(os.path.relpath(path, self.folder)).as_posix(), path) for path in files)
+
+    def companions(self) -> list[Path]:
+        """Files to copy beside the converted weights, relative to the folder."""
+        code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
+        weights = {info.file for info in self.tensors.values()}
+        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in NOT_COPIED]
+        return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def open_source(
+    name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
+) -> Source:
+    """`weights=False` fetches only config and headers of a Hub id (for `plan`).
+
+    Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
+    already converted, remote code without leave.
+    """
+    name, folder, commit = _found(name, weights, revision)
+    config = read_config(folder, name)
+    _refuse_quantised(config, name)
+    refuse_code(folder, name, config, trust_remote_code)
+    tensors = _headers(folder, name) if commit is None or weights else _remote_headers(name, commit)
+    return Source(name, folder, config, tensors, commit)
+
+
+def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
+    """What makes transformers' from_pretrained load other weights than model.safetensors or the shards of its index."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise SurgeryError(
+            f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the weights in "
+            f"this folder. {_instead(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are meant"
+        )
+    if config.get("transformers_weights") is not None:
+        raise SurgeryError(
+            f"{name}: config.json names its weights by transformers_weights ({str(config['transformers_weights'])[:100]!r}); "
+            f"surgery reads {SINGLE} or {INDEX} only. Rename the file to {SINGLE}, then remove transformers_weights"
+        )
+    if distributed := sorted(path.name for path in folder.glob("shard-*.safetensors") if DISTRIBUTED.match(path.name)):
+        raise SurgeryError(
+            f"{name} holds {distributed[0]}, of a distributed checkpoint of torch, which transformers would load in place "
+            f"of {SINGLE}. Remove such files, or load the model and save_pretrained to a new folder"
+        )
+
+
+def open_converted(name: str, revision: str | None = None) -> Source:
+    """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
+    name, folder, commit = _found(name, True, revision)
+    return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
+
+
+def _found(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
+    """(name, folder, commit); the name without the revision it may end in."""
+    if Path(name).exists():
+        if revision is not None:
+            raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
+        return name, Path(name), None
+    bare, pinned = pinned_name(name)
+    if pinned and revision is not None:
+        raise SurgeryError(f"{name} names a revision, and --revision {revision} another; give one of them")
+    return bare, *_download(bare, weights, revision or pinned)
+
+
+def pinned_name(name: str) -> tuple[str, str | None]:
+    """(id, revision) of org/name@revision; the name of something here as it is."""
+    bare, _, pinned = (name, "", "") if Path(name).exists() else name.partition("@")
+    return bare, pinned or None
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise SurgeryError(
+            f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it"
+        )
+    _refuse_links_out(folder)
+    if not path.is_file():
+        raise SurgeryError(f"{name} has no config.json; {_instead(folder)}")
+    config = read_json(path)
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
+    _refuse_enormous(config, path)
+    refuse_named_elsewhere(config, path)
+    _refuse_other_weights(folder, config, name)
+    return config
+
+
+def _instead(folder: Path) -> str:
+    """What to give in place of a folder that is no checkpoint, by what lies in it."""
+    if (folder / "adapter_config.json").is_file():
+        told = read_json(folder / "adapter_config.json")
+        base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+        return (
+            f"it is a PEFT adapter of {str(base)[:100]}: merge it first (load it with peft, merge_and_unload(), "
+            "save_pretrained to a new folder) and give that folder"
+        )
+    if any(folder.glob("*.gguf")):
+        return (
+            "it holds GGUF files: give the checkpoint that they were made from, or write one (load it with "
+            "transformers' gguf_file=, save_pretrained to a new folder)"
+        )
+    return "give the folder of a Hugging Face checkpoint, or a Hub id"
+
+
+def _refuse_links_out(folder: Path) -> None:
+    """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
+    home, wanted = folder.resolve(), ("config.json", INDEX, "*.safetensors", "*.py", *COPIED)
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    below = [folder / path for path in in_subfolders(folder).files]
+    for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
+        if not path.is_symlink():
+            continue
+        if not any(path.resolve().is_relative_to(place) for place in homes):
+            raise SurgeryError(
+                f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there"
+            )
+
+
+def _refuse_enormous(config: dict[str, Any], path: Path) -> None:
+    """Before anything is built to a config's sizes."""
+    found: list[tuple[str, Any, int]] = [("", config, 0)]
+    while found:
+        key, value, depth = found.pop()
+        if depth > MAX_DEPTH:
+            raise SurgeryError(f"{path} is nested over {MAX_DEPTH} deep; a Hugging Face config has a few levels")
+        if isinstance(value, dict):
+            found += [(str(k), v, depth + 1) for k, v in value.items()]
+        elif isinstance(value, list):
+            found += [(key, v, depth + 1) for v in value]
+        elif isinstance(value, (int, float)):
+            limit = next((most for words, most in MOST if any(word in key for word in words)), None)
+            if limit is not None and not abs(value) <= limit:
+                raise SurgeryError(f"{path}: {key} is {value:.3g}, over {limit:,}; no model is that large")
+
+
+def _refuse_quantised(config: dict[str, Any], name: str) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if method == "surgery":
+        raise SurgeryError(
+            f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR"
+        )
+    raise SurgeryError(
+        f"{name} is quantised ({method}); surgery cuts full-precision weights. Dequantise first: load it with "
+        "transformers, call model.dequantize(), save_pretrained to a new folder"
+    )
+
+
+def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
+    """The tensors that transformers would load: those of model.safetensors, else those of the index's shards."""
+    index = folder / INDEX
+    sharded = _sharded(folder, index, name) if index.is_file() else None
+    if (folder / SINGLE).is_file():
+        single = read_header(folder / SINGLE)
+        if sharded is not None and sharded != single:
+            raise SurgeryError(
+                f"{name} has {SINGLE} and an {INDEX} that names other weights; transformers would load the first, other "
+                "programs the second. Remove the one that is not meant"
+            )
+        return single
+    if sharded is not None:
+        return sharded
+    pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
+    if pickles:
+        raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLED}")
+    raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {_instead(folder)}")
+
+
+def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
+    try:
+        table = read_json(index)
+        weight_map, metadata = table["weight_map"], table.get("metadata")
+        shards = sorted(set(weight_map.values()))
+    except (SurgeryError, KeyError, TypeError, AttributeError):
+        raise SurgeryError(f"{index} is not a shard index (a table with a weight_map)") from None
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        if not is_beside(shard):
+            raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
+        if not (folder / shard).is_file():
+            raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
+        header = read_header(folder / shard)
+        if twice := header.keys() & tensors.keys():
+            raise SurgeryError(
+                f"{name}: tensor {min(twice)!r} is in two shards, {shard} and {tensors[min(twice)].file.name}"
+            )
+        tensors.update(header)
+    for tensor, shard in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file.name != shard:
+            raise SurgeryError(f"{name}: the index puts tensor {tensor!r} in {shard}, whose header does not have it")
+    if not isinstance(metadata, dict):
+        raise SurgeryError(
+            f'{index} has no table "metadata", without which transformers cannot load it; add "metadata": {{}}'
+        )
+    return tensors
+
+
+def is_beside(name: Any) -> bool:
+    """Whether it is the name of a .safetensors file in the folder of what names it."""
+    whole = isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+    return whole and len(name.encode()) <= 255  # what file systems take
+
+
+def refuse_dtype(info: TensorInfo) -> None:
+    """A weight to be cut must be plain floating point."""
+    if info.dtype not in FLOATS:
+        known = "" if info.dtype in DTYPES else " (unknown to surgery)"
+        raise SurgeryError(
+            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of {', '.join(FLOATS)}"
+        )
+
+
+def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str | None]:
+    """Fetch from the Hub; for a plan the config alone."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise SurgeryError(f"{name} does not exist; give the folder of a checkpoint, or a Hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    patterns = ["config.json", ADAPTER_CONFIG, "*.py", *CONFIGS] + (
+        ["*.safetensors", INDEX, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
+    )
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise SurgeryError(_unreachable(name, revision, error)) from None
+    return folder, folder.name
+
+
+def _unreachable(name: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a whole commit hash"
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated: accept its terms on its page of the Hub, then `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, `hf auth login`"
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        return (
+            f"{name} is neither a local folder nor a Hub id in the cache of this machine, and the Hub cannot be reached "
+            "from here; give the path of the folder, or try again with a network (and without HF_HUB_OFFLINE)"
+        )
+    reason = " ".join(str(error).split())[:200]
+    return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
+
+
+def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
+    """The headers alone, by range requests."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        files = get_safetensors_metadata(name, revision=revision).files_metadata
+    except NotASafetensorsRepoError:
+        raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {PICKLED}") from None
+    except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
+        raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
+    return {
+        tensor: TensorInfo(tensor, Path(file), str(info.dtype), tuple(info.shape), *info.data_offsets)
+        for file, header in files.items()
+        for tensor, info in header.tensors.items()
+    }

@@ -1,0 +1,50 @@
+"""The table of replaced modules: the `quantization_config` entry of a converted checkpoint's config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+
+METHOD = "surgery"
+
+
+SHIM_MODULE = "surgery_shim"
+
+
+SHIM = f"{SHIM_MODULE}.py"
+
+
+def quantization_table(
+    table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]], unused: list[str]
+) -> dict[str, Any]:
+    """The config's entry: what stands at which path, and the tensors that the model's class does not use."""
+    from surgery.core.version import __version__
+
+    told = {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+    return {**told, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
+
+
+def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Path -> entry of a converted checkpoint's config.json; SurgeryError where there is none."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")
+    modules = quantization.get("modules")
+    if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
+        raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
+    return modules
+
+
+def mixers_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Path of an attention -> its mixer's entry, of a converted checkpoint's config.json; {} where there are none."""
+    table_of(config, name)
+    mixers = config["quantization_config"].get("mixers", {})
+    if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
+        raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
+    return mixers
+
+
+def names_shims(config: dict[str, Any]) -> bool:
+    """Whether the config's auto_map is the one that write_shims writes."""
+    return SHIM_MODULE in str(config.get("auto_map", ""))

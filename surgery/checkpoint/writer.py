@@ -1,0 +1,129 @@
+"""From finished pieces to a Hugging Face folder: shards with an index, config, tokenizer, shims."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.safetensors_io import Entry, TensorInfo, file_digest, read_header, write_shard
+from surgery.checkpoint.source import INDEX, SINGLE, Source
+from surgery.checkpoint.table import quantization_table
+from surgery.core.errors import SurgeryError
+from surgery.core.files import is_disk, write_json
+from surgery.core.journal import Journal
+
+SHARD_BYTES = 5_000_000_000
+
+
+def assemble(folder: Path, pieces: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
+    """Join pieces into shards of at most SHARD_BYTES, never holding more than a few megabytes, each piece
+    removed once its shard is durable; tensor name -> shard. expected: names of all tensors; any other set is refused."""
+    groups = _groups(pieces, journal)
+    weight_map: dict[str, str] = {}
+    left = iter(pieces)
+    for i, group in enumerate(groups):
+        name = shard_name(i, len(groups))
+        paths = [next(left) for _ in group]
+        if journal.find("shard", name=name) is None:
+            journal.add("shard", name=name, sha256=_join(folder / name, paths))
+        for path in paths:
+            path.unlink(missing_ok=True)
+        weight_map.update(dict.fromkeys(read_header(folder / name), name))
+    _refuse_other_tensors(weight_map, expected, folder)
+    if len(groups) > 1:
+        total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(folder / name).values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return weight_map
+
+
+def flat(groups: list[list[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def shard_name(index: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
+    """File names of the pieces of each shard. The journal's are used only if they are exactly these pieces in this
+    order: the files are joined, moved and removed."""
+    names = [piece.name for piece in pieces]
+    if (planned := journal.find("shards")) is not None:
+        if flat(planned["groups"]) != names or not all(planned["groups"]):
+            raise SurgeryError(
+                f"the journal in {journal.folder} joins other pieces than this conversion has; remove that folder to start anew"
+            )
+        groups: list[list[str]] = planned["groups"]
+        return groups
+    groups = _grouped([(p.name, sum(t.nbytes for t in read_header(p).values())) for p in pieces])
+    journal.add("shards", groups=groups)
+    return groups
+
+
+def _refuse_other_tensors(found: dict[str, str], expected: set[str], folder: Path) -> None:
+    if wrong := sorted(found.keys() ^ expected):
+        lacking = "lack" if wrong[0] in expected else "have, but should not have,"
+        raise SurgeryError(
+            f"the joined weights in {folder} {lacking} tensor {wrong[0]!r} (and {len(wrong) - 1} more differ); "
+            "remove that folder to start anew"
+        )
+
+
+def _grouped(sizes: list[tuple[str, int]]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes:
+        if groups[-1] and filled + size > SHARD_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _join(target: Path, pieces: list[Path]) -> str:
+    """Make one file of the pieces; its SHA-256."""
+    if len(pieces) == 1:
+        if pieces[0].exists():  # else killed after this very move
+            pieces[0].replace(target)
+        return file_digest(target) or ""
+    tensors: dict[str, TensorInfo] = {}
+    for piece in pieces:
+        header = read_header(piece)
+        if twice := header.keys() & tensors.keys():
+            raise SurgeryError(f"{piece} holds tensor {min(twice)!r}, which another piece holds too")
+        tensors.update(header)
+    return write_shard(target, [Entry.copy(name, info) for name, info in tensors.items()])
+
+
+def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
+    """The source's config with our tables; a replaced head is no longer tied."""
+    config = {**source.config, "quantization_config": quantization_table(table, mixers, skeleton.unused)}
+    twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
+    return _untied(config, skeleton.config) if twins & set(table) else config
+
+
+def _untied(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
+    """With tie_word_embeddings off and nothing else changed: what the config's class would conclude from that
+    (T5: not to scale the decoder's output) is said as it was."""
+    config = {**config, "tie_word_embeddings": False}
+    before = loaded.to_dict()
+    plain = {k: v for k, v in config.items() if k != "quantization_config"}
+    after = type(loaded).from_dict(plain).to_dict()
+    changed = {k for k in before if before[k] != after.get(k, before[k])} - {"tie_word_embeddings"}
+    return {**config, **{k: before[k] for k in changed}}
+
+
+def copy_companions(source: Source, folder: Path) -> None:
+    try:
+        for path in source.companions():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / path, folder / path)
+    except OSError as error:
+        if is_disk(error):
+            raise
+        raise SurgeryError(
+            f"cannot copy the files beside the weights (tokenizer, licence, sub-folders): {error}"
+        ) from None

@@ -1,0 +1,175 @@
+"""`surgery demo`: the whole chain on the embedded checkpoint, every step shown as the command that does it.
+
+DEMO/original       the embedded checkpoint      DEMO/calibration.txt   what the conversion looks at
+DEMO/converted      its structured stand-in      DEMO/heldout.txt       what both are measured on
+DEMO/densified      that, multiplied out         DEMO/report.md         before and after, and the commands
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.source import open_source
+from surgery.conversion.convert import convert
+from surgery.conversion.densify import densify
+from surgery.core.files import REPORT
+from surgery.core.journal import refuse_existing
+from surgery.core.progress import Progress
+from surgery.planning.plan import make_plan
+from surgery.planning.recipe import load_recipe
+from surgery.publish.summary import inspect, plan_dict
+from surgery.publish.tables import inspect_table, plan_table
+
+FOLDER = Path("surgery-demo")
+TEXTS = ("calibration.txt", "heldout.txt")
+ROLES = ("original", "converted", "densified")
+TOKENS, LENGTH = 16384, 1024
+CALIBRATION_TOKENS = 8192  # half of the usual, for the time it saves
+NEEDLES: dict[str, Any] = {"lengths": (128, 512), "depths": (0.0, 0.5, 1.0), "samples": 8}
+
+Show = Callable[[list[Any]], None]
+
+
+def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
+    """Runs the chain into `out` (None: ./surgery-demo, or the next free ./surgery-demo-N); its results as data."""
+    choice = load_recipe(recipe)
+    folder = _fresh(out)
+    return _Demo(folder, recipe, choice, progress, show).run()
+
+
+def _fresh(out: Path | None) -> Path:
+    if out is not None:
+        refuse_existing(out)
+        return out
+    numbered = (FOLDER.with_name(f"{FOLDER.name}-{n}") for n in range(2, 10_000))
+    return next(path for path in (FOLDER, *numbered) if not path.exists())
+
+
+class _Demo:
+    def __init__(self, folder: Path, name: str, recipe: Any, progress: Progress, show: Show):
+        self.folder, self.name, self.recipe, self.progress, self.show = folder, name, recipe, progress, show
+        self.paths = {role: folder / role for role in ROLES}
+        self.calibration, self.heldout = (folder / text for text in TEXTS)
+        self.commands: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        self._lay_out()
+        self._plan()
+        report = self._convert()
+        perplexity = self._evaluate()
+        self._densify()
+        rows = [*_size_rows(report), *self._score_rows(perplexity)]
+        path = self._write_report(rows)
+        return {"folder": str(self.folder), "report": str(path), "commands": self.commands, "rows": rows}
+
+    def _step(self, what: str, command: str) -> None:
+        self.commands.append(f"surgery {command}")
+        self.show([f"\n[bold]{len(self.commands)}. {what}[/]", f"[cyan]$ surgery {escape(command)}[/]"])
+
+    def _lay_out(self) -> None:
+        """A copy of the embedded checkpoint, so that the commands shown can be run again as they stand."""
+        embedded = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+        leave = shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS)
+        shutil.copytree(embedded, self.paths["original"], ignore=leave)
+        for text in TEXTS:
+            shutil.copyfile(embedded / text, self.folder / text)
+        self.show([f"The embedded checkpoint, a Llama of 4 million parameters: {self.paths['original']}"])
+
+    def _plan(self) -> None:
+        original = str(self.paths["original"])
+        self._step("What would change? Nothing is loaded but the config.", f"plan {original} --recipe {self.name}")
+        self.show(plan_table(plan_dict(make_plan(Skeleton(open_source(original)), self.recipe))))
+
+    def _convert(self) -> dict[str, Any]:
+        original, converted = self.paths["original"], self.paths["converted"]
+        tokens = min(self.recipe.tokens, CALIBRATION_TOKENS)
+        fewer = f"--set tokens={tokens} " if tokens < self.recipe.tokens else ""
+        self._step(
+            "Convert, a layer at a time, calibrated on text; this takes most of the time.",
+            f"convert {original} --recipe {self.name} {fewer}--calibration {self.calibration} --out {converted}",
+        )
+        recipe = self.recipe.model_copy(update={"calibration": str(self.calibration), "tokens": tokens})
+        convert(str(original), recipe, converted, progress=self.progress)
+        self._step("What was replaced, and how well does it fit?", f"inspect {converted}")
+        report = inspect(str(converted))
+        self.show(inspect_table(report))
+        return report
+
+    def _evaluate(self) -> dict[str, Any]:
+        from surgery.eval.results.tables import eval_table
+        from surgery.eval.run import evaluate
+        from surgery.eval.suite import EvalOptions
+
+        original, converted = str(self.paths["original"]), str(self.paths["converted"])
+        self._step(
+            "Measure it beside the original, on text that neither has seen.",
+            f"eval {converted} --text {self.heldout} --tokens {TOKENS} --compare {original}",
+        )
+        options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
+        measured = evaluate(converted, ["ppl"], options, compare=original, progress=self.progress)
+        self.show(eval_table(measured))
+        row = measured.row("ppl")
+        return {"original": _ppl(row, "base"), "converted": _ppl(row, "converted")}
+
+    def _densify(self) -> None:
+        converted, densified = self.paths["converted"], self.paths["densified"]
+        self._step("Undo it: an ordinary checkpoint that computes the same.", f"densify {converted} --out {densified}")
+        done = densify(str(converted), densified, progress=self.progress)
+        self.show([f"{done['modules']} linears multiplied out: {densified}"])
+
+    def _score_rows(self, measured: dict[str, Any]) -> list[list[str]]:
+        from surgery.eval.run import evaluate, load
+        from surgery.eval.suite import EvalOptions
+        from surgery.eval.suites.needle import needle_accuracy
+
+        options = EvalOptions(text=str(self.heldout), tokens=TOKENS, length=LENGTH)
+        measured["densified"] = _ppl(evaluate(str(self.paths["densified"]), ["ppl"], options).row("ppl"), "converted")
+        found = []
+        with self.progress.bar("looking for needles", len(ROLES)) as tick:
+            for role in ROLES:
+                model, tokenizer = load(str(self.paths[role]), torch.device("cpu"), "float32", False)
+                found.append(needle_accuracy(model, tokenizer, **NEEDLES))
+                tick()
+        cells = len(NEEDLES["lengths"]) * len(NEEDLES["depths"])
+        return [
+            [
+                "perplexity ± standard error",
+                *(f"{measured[r]['perplexity']:.3f} ± {measured[r]['se']:.3f}" for r in ROLES),
+            ],
+            [f"needles found, of {cells * NEEDLES['samples']}", *(f"{table.mean:.0%}" for table in found)],
+        ]
+
+    def _write_report(self, rows: list[list[str]]) -> Path:
+        lines = ["# surgery demo: before and after", "", "| | " + " | ".join(ROLES) + " |", "| --- | --- | --- | --- |"]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines += ["", "No training: the converted checkpoint is the original's projection. Every module's error is in"]
+        lines += [f"`converted/{REPORT}`. The commands that made this:", ""]
+        lines += [f"    {command}" for command in self.commands]
+        path = self.folder / "report.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+
+def _ppl(row: Any, role: Any) -> dict[str, float]:
+    return {"perplexity": row.values[role], "se": row.errors[role]}
+
+
+def _size_rows(report: dict[str, Any]) -> list[list[str]]:
+    """What is stored and what a token costs; densified, both are the original's again."""
+    total, macs = report["totals"], report["macs_per_token"]
+    numbers = [
+        ("parameters", total["params_before"], total["params_after"], ""),
+        ("megabytes", total["bytes_before"] / 1e6, total["bytes_after"] / 1e6, ".1f"),
+        ("MFLOPs per token, linears", 2 * macs["before"] / 1e6, 2 * macs["after"] / 1e6, ".2f"),
+    ]
+    return [
+        [label, *(format(n, kind or ",") for n in (before, after, before))] for label, before, after, kind in numbers
+    ]

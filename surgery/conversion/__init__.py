@@ -1,0 +1,1 @@
+"""Conversion: statistics and a plan to a structured checkpoint."""

@@ -1,0 +1,392 @@
+"""plan + shards -> structured shards, streaming and crash-safe.
+
+OUT.partial/journal.jsonl     what is done
+OUT.partial/pieces/           a file for every finished layer, and one for the rest
+OUT.partial/curvature/        Gram matrices of the outputs' gradients, a file a layer
+OUT                           the same folder, renamed once everything is in it
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from surgery.calibration.data import Batch
+from surgery.calibration.layer_runner import Stream
+from surgery.checkpoint.companions import in_subfolders
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.report import refuse_no_report
+from surgery.checkpoint.safetensors_io import Entry, read_header, write_shard
+from surgery.checkpoint.source import Source, open_source
+from surgery.checkpoint.tensor_names import listed
+from surgery.checkpoint.writer import assemble, copy_companions, out_config
+from surgery.conversion.data_free import layers_without_text
+from surgery.conversion.layer_shards import REST, Pieces, well_formed
+from surgery.conversion.preflight import batch_of, fingerprint_of, refuse_small_disk, refuse_unlike
+from surgery.conversion.replacement import Grafts, file_name, reload_grafts
+from surgery.conversion.resolve_attention import settled
+from surgery.conversion.score import Score
+from surgery.conversion.sequential import Layerwise, convert_head
+from surgery.conversion.text_check import TextFit, text_fit
+from surgery.conversion.trial import budgets
+from surgery.core.device import choose_device, device_name, float32_products, peak_rss, return_freed_memory, trim
+from surgery.core.distributed import Ranks, device_of, start_ranks
+from surgery.core.errors import Interrupted, SurgeryError
+from surgery.core.files import REPORT, disk_errors, partial_of, write_json
+from surgery.core.journal import Journal, refuse_out
+from surgery.core.progress import Progress
+from surgery.core.version import __version__
+from surgery.modeling.auto_classes import write_shims
+from surgery.planning.plan import Plan, make_plan
+from surgery.planning.recipe import Recipe
+
+
+def convert(
+    source: str,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    device: str | None = None,
+    resume: bool = False,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Convert a checkpoint; the report, as written to OUT/surgery_report.json.
+
+    Raises SurgeryError, leaving nothing but what was there before, or OUT.partial for `resume`. Of several processes
+    (surgery.core.distributed) all call it, and all get the report.
+    """
+    ranks = start_ranks(device)
+    with ranks.together():
+        device, progress = device_of(ranks, device), (progress if ranks.main else None) or Progress()
+        with disk_errors(Path(out), "run the same command with --resume"):
+            return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
+
+
+def _convert(
+    source: str,
+    recipe: Recipe,
+    out: Path,
+    device: str | None,
+    resume: bool,
+    trust_remote_code: bool,
+    revision: str | None,
+    progress: Progress,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    return_freed_memory()
+    ranks.by_main(lambda: refuse_out(out, resume))
+    opened = open_source(source, trust_remote_code, revision=revision)
+    skeleton = Skeleton(opened, trust_remote_code)
+    plan = make_plan(skeleton, recipe)
+    for note in plan.notes:
+        progress.say(f"note: {note}")
+    if skeleton.unused:
+        progress.say(f"note: {type(skeleton.model).__name__} does not use {listed(skeleton.unused)}; copied as stored")
+    for name in in_subfolders(opened.folder).left:
+        progress.say(f"note: not copied beside the weights: {name}")
+    odd: list[str] = []
+    batch = batch_of(opened, skeleton, recipe, odd)
+    ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
+    partial = partial_of(out)
+    place = choose_device(device)
+    begun = fingerprint_of(opened, recipe, batch)
+    refuse_unlike(ranks, begun)
+    with Journal(partial, begun, resume, ranks) as journal, float32_products(place):
+        try:
+            ranks.by_main(lambda: refuse_out(out, True))  # another conversion may have ended there meanwhile
+            report = _Run(skeleton, plan, batch, partial, journal, place, progress, odd).everything(began)
+        except Interrupted:
+            raise
+        except SurgeryError:
+            if journal.made and ranks.main:  # what is refused now will be refused again: there is nothing to resume
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        ranks.by_main(lambda: journal.move(out))
+    return report
+
+
+class _Run:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: Plan,
+        batch: Batch | None,
+        partial: Path,
+        journal: Journal,
+        device: torch.device,
+        progress: Progress,
+        odd: list[str],
+    ):
+        self.odd = odd
+        self.text_fit: TextFit | None = None
+        self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
+        self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
+        self.pieces, self.grams = partial / "pieces", partial / "curvature"
+        self.ranks, self.main = journal.ranks, journal.ranks.main
+        self.pieces.mkdir(exist_ok=True)
+        self.seconds: dict[str, float] = {}
+        self.peaks = {"moments": 0, "hidden_states": 0}
+        self.units = {name: self._unit(name) for name in skeleton.keys}
+
+    def everything(self, began: float) -> dict[str, Any]:
+        torch.manual_seed(self.recipe.seed)
+        self.journal.keep(well_formed(self.journal.lines, self.plan))
+        self._check_text()
+        hybrid = self._seats()
+        self._keep_sound()
+        if self.journal.find("piece", piece=REST) is None:
+            given, allocation = self._budgets()
+            self._convert(given, allocation)
+        return self.ranks.by_main(lambda: self._whole(hybrid, began))
+
+    def _check_text(self) -> None:
+        """Warns of a text that does not suit the model; ready inputs are taken as they are."""
+        text = self.recipe.calibration
+        if self.batch is None or text is None or text.endswith(".safetensors"):
+            return
+        batch, seed = self.batch, self.recipe.seed
+        self.text_fit = self.ranks.by_main(lambda: text_fit(self.skeleton, self.plan, batch, self._stream(), seed))
+        for line in self._text_warnings():
+            self.progress.say(f"[bold yellow]warning[/]: {escape(line)}")
+
+    def _text_warnings(self) -> list[str]:
+        return [*self.odd, *(self.text_fit.warnings if self.text_fit else [])]
+
+    def _whole(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
+        """Pieces to a checkpoint with its report."""
+        found = [self.journal.find("piece", piece=piece) for piece in (*self.plan.body.layers, REST)]
+        lines = [line for line in found if line is not None]
+        assert len(lines) == len(found)
+        rest, expected = lines[-1], {name for line in lines for name in self._pieces().expected(line)}
+        with self._timed("write"):
+            weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal, expected)
+            table = {path: spec for line in lines for path, spec in line["table"].items()}
+            mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
+            config = out_config(self.skeleton.source, self.skeleton, table, mixers)
+            copy_companions(self.skeleton.source, self.partial)
+            write_shims(self.partial, config, self.skeleton.model)
+            write_json(self.partial / "config.json", config)
+        report = self._report(lines, rest, weight_map, time.perf_counter() - began)
+        report["hybrid"] = hybrid
+        refuse_no_report(json.loads(json.dumps(report)), str(self.partial / REPORT))
+        write_json(self.partial / REPORT, report)
+        for folder in (self.pieces, self.grams):
+            shutil.rmtree(folder, ignore_errors=True)
+        return report
+
+    def _seats(self) -> dict[str, Any] | None:
+        """Settles which attention gets which mixer; what the report says of a hybrid."""
+        if not self.plan.seats or self.batch is None:
+            return None
+        stream = self._stream()
+        with self._timed("attention"):
+            self.plan, hybrid = settled(
+                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.journal, self.progress
+            )
+        self._count(stream)
+        return hybrid
+
+    def _budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
+        if done := self.journal.find("budgets"):
+            return done["budgets"], done["allocation"]
+
+        stream = self._stream()
+        with self._timed("budgets"):
+            given, allocation = budgets(
+                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.progress
+            )
+        self._count(stream)
+        given, allocation = self.ranks.agreed((given, allocation))
+        self.journal.add("budgets", budgets=given, allocation=allocation)
+        return given, allocation
+
+    def _convert(self, given: dict[str, float], allocation: dict[str, Any]) -> None:
+        """All layers, then the rest."""
+        with self._timed("layers"), self.progress.bar("converting layers", len(self.plan.body.layers)) as tick:
+            if self.batch is None:
+                held, head = None, self._without_text(given, tick)
+            else:
+                result, head = self._with_text(self.batch, given, tick)
+                held = result.to_dict()
+        self.journal.merge()
+        with self._timed("rest"):
+            if self.main:
+                self._write(REST, head, held_out=held, allocation=allocation)
+
+    def _with_text(self, batch: Batch, given: dict[str, float], tick: Any) -> tuple[Score, Grafts]:
+        """Every layer and the head; finished layers are taken from disk."""
+
+        def write(path: str, grafts: Grafts, seconds: float) -> None:
+            if self._writes(path):
+                self._write(path, grafts, seconds=round(seconds, 3))
+            tick()
+
+        stream = self._stream()
+        run = Layerwise(
+            self.skeleton, self.plan, self.recipe, given, stream, self.grams, batch, self._finished, write
+        ).run()
+        self._count(stream)
+        return run
+
+    def _without_text(self, given: dict[str, float], tick: Any) -> Grafts:
+        self.progress.say(
+            "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
+            "model badly (docs/quality.md); give --calibration FILE"
+        )
+        todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
+        tick(len(self.plan.body.layers) - len(todo))
+        own = todo[self.ranks.index :: self.ranks.count]
+        for path, grafts, seconds in layers_without_text(self.skeleton, self.plan, given, own, self.device):
+            self._write(path, grafts, seconds=round(seconds, 3))
+            tick(min(self.ranks.count, len(todo)))
+        return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
+
+    # -- pieces ------------------------------------------------------------------------------------
+    def _pieces(self) -> Pieces:
+        return Pieces(self.skeleton, self.plan, self.units, self.pieces)
+
+    def _keep_sound(self) -> None:
+        """What an interrupted run left is looked at once, by the first process for all."""
+        lines = self.journal.lines
+        if not any(line["step"] == "piece" for line in lines):
+            return
+        sound = self.ranks.by_main(lambda: self._pieces().sound(lines, self.partial))
+        if lost := sum(line["step"] == "piece" for line in lines) - sum(line["step"] == "piece" for line in sound):
+            self.progress.say(
+                f"note: {lost} finished pieces are damaged, or not those of this plan; they are made again"
+            )
+        self.journal.keep(sound)
+
+    def _stream(self) -> Stream:
+        body = self.plan.body
+        return Stream(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
+
+    def _writes(self, path: str) -> bool:
+        """Whether a layer that all have is this process's to write."""
+        return self.plan.body.layers.index(path) % self.ranks.count == self.ranks.index
+
+    def _count(self, stream: Stream) -> None:
+        for what, size in (("moments", stream.moment_bytes), ("hidden_states", stream.hidden_bytes)):
+            self.peaks[what] = max(self.peaks[what], size)
+
+    def _piece(self, unit: str) -> Path:
+        return self.pieces / f"{unit}.safetensors"
+
+    def _unit(self, parameter: str) -> str:
+        return next((path for path in self.plan.body.layers if parameter.startswith(path + ".")), REST)
+
+    def _finished(self, path: str) -> Grafts | None:
+        done = self.journal.find("piece", piece=path)
+        if done is None:
+            return None
+        return reload_grafts(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
+
+    def _write(self, unit: str, grafts: Grafts, **said: Any) -> None:
+        """The unit's tensors: stand-ins, and everything else as it was."""
+        replaced = {f"{file_name(self.skeleton, path)}.weight" for path in grafts.modules}
+        split = {
+            f"{file_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"
+        }
+        entries = list(grafts.entries)
+        for name, key in self.skeleton.keys.items():
+            if self.units[name] == unit and key not in replaced | split:
+                entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
+        trim()
+        digest = write_shard(self._piece(unit), entries)
+        mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
+        done = {"piece": unit, "sha256": digest, "table": grafts.table, "records": grafts.records, **mixers, **said}
+        self.journal.add("piece", **json.loads(json.dumps(done)))  # as a resumed run reads it
+
+    # -- the report --------------------------------------------------------------------------------
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = round(self.seconds.get(what, 0.0) + time.perf_counter() - began, 3)
+
+    def _report(
+        self, lines: list[Any], rest: dict[str, Any], weight_map: dict[str, str], total: float
+    ) -> dict[str, Any]:
+        import transformers
+
+        source, records = self.skeleton.source, [record for line in lines for record in line["records"]]
+        whole = [cuts[0] for cuts in self.plan.cuts.values() if cuts[0].part is None]
+        refits = {cut.name for cut in whole if not cut.configs}  # dense before and after
+        return {
+            "surgery": __version__,
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "source": {"name": source.name, "revision": source.revision, "fingerprint": source.fingerprint()},
+            "model_type": self.plan.model_type,
+            "recipe": json.loads(self.recipe.model_dump_json()),
+            "seed": self.recipe.seed,
+            "notes": list(self.plan.notes),
+            "companions": [path.as_posix() for path in source.companions()],
+            "calibration": {
+                "tokens": self.batch.tokens(),
+                "held_out_windows": self.batch.rows - self.batch.fit_rows,
+                "windows": self.batch.rows,
+                "loss": self.text_fit.loss if self.text_fit else None,
+                "own_samples_loss": self.text_fit.own_samples if self.text_fit else None,
+                "warnings": self._text_warnings(),
+            }
+            if self.batch
+            else None,
+            "allocation": rest["allocation"],
+            "held_out": rest["held_out"],
+            "totals": totals([r for r in records if r["name"] not in refits], source, self.partial, weight_map),
+            "modules": records,
+            "mixers": [record for line in lines for record in line.get("mixer_records", [])],
+            "time": {
+                "seconds": {**self.seconds, "total": round(total, 3)},
+                "layers": {line["piece"]: line["seconds"] for line in lines if "seconds" in line},
+                "device": device_name(self.device),
+                "threads": torch.get_num_threads(),
+                "processes": self.ranks.count,
+            },
+            "memory": {"peak_rss": peak_rss(), "calibration": self.peaks, "largest_layer": self._largest_layer()},
+        }
+
+    def _largest_layer(self) -> int:
+        """Bytes of the largest layer in float32."""
+        sizes: dict[str, int] = {}
+        for name, key in self.skeleton.keys.items():
+            if self.units[name] != REST:
+                sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * source_numel(self.skeleton.source, key)
+        return max(sizes.values(), default=0)
+
+
+def source_numel(source: Source, key: str) -> int:
+    return source.tensors[key].numel
+
+
+def totals(records: list[dict[str, Any]], source: Source, folder: Path, weight_map: dict[str, str]) -> dict[str, Any]:
+    """Counted on what is stored: numbers and bytes of the whole checkpoint and of the replaced weights."""
+    stored = [t for name in sorted(set(weight_map.values())) for t in read_header(folder / name).values()]
+    before, after = (sum(r[key] for r in records) for key in ("params_before", "params_after"))
+    return {
+        "replaced_params_before": before,
+        "replaced_params_after": after,
+        "kept": after / before if before else 1.0,
+        "macs_before": sum(r["macs_before"] for r in records),
+        "macs_after": sum(r["macs_after"] for r in records),
+        "params_before": sum(t.numel for t in source.tensors.values()),
+        "params_after": sum(t.numel for t in stored),
+        "bytes_before": source.nbytes,
+        "bytes_after": sum(t.nbytes for t in stored),
+    }

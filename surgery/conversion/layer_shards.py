@@ -1,0 +1,250 @@
+"""Pieces of a conversion: which tensors each must hold, and which steps of an interrupted run may be used again.
+
+A step is used again only if its journal line is as surgery writes it, agrees with the plan, and its file has the line's
+SHA-256 and exactly the tensors that the plan and the line's table call for. Every other step is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.report import Allocation, Held, Hybrid, Mixer, Module, _Said
+from surgery.checkpoint.safetensors_io import file_digest, read_header
+from surgery.checkpoint.writer import flat, shard_name
+from surgery.conversion.mixer_init.base import blank
+from surgery.conversion.replacement import file_name
+from surgery.conversion.sequential import untied_entries
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, mixer_config
+from surgery.modeling.modules import empty_standin
+from surgery.planning.attention_plan import Seat
+from surgery.planning.plan import Plan
+
+REST = "rest"  # the unit of all tensors that belong to no layer
+Shapes = dict[str, tuple[int, ...]]
+Finite = Annotated[float, Field(ge=0, le=1e30)]
+
+
+class _Piece(_Said):
+    piece: str
+    sha256: str
+    table: dict[str, dict[str, Any]]
+    records: list[Module]
+    mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    mixer_records: list[Mixer] = Field(default_factory=list)
+    seconds: Finite = 0.0
+
+
+class _Rest(_Piece):
+    held_out: Held | None
+    allocation: Allocation
+
+
+class _Budgets(_Said):
+    budgets: dict[str, Finite]
+    allocation: Allocation
+
+
+class _Hybrid(_Said):
+    told: Hybrid
+
+
+class _Chosen(_Said):
+    config: dict[str, Any]
+    fixed: dict[str, Any]
+
+
+class _Arranged(_Said):
+    chosen: dict[str, _Chosen]
+
+
+class _Shards(_Said):
+    groups: list[list[str]]
+
+
+class _Shard(_Said):
+    name: str
+    sha256: str
+
+
+SHAPES: dict[str, type[_Said]] = {
+    "budgets": _Budgets,
+    "hybrid": _Hybrid,
+    "arranged": _Arranged,
+    "shards": _Shards,
+    "shard": _Shard,
+}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """units: parameter -> its layer, or REST."""
+
+    skeleton: Skeleton
+    plan: Plan
+    units: dict[str, str]
+    folder: Path
+
+    def names(self) -> list[str]:
+        return [*self.plan.body.layers, REST]
+
+    def path(self, unit: str) -> Path:
+        return self.folder / f"{unit}.safetensors"
+
+    # -- what a piece holds ------------------------------------------------------------------------
+    def expected(self, line: dict[str, Any]) -> Shapes:
+        """Tensor -> shape of the piece of a journal line. SurgeryError where the line's table disagrees with the plan."""
+        unit, table, mixers = line["piece"], line["table"], line.get("mixers", {})
+        keys, layer = self.skeleton.keys, "" if line["piece"] == REST else line["piece"]
+        shapes = {key: self.skeleton.source.tensors[key].shape for n, key in keys.items() if self.units[n] == unit}
+        linears = {linear.path: linear for linear in self.plan.body.linears}
+        cuts, seat = self.plan.of_layer(layer), self.plan.seats.get(layer)
+        for path in cuts if not layer else ():
+            shapes |= {entry.name: entry.shape for entry in untied_entries(self.skeleton, path)}
+        for path in {*cuts, *table}:
+            if path not in cuts and (seat is None or path != seat.output):
+                raise SurgeryError(f"the plan replaces nothing at {path}")
+            base, linear = file_name(self.skeleton, path), linears[path]
+            dense = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
+            shapes[f"{base}.weight"] = dense
+            if path in table:
+                _refuse_unlike(table[path], linear, base)
+                del shapes[f"{base}.weight"]
+                if table[path].get("structure") == "split":
+                    shapes.pop(f"{base}.bias", None)
+                state = empty_standin(table[path]).state_dict()
+                shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
+        if set(mixers) != ({seat.path} if seat else set()):
+            raise SurgeryError(f"the plan has no mixers at {sorted(mixers)}")
+        for path, spec in mixers.items():
+            assert seat is not None
+            config = mixer_config(spec)
+            with torch.device("meta"):
+                state = MIXERS[config](config, seat.shape).state_dict()
+            shapes |= {f"{path}.mixer.{name}": tuple(t.shape) for name, t in state.items()}
+        return shapes
+
+    def holds(self, file: Path, line: dict[str, Any], whole: bool) -> bool:
+        """Whether the file has the tensors of the line's piece; whole: and no others."""
+        found = {name: info.shape for name, info in read_header(file).items()}
+        expected = self.expected(line)
+        return found == expected if whole else expected.items() <= found.items()
+
+    # -- what an interrupted run left --------------------------------------------------------------
+    def sound(self, lines: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+        """The lines that are used again. out: where finished shards lie."""
+        pieces: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            if line["step"] == "piece" and line["piece"] in self.names():
+                pieces.setdefault(line["piece"], line)
+        shards = self._finished_shards(lines, pieces, out)
+        on_disk = {unit for unit, line in pieces.items() if self._is_sound(line)}
+        joined = {unit for unit, line in pieces.items() if unit in shards and self._is_in(shards[unit], line)}
+        others = [line for line in lines if line["step"] not in ("piece", "shards", "shard")]
+        if on_disk | joined == set(self.names()):
+            done = {path.name for unit, path in shards.items() if unit in joined}
+            planned = [] if self._groups(lines) is None else [line for line in lines if line["step"] == "shards"][:1]
+            ends = [line for line in lines if line["step"] == "shard" and line["name"] in done]
+            return [*others, *pieces.values(), *planned, *ends]
+        for file in out.glob("model*.safetensors"):
+            file.unlink()
+        return [*others, *(line for unit, line in pieces.items() if unit in on_disk - {REST})]
+
+    def _is_sound(self, line: dict[str, Any]) -> bool:
+        path = self.path(line["piece"])
+        return file_digest(path) == line["sha256"] and _holds(lambda: self.holds(path, line, whole=True))
+
+    def _is_in(self, shard: Path, line: dict[str, Any]) -> bool:
+        return _holds(lambda: self.holds(shard, line, whole=False))
+
+    def _groups(self, lines: list[dict[str, Any]]) -> list[list[str]] | None:
+        """How the journal divides the pieces into shards; None where it does not, or has other pieces."""
+        groups = next((line["groups"] for line in lines if line["step"] == "shards"), None)
+        files = [self.path(unit).name for unit in self.names()]
+        return groups if groups is not None and flat(groups) == files and all(groups) else None
+
+    def _finished_shards(
+        self, lines: list[dict[str, Any]], pieces: dict[str, dict[str, Any]], out: Path
+    ) -> dict[str, Path]:
+        """Unit -> the shard that it was joined into, of those that are as they were written."""
+        if (groups := self._groups(lines)) is None:
+            return {}
+        written = {line["name"]: line["sha256"] for line in lines if line["step"] == "shard"}
+        units, found = iter(self.names()), {}
+        for i, group in enumerate(groups):
+            name, inside = shard_name(i, len(groups)), [next(units) for _ in group]
+            digest = written.get(name)
+            if digest is None and len(inside) == 1 and inside[0] in pieces:  # moved, not yet written down
+                digest = pieces[inside[0]]["sha256"]
+            if digest is not None and file_digest(out / name) == digest:
+                found.update(dict.fromkeys(inside, out / name))
+        return found
+
+
+def well_formed(lines: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """The lines that are as surgery writes them for this plan."""
+    kept = [line for line in lines if _is_well_formed(line, plan)]
+    hybrid: list[str] = next((line["told"]["softmax"] for line in kept if line["step"] == "hybrid"), [])
+    return [x for x in kept if x["step"] != "arranged" or set(x["chosen"]) == set(plan.seats) - set(hybrid)]
+
+
+def _is_well_formed(line: dict[str, Any], plan: Plan) -> bool:
+    step = line["step"]
+    if step == "start":
+        return True
+    shape = (_Rest if line.get("piece") == REST else _Piece) if step == "piece" else SHAPES.get(step)
+    if shape is None:
+        return False
+    try:
+        shape.model_validate({key: value for key, value in line.items() if key != "step"})
+        return _agrees(step, line, plan)
+    except (ValidationError, SurgeryError):
+        return False
+
+
+def _agrees(step: str, line: dict[str, Any], plan: Plan) -> bool:
+    if step == "budgets":
+        return line["budgets"].keys() == {cut.name for cuts in plan.cuts.values() for cut in cuts}
+    if step == "hybrid":
+        return set(line["told"]["softmax"]) <= set(plan.seats)
+    if step == "arranged":
+        return all(layer in plan.seats and _serves(plan.seats[layer], x) for layer, x in line["chosen"].items())
+    return True
+
+
+def _serves(seat: Seat, chosen: dict[str, Any]) -> bool:
+    """Whether a mixer of this seat can be made with the config and the tensors that were chosen."""
+    config = mixer_config(chosen["config"])
+    MIXERS[config].refuse(config, seat.shape)
+    try:
+        state = blank(replace(seat, config=config, fixed=chosen["fixed"]), torch.device("cpu")).state_dict()
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    order = state.get("order", torch.arange(seat.shape.key)[None]).sort(-1).values
+    numbers = [tensor for tensor in state.values() if tensor.is_floating_point()]
+    return bool((order == torch.arange(seat.shape.key)).all()) and all(bool(t.isfinite().all()) for t in numbers)
+
+
+def _holds(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except SurgeryError:
+        return False
+
+
+def _refuse_unlike(spec: dict[str, Any], linear: Any, base: str) -> None:
+    """A table entry describes the linear that it replaces."""
+    empty_standin(spec)  # refuses what is no entry
+    parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]
+    fits = sum(part["out_features"] for part in parts) == linear.out
+    fits &= all(part["in_features"] == linear.in_ and part["bias"] == linear.bias for part in parts)
+    fits &= spec.get("file_name", linear.path) == base and spec.get("transposed", False) == linear.transposed
+    if not fits:
+        raise SurgeryError(f"the journal's entry for {linear.path} describes another linear: {str(spec)[:100]}")

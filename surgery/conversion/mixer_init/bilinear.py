@@ -1,0 +1,53 @@
+"""Bilinear scores started from softmax attention. Beside a kept score they begin at zero, which is exact. One that
+stands alone, which attention without RoPE allows, is W_Q W_K^T projected in the metric of the calibration inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.attention_samples import Windows
+from surgery.conversion.mixer_init.base import STARTS, Start, Started, blank, relative_error
+from surgery.mixers.bilinear import Bilinear, from_bilinear
+from surgery.mixers.bilinear_btt import BilinearBTT
+from surgery.mixers.bilinear_mlr import BilinearMLR
+from surgery.planning.attention_plan import Seat
+from surgery.planning.attention_recipe import Attention
+from surgery.planning.weights import role_matrix
+
+
+@STARTS.register(BilinearBTT)
+@STARTS.register(BilinearMLR)
+class BilinearStart(Start):
+    def start(self, seat: Seat, settings: Attention, fit: Windows, held: Windows) -> Started:
+        device = fit[0].inputs.x_BTD.device
+        mixer = blank(seat, device)
+        assert isinstance(mixer, Bilinear)
+        errors = {"copied": relative_error(mixer, held)}
+        if mixer.config.base == "own" and mixer.config.norm == "none" and not seat.shape.rotary:
+            better = blank(seat, device)
+            assert isinstance(better, Bilinear)
+            query, key = (role_matrix(fit.skeleton, seat.layer, f"attention.{role}") for role in ("query", "key"))
+            moment_DD, mean_D = input_moments(fit)
+            bias = None if query[1] is None else query[1].unflatten(0, (seat.shape.heads, -1))
+            per_head = (by_head(query[0], seat.shape.heads), by_head(key[0], seat.shape.groups))
+            from_bilinear(better, *per_head, moment_DD, mean_D, bias)
+            errors["projected"] = relative_error(better, held)
+            mixer = better if errors["projected"] < errors["copied"] else mixer
+        return Started(mixer, errors)
+
+
+def by_head(weight_OI: Tensor, heads: int) -> Tensor:
+    """(H, D, K)"""
+    return weight_OI.unflatten(0, (heads, -1)).mT
+
+
+@torch.no_grad()
+def input_moments(windows: Windows) -> tuple[Tensor, Tensor]:
+    """E[x x^T] and E[x] of what the projections read, over real tokens."""
+    moment_DD, sum_D, count = torch.zeros(()), torch.zeros(()), 0
+    for window in windows:
+        x_BTD, valid_BT = window.inputs.x_BTD.float(), window.inputs.valid_BT
+        x_ND = x_BTD.flatten(0, 1) if valid_BT is None else x_BTD[valid_BT]
+        moment_DD, sum_D, count = moment_DD + x_ND.mT @ x_ND, sum_D + x_ND.sum(0), count + len(x_ND)
+    return moment_DD / count, sum_D / count

@@ -1,0 +1,163 @@
+"""MLR attention under a budget of key cache: what every layer's score dims are worth at every distance, gathered on the
+way back through the unconverted model, and the ranks, extents and orders that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.attention_samples import seated
+from surgery.calibration.data import Batch
+from surgery.calibration.fisher import Survey
+from surgery.calibration.layer_runner import LayerCall, Stream
+from surgery.calibration.partition import Turn
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.conversion.mixer_init.mlr_ranks import EVERYWHERE, Damage, allocate, balanced_basis, ladder
+from surgery.core.progress import Progress
+from surgery.mixers import AttentionShape, Inputs, State
+from surgery.mixers.base import mixer_config
+from surgery.mixers.mlr import MLR, MLRAttention
+from surgery.planning.attention_plan import Seat
+from surgery.planning.plan import Plan
+from surgery.planning.recipe import Recipe
+
+
+class Sizes:
+    """Second moments of a head's queries and keys, for the basis of heads without RoPE."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device):
+        self.query_GKK = torch.zeros(shape.groups, shape.key, shape.key, device=device)
+        self.key_GKK = torch.zeros_like(self.query_GKK)
+
+    @torch.no_grad()
+    def add(self, inputs: Inputs) -> None:
+        groups = self.query_GKK.shape[0]
+        q_BTHK, k_BTGK = inputs.q_BHTK.float().transpose(1, 2), inputs.k_BGTK.float().transpose(1, 2)
+        real = slice(None) if inputs.valid_BT is None else inputs.valid_BT
+        q_GNK = q_BTHK[real].unflatten(-2, (groups, -1)).movedim(-3, 0).flatten(1, -2)
+        k_GNK = k_BTGK[real].movedim(-2, 0).flatten(1, -2)
+        self.query_GKK += q_GNK.mT @ q_GNK
+        self.key_GKK += k_GNK.mT @ k_GNK
+
+    def bases(self) -> tuple[Tensor, Tensor]:
+        """A, B (G, K, K) with q A . k B = q . k, the dims worth most first."""
+        return tuple(basis.float() for basis in balanced_basis(self.query_GKK, self.key_GKK))  # type: ignore[return-value]
+
+
+class Watched(MLRAttention):
+    """The library's attention, looked at: on the way there by `sizes`, on the way back, with the gradient at its
+    output, by `damage`."""
+
+    def __init__(self, shape: AttentionShape, sizes: Sizes | None, damage: Damage | None):
+        super().__init__(MLR((shape.key,)), shape)
+        self.sizes, self.damage = sizes, damage
+        self.bases = sizes.bases() if sizes is not None and damage is not None else None
+
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        out_BHTV, _ = super().mix(inputs)
+        damage = self.damage
+        if damage is None and self.sizes is not None:
+            self.sizes.add(inputs)
+        elif damage is not None and out_BHTV.requires_grad:
+            out_BHTV.register_hook(lambda grad_BHTV: damage.add(self._turned(inputs), grad_BHTV))
+        return out_BHTV, None
+
+    def _turned(self, inputs: Inputs) -> Inputs:
+        if self.bases is None:
+            return inputs
+        query_GKK, key_GKK = self.bases
+        q_BGJTK = inputs.q_BHTK.detach().float().unflatten(1, (self.shape.groups, -1)) @ query_GKK[:, None]
+        return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=inputs.k_BGTK.detach().float() @ key_GKK)
+
+
+class Watching:
+    """Around one layer, on the way there or (`back`) on the way back."""
+
+    def __init__(self, survey: ScoreSurvey, call: LayerCall, back: bool):
+        self.survey, self.seat, self.back, self.stack = survey, survey.plan.seats.get(call.path), back, ExitStack()
+
+    def __enter__(self) -> None:
+        seat, device = self.seat, self.survey.stream.device
+        if seat is None:
+            return
+        damage = None
+        if self.back:
+            damage = self.survey.damages[seat.layer] = Damage(seat.shape, self.survey.extents, device)
+        elif not seat.shape.rotary:
+            self.survey.sizes[seat.layer] = Sizes(seat.shape, device)
+        else:
+            return
+        watched = Watched(seat.shape, self.survey.sizes.get(seat.layer), damage).to(device)
+        self.stack.enter_context(seated(self.survey.skeleton.module(seat.path), watched))
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def fold(self, turn: Turn) -> None:
+        """The forms are added to as windows go by; one process sees them all."""
+
+    def record(self) -> None:
+        """Nothing is written: the forms are small, and what follows from them goes into the journal."""
+
+
+class ScoreSurvey(Survey):
+    """damages: layer -> its quadratic form; sizes: of layers without RoPE."""
+
+    def __init__(
+        self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]
+    ):
+        super().__init__(skeleton, replace(plan, cuts={}), recipe, stream, folder, done)
+        self.extents: tuple[int, ...] = ()
+        self.damages: dict[str, Damage] = {}
+        self.sizes: dict[str, Sizes] = {}
+
+    def going_there(self, call: LayerCall) -> Any:
+        return Watching(self, call, back=False)
+
+    def gathering(self, call: LayerCall) -> Any:
+        return Watching(self, call, back=True)
+
+
+def arrange(
+    skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream, folder: Path, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.conversion.mixer_init.mlr_ranks.allocate."""
+    settings = recipe.attention
+    assert settings is not None and settings.cache is not None
+    length = next(iter(batch.inputs.values())).shape[1]
+    with progress.bar("measuring what score dims are worth", len(plan.body.layers)) as tick:
+        survey = ScoreSurvey(skeleton, plan, recipe, stream, folder, tick)
+        given = settings.ladder
+        survey.extents = ladder(length) if given is None else (0, *sorted(given), EVERYWHERE)
+        survey.run(batch)
+    by_shape: dict[Any, list[str]] = {}
+    for layer, seat in plan.seats.items():
+        by_shape.setdefault(seat.shape, []).append(layer)
+    chosen: dict[str, dict[str, Any]] = {}
+    for layers in by_shape.values():
+        damages = [survey.damages[layer] for layer in layers]
+        for layer, found in zip(layers, allocate(damages, settings.cache, settings.context or length)):
+            fixed = {"order": found.order_GK.tolist()}
+            if found.near_HL.shape[1]:
+                fixed["near"] = found.near_HL.tolist()
+            config = replace(found.config, form=plan.seats[layer].config.form)  # type: ignore[attr-defined]
+            if layer in survey.sizes and config.ranks != (plan.seats[layer].shape.key,):
+                config = replace(config, basis="turned")
+                query_GKK, key_GKK = survey.sizes[layer].bases()
+                fixed |= {"query_basis": query_GKK.tolist(), "key_basis": key_GKK.tolist()}
+            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": found.rise}
+    return chosen
+
+
+def arranged_seats(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str, Seat]:
+    """The plan's seats with what `arrange` found."""
+    return {
+        layer: replace(seat, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
+        for layer, seat in plan.seats.items()
+    }

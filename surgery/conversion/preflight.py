@@ -1,0 +1,72 @@
+"""What is looked at before a conversion begins: the text, where it goes, whether the disk has room; and what a journal
+must have been begun with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.data import Batch, calibration_inputs, refuse_unfit
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.source import Source
+from surgery.core.distributed import Ranks
+from surgery.core.errors import SurgeryError
+from surgery.core.files import partial_of, size_text
+from surgery.core.version import __version__
+from surgery.planning.plan import Plan
+from surgery.planning.recipe import Recipe
+
+
+def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe, notes: list[str] | None = None) -> Batch | None:
+    """The calibration windows; notes: gets what is odd about the text."""
+    if recipe.calibration is None:
+        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
+            raise SurgeryError(
+                "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
+            )
+        return None
+    inputs = calibration_inputs(
+        recipe.calibration,
+        source.folder,
+        skeleton.config,
+        recipe.tokens,
+        recipe.length,
+        skeleton.trust_remote_code,
+        [] if notes is None else notes,
+    )
+    refuse_unfit(inputs, skeleton.model)
+    return Batch.of(inputs, recipe.holdout)
+
+
+def fingerprint_of(source: Source, recipe: Recipe, batch: Batch | None) -> dict[str, Any]:
+    return {
+        "source": source.fingerprint(),
+        "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
+        "version": __version__,
+        "seed": recipe.seed,
+        "calibration": batch.digest() if batch else None,
+    }
+
+
+def refuse_unlike(ranks: Ranks, begun: dict[str, Any]) -> None:
+    """Machines may have different files under one path."""
+    for rank, theirs in enumerate(ranks.gather(begun)):
+        if unlike := [key for key, value in theirs.items() if value != ranks.agreed(begun)[key]]:
+            raise SurgeryError(f"process {rank} has another {unlike[0]} than process 0; all must read the same files")
+
+
+def refuse_small_disk(source: Source, plan: Plan, recipe: Recipe, out: Path) -> None:
+    """Before starting: what is written at the peak, against what is free."""
+    rest = source.nbytes - sum(4 * cut.numel for cut in plan.replaced()) // 2
+    needed = max(rest, 0) + sum(int(4 * cut.budget()) for cut in plan.replaced())
+    if recipe.calibration and recipe.curvature != "none":
+        limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
+        needed += sum(4 * (cut.out**2 if cut.out <= limit else cut.out) for cut in plan.replaced())
+    place = partial_of(out) if partial_of(out).exists() else out.parent
+    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_of(out).rglob("*") if f.is_file())
+    if needed > free:
+        raise SurgeryError(
+            f"{out.parent} has {size_text(free)} free, the conversion writes up to {size_text(needed)}; "
+            "free some, or choose --out on another disk"
+        )

@@ -1,0 +1,263 @@
+"""Stand-ins made from fits: put into a layer, written to its piece, read back from it.
+
+What one process fits, given to all that share a conversion, so that every one goes on with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from surgery.checkpoint.meta_model import Skeleton, place
+from surgery.checkpoint.safetensors_io import DTYPES, Entry, TensorInfo, read_tensor
+from surgery.conversion.fit import Fitted
+from surgery.conversion.mixer_init import Started
+from surgery.core.distributed import Ranks
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, Mixer, mixer_config
+from surgery.modeling.modules import FoldedLinear, SplitLinear, empty_standin
+from surgery.planning.attention_plan import Seat
+from surgery.planning.plan import Cut, Plan
+from surgery.planning.weights import part_name, rows_of, spec_of
+from surgery.structures import STRUCTURES, StructuredLinear
+
+
+@dataclass
+class Grafts:
+    """A layer's stand-ins and mixers by path; what is written of them; the checkpoint's tables; the report's records."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    mixers: dict[str, Mixer] = field(default_factory=dict)
+    mixer_table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mixer_records: list[dict[str, Any]] = field(default_factory=list)
+
+
+def multiplied_out(module: nn.Module) -> nn.Module:
+    """The same function as one dense product: all calibration tokens go through it several times, and small
+    blocks or many terms would take far longer."""
+    if isinstance(module, SplitLinear):
+        return dense_linear(module.dense(), module.fused_bias())
+    if isinstance(module, (StructuredLinear, FoldedLinear)):
+        return dense_linear(module.dense(), module.bias)
+    return module
+
+
+def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+    """Frozen, holding these very tensors."""
+    dense = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
+    dense.weight = nn.Parameter(weight_OI, requires_grad=False)
+    if bias_O is not None:
+        dense.bias = nn.Parameter(bias_O.detach(), requires_grad=False)
+    return dense
+
+
+@contextmanager
+def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
+    """The layer with stand-ins in place of its linears."""
+    before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
+    for path, module in modules.items():
+        layer.set_submodule(path[len(prefix) + 1 :], module)
+    try:
+        yield
+    finally:
+        for path, module in before.items():
+            layer.set_submodule(path[len(prefix) + 1 :], module)
+
+
+def stored_dtype(skeleton: Skeleton, cut: Cut) -> torch.dtype:
+    """Cores are stored in the dtype of the weight they replace."""
+    return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
+
+
+def file_name(skeleton: Skeleton, path: str) -> str:
+    """The module's name in the file: where its weight is stored under another name, that one."""
+    key = skeleton.keys.get(f"{path}.weight", f"{path}.weight")
+    return key.removesuffix(".weight")
+
+
+def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: torch.device, grafts: Grafts) -> None:
+    """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
+    linear = cuts[0].linear
+    bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
+    modules = [_with_bias(f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
+    base, dtypes = file_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
+    grafts.records += [f.record.to_dict() for f in fitted]
+    if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
+        grafts.modules[linear.path] = modules[0]
+        dense = fitted[0].dense_OI
+        assert dense is not None
+        grafts.entries.append(Entry.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
+        return
+    specs = [spec_of(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
+    if cuts[0].part is None:
+        module, spec = modules[0], specs[0]
+    else:
+        parts = {part_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
+        heads = cuts[0].part.heads
+        module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
+        spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
+    # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
+    spec = {
+        **spec,
+        **({"file_name": base} if base != linear.path else {}),
+        **({"transposed": True} if linear.transposed else {}),
+    }
+    grafts.modules[linear.path], grafts.table[linear.path] = module, spec
+    for name, tensor in module.state_dict().items():
+        if name == "bias":
+            continue  # copied as it is stored
+        stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
+        grafts.entries.append(Entry.of(f"{base}.{name}", stored))
+
+
+def _with_bias(fitted: Fitted, bias: Tensor | None) -> nn.Module:
+    if fitted.linear is not None:
+        fitted.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return fitted.linear
+    assert fitted.dense_OI is not None
+    return dense_linear(fitted.dense_OI, bias)
+
+
+def seat_mixer(skeleton: Skeleton, seat: Seat, started: Started, grafts: Grafts) -> None:
+    """Add a mixer to `grafts`, its numbers rounded to the dtype of the weights around it. The output projection,
+    where it stays dense, is stored folded: see FoldedLinear."""
+    info = skeleton.info(f"{seat.output}.weight")
+    stored, mixer = DTYPES[info.dtype], started.mixer.eval().requires_grad_(False)
+    for parameter in mixer.parameters():
+        parameter.data = parameter.data.to(stored).float()
+    grafts.mixers[seat.path] = mixer
+    grafts.mixer_table[seat.path] = mixer.config.to_dict()
+    for name, tensor in mixer.state_dict().items():
+        tensor = tensor.to(stored) if tensor.is_floating_point() else tensor
+        grafts.entries.append(Entry.of(f"{seat.path}.mixer.{name}", tensor))
+    grafts.mixer_records.append(
+        {"name": seat.path, "errors": started.errors, "params": sum(t.numel() for t in mixer.state_dict().values())}
+    )
+
+
+def fold_output(skeleton: Skeleton, plan: Plan, seat: Seat, device: torch.device, grafts: Grafts) -> None:
+    """After everything else of the layer: the output projection of a mixer, unless a structure has taken its place."""
+    if seat.output in grafts.table:
+        return
+    linear = next(linear for linear in plan.body.linears if linear.path == seat.output)
+    info, base = skeleton.info(f"{seat.output}.weight"), file_name(skeleton, seat.output)
+    if seat.output not in grafts.modules:
+        bias = read_tensor(skeleton.info(f"{seat.output}.bias"), torch.float32).to(device) if linear.bias else None
+        weight = read_tensor(info, torch.float32).to(device)
+        grafts.modules[seat.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
+    weight_OI: Any = grafts.modules[seat.output].weight.detach()  # type: ignore[operator]
+    grafts.entries = [entry for entry in grafts.entries if entry.name != f"{base}.weight"]
+    grafts.entries.append(Entry.of(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
+    spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
+    grafts.table[seat.output] = {
+        **spec,
+        **({"file_name": base} if base != seat.output else {}),
+        **({"transposed": True} if linear.transposed else {}),
+    }
+
+
+def reload_grafts(
+    skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+) -> Grafts:
+    """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
+    grafts = Grafts(table=done["table"], records=done["records"])
+    for path, cuts in plan.of_layer(done["piece"]).items():
+        linear = cuts[0].linear
+        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "transposed": linear.transposed}
+        grafts.modules[path] = load_standin(spec, file_name(skeleton, path), piece, device)
+    grafts.mixer_table, grafts.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
+    for path, spec in grafts.mixer_table.items():
+        seat = plan.seats[done["piece"]]
+        grafts.mixers[path] = load_mixer(spec, seat, piece, device)
+    return grafts
+
+
+def load_mixer(spec: dict[str, Any], seat: Seat, piece: dict[str, TensorInfo], device: torch.device) -> Mixer:
+    config = mixer_config(spec)
+    with torch.device(device):
+        mixer = MIXERS[config](config, seat.shape).float()
+    state = {name: read_tensor(piece[f"{seat.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()}
+    mixer.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()})
+    return mixer.eval().requires_grad_(False)
+
+
+def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
+    """The module of a table entry with its tensors, float32."""
+    module = empty_standin(spec).float()
+    for name, tensor in module.state_dict().items():
+        info = tensors.get(f"{base}.{name}")
+        if info is None:
+            raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table names")
+        loaded = read_tensor(info)
+        if spec["structure"] == "dense" and spec.get("transposed") and name == "weight":
+            loaded = loaded.mT.contiguous()
+        if loaded.shape != tensor.shape:
+            raise SurgeryError(
+                f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
+            )
+        place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+    for part in module.modules():
+        if isinstance(part, StructuredLinear):
+            part.refuse_damaged()
+    return module
+
+
+K = TypeVar("K")
+
+
+def shared_fits(
+    ranks: Ranks, jobs: Mapping[K, tuple[Cut, Callable[[], Fitted]]], device: torch.device
+) -> dict[K, Fitted]:
+    """Every job's result: the large ones are dealt out first."""
+    if ranks.count == 1:
+        return {name: fit() for name, (_, fit) in jobs.items()}
+    names = list(jobs)
+    owners = ranks.shares([jobs[name][0].numel for name in names])
+    own = ranks.all_or_none(
+        lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == ranks.index}
+    )
+    said = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    return {
+        name: _passed(ranks, owner, jobs[name][0], own.get(name), *said[owner][name], device)
+        for name, owner in zip(names, owners)
+    }
+
+
+def _passed(
+    ranks: Ranks, owner: int, cut: Cut, own: Fitted | None, record: Any, config: Any, device: torch.device
+) -> Fitted:
+    if config is None:
+        dense_OI = torch.empty(cut.out, cut.in_, device=device) if own is None else own.dense_OI
+        assert dense_OI is not None
+        return Fitted(record, None, ranks.passed_(dense_OI, owner))
+    linear = own.linear if own is not None else STRUCTURES[config](cut.in_, cut.out, config, bias=False, device="meta")
+    assert linear is not None
+    for name, tensor in sorted(linear.state_dict().items()):
+        passed = ranks.passed_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
+        if own is None:
+            place(linear, name, passed)
+    return own or Fitted(record, linear)
+
+
+def shared_start(ranks: Ranks, owner: int, seat: Seat, start: Callable[[], Started], device: torch.device) -> Started:
+    """A mixer started by one process."""
+    if ranks.count == 1:
+        return start()
+    own = ranks.all_or_none(lambda: start() if ranks.index == owner else None)
+    config, errors = ranks.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
+    if own is None:
+        with torch.device(device):
+            own = Started(MIXERS[config](config, seat.shape).float(), errors)
+    state = own.mixer.state_dict()
+    for name in sorted(state):
+        tensor: Tensor = state[name].contiguous()
+        state[name].copy_(ranks.passed_(tensor, owner))
+    return own

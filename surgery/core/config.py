@@ -1,0 +1,148 @@
+"""Ranges of layers as recipes write them: "2:-2", ":8", "3".
+
+Settings that are checked whole before anything runs, with messages for people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from surgery.core.errors import SurgeryError, nearest
+from surgery.core.files import refuse_halves
+
+MAX_BYTES = 1_000_000
+
+
+class _NoAliases(yaml.SafeLoader):
+    """A few lines of aliases of aliases stand for billions of values, and no recipe needs one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.peek_event()
+            raise yaml.YAMLError(f"the alias *{event.anchor} stands for what was said elsewhere; write it out")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain data, no aliases; ValueError, in words, for anything else."""
+    try:
+        loader = _NoAliases(text)
+        try:
+            data = loader.get_single_data()
+        finally:
+            loader.dispose()
+        refuse_halves(data)
+        return data
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def head_of(text: str) -> dict[str, Any]:
+    """The table between the two `---` that a card or a data set's README begins with; ValueError where it is not YAML."""
+    parts = text.split("---\n", 2)
+    data = read_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    return data if isinstance(data, dict) else {}
+
+
+def slice_text(text: Any) -> Any:
+    # YAML takes an unquoted 2:4 for two minutes and four seconds: what is not text was not meant so.
+    if text is not None and not (
+        isinstance(text, str) and re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip(), re.ASCII)
+    ):
+        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or "3", in quotes')
+    return text
+
+
+def layer_selected(text: str, index: int, count: int) -> bool:
+    """Whether layer `index` of `count` lies in a range such as "2:-2"."""
+    if ":" not in text:
+        return int(text) in (index, index - count)
+    start, stop = (int(part) if part.strip() else None for part in text.split(":"))
+    return index in range(count)[start:stop]
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def whole(value: Any) -> Any:
+    """100M, 2.5B and 512k as numbers; anything else as it is."""
+    found = (
+        re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
+    )
+    return round(float(found[1]) * UNITS[found[2]]) if found else value
+
+
+def number(value: Any) -> Any:
+    """1e-3, which YAML takes for a word, as a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Count = Annotated[int, BeforeValidator(whole)]
+Real = Annotated[float, BeforeValidator(number)]
+
+
+def said(error: ValidationError, where: str, known: Iterable[str] = ()) -> SurgeryError:
+    """One sentence for each place that is wrong."""
+    sentences = []
+    for e in error.errors():
+        place = ".".join(str(part) for part in e["loc"]) or "it"
+        if e["type"] == "extra_forbidden":
+            sentences.append(f"unknown key {place!r}{nearest(str(e['loc'][-1]), known) if known else ''}")
+        elif e["type"] == "missing":
+            sentences.append(f"{place} is missing")
+        else:
+            sentences.append(f"{place}: {e['msg']} (got {e['input']!r})")
+    return SurgeryError(f"{where}: " + "; ".join(dict.fromkeys(sentences)))
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mappings key by key."""
+    both = dict(below)
+    for key, value in above.items():
+        inside = both.get(key)
+        both[key] = merged(inside, value) if isinstance(inside, dict) and isinstance(value, dict) else value
+    return both
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> None:
+    """data["stages"][0]["rate"] = value for the path stages.0.rate; "stages.*.rate" is all of them."""
+    first, _, rest = path.partition(".")
+    place: Any = data
+    keys: list[Any] = list(range(len(place))) if first == "*" and isinstance(place, list) else [first]
+    try:
+        for key in keys:
+            key = int(key) if isinstance(place, list) else key
+            if not rest:
+                place[key] = value
+            else:
+                if isinstance(place, dict) and not isinstance(place.get(key), (dict, list)):
+                    place[key] = {}
+                put(place[key], rest, value)
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise SurgeryError(f"--set {path}: no such place in the recipe") from None
+
+
+def put_text(data: dict[str, Any], text: str) -> None:
+    """key.path=value, the value read as YAML."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise SurgeryError(f"--set {text!r}: write key=value, for example --set stages.0.tokens=20M")
+    try:
+        read = read_yaml(value)
+    except ValueError:
+        raise SurgeryError(f"--set {text[:100]!r}: not a YAML value") from None
+    put(data, path.strip(), read)

@@ -1,0 +1,129 @@
+"""SHA-256 digests of files by content, for caches and kept results that must not outlive what they were made of.
+
+A digest is remembered with the file's device, inode, size, mtime and ctime (ctime cannot be set back), for large files also on disk
+under $XDG_CACHE_HOME/surgery/digests, so that a big model is hashed once. A file that changed in the last seconds is never
+remembered: a second write within the clock's resolution would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from surgery.core.errors import SurgeryError
+
+BLOCK = 2**22  # bytes read at a time
+LARGE = 2**26  # bytes from which a digest is also remembered on disk
+SETTLED = 2.0  # seconds without a change before a digest is remembered
+THREADS = 4
+HEX = re.compile(r"[0-9a-f]{64}")
+_known: dict[str, tuple[list[int], str]] = {}  # resolved path -> (signature, digest)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    place = os.path.realpath(path)
+    signature = _signature(place)
+    found = _remembered(place, signature)
+    if found is not None:
+        return found
+    began, digest = time.time(), hashlib.sha256()
+    with open(place, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    if _signature(place) == signature and began - max(signature[3:]) / 1e9 > SETTLED:
+        _remember(place, signature, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def files_digest(files: Iterable[tuple[str, Path]]) -> str:
+    """The SHA-256 over (name, content) of several files, in the order of their names."""
+    named = sorted(files)
+    with ThreadPoolExecutor(THREADS) as threads:
+        digests = list(threads.map(file_digest, [path for _, path in named]))
+    told = [[name, digest] for (name, _), digest in zip(named, digests)]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def files_in(place: Path) -> list[tuple[str, Path]]:
+    """(relative name, path) of every regular file below a folder but hidden ones; of a file, itself."""
+    if not place.is_dir():
+        return [(place.name, place)]
+    found, seen = [], set()
+    for folder, inner, names in os.walk(place, followlinks=True):
+        real = os.path.realpath(folder)
+        inner[:] = [] if real in seen else [name for name in inner if not name.startswith(".")]
+        paths = [] if real in seen else [Path(folder, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+        found += [(path.relative_to(place).as_posix(), path) for path in paths if path.is_file()]
+    return found
+
+
+def content_digest(place: Path) -> str:
+    """The SHA-256 of a file's bytes, or over the names and contents of all files below a folder."""
+    return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
+
+
+@contextmanager
+def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
+    """A cache folder for `datasets.load_dataset` that belongs to the contents of local files or folders.
+
+    `datasets` (5.2) keys its Arrow files by the README's header for a folder, and by path and mtime for files, so by itself it
+    returns rows of other files. Files that change while they are read are refused, and what was cached of them is removed.
+    """
+    import datasets
+
+    digest = _digest_of(places)
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "surgery" / digest[:32]
+    yield cache
+    if _digest_of(places) != digest:
+        shutil.rmtree(cache, ignore_errors=True)
+        raise SurgeryError(f"{', '.join(map(str, places))} changed while it was read; run the same command again")
+
+
+def _digest_of(places: Sequence[Path]) -> str:
+    return files_digest((f"{number}/{name}", path) for number, p in enumerate(places) for name, path in files_in(p))
+
+
+def _signature(place: str) -> list[int]:
+    """Device, inode, size, mtime and ctime (nanoseconds)."""
+    stat = os.stat(place)
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+# -- digests that are remembered ---------------------------------------------------------------------
+def _note(place: str) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return Path(home, "surgery", "digests", f"{name}.json")
+
+
+def _remembered(place: str, signature: list[int]) -> str | None:
+    found = _known.get(place)
+    if found is None and signature[2] >= LARGE:
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            told = json.loads(_note(place).read_text(encoding="utf-8"))
+            if isinstance(told, dict) and HEX.fullmatch(sha256 := str(told.get("sha256"))):
+                found = list(told.get("signature") or ()), sha256
+    return found[1] if found is not None and found[0] == signature else None
+
+
+def _remember(place: str, signature: list[int], digest: str) -> None:
+    """On disk for large files; a cache that cannot be written costs hashing again, and nothing else."""
+    _known[place] = signature, digest
+    if signature[2] < LARGE:
+        return
+    note = _note(place)
+    partial = note.with_name(f"{note.name}.{os.getpid()}")
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"signature": signature, "sha256": digest}), encoding="utf-8")
+        os.replace(partial, note)

@@ -1,0 +1,234 @@
+"""The processes that share a command: `accelerate launch -m surgery ..` or torchrun starts them, each with a GPU of its
+own or a share of the processor. Alone there is one, and nothing of this costs anything.
+
+None waits for one that will not come: whoever fails leaves a sentence in the group's store, where those who wait look
+for it; of one that was killed the connection breaks; one that hangs is no longer heard of.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from surgery.core.errors import Interrupted, SurgeryError
+
+T = TypeVar("T")
+LOST = "another process of this run has ended, or is not heard of; what is done is kept, the same command with --resume goes on"
+BEAT, SILENT = 5.0, 180.0  # seconds from one sign of life to the next, and until one without is given up
+ENDING = 10.0  # seconds in which others may notice an error before its process ends
+FAILED, SAID, NOTICED = "failed", "said", "noticed"  # keys of the store
+
+
+@dataclass(frozen=True)
+class Ranks:
+    index: int = 0
+    count: int = 1
+    store: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def main(self) -> bool:
+        """Whether this one writes and talks."""
+        return self.index == 0
+
+    # -- objects -----------------------------------------------------------------------------------
+    def gather(self, own: T) -> list[T]:
+        """What every process has, in the order of processes, to all of them."""
+        if self.count == 1:
+            return [own]
+        self._arrive()
+        every: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(every, own)
+        return every
+
+    def agreed(self, own: T) -> T:
+        """The first process's."""
+        if self.count == 1:
+            return own
+        self._arrive()
+        said = [own]
+        torch.distributed.broadcast_object_list(said)
+        return said[0]
+
+    def all_or_none(self, do: Callable[[], T]) -> T:
+        """do(), which must not communicate; where it fails in one process it fails in all, so that none waits."""
+        result, error = None, None
+        try:
+            result = do()
+        except Exception as found:
+            error = found
+        failed = [e for e in self.gather(error) if e is not None] if self.count > 1 else [error] if error else []
+        if failed:
+            raise error or failed[0]
+        return result  # type: ignore[return-value]
+
+    def by_main(self, do: Callable[[], T]) -> T:
+        """do() by the first process, which must not communicate: its result, or its error, to all."""
+        return self.agreed(self.all_or_none(lambda: do() if self.main else None))  # type: ignore[return-value]
+
+    def shares(self, costs: Sequence[float]) -> list[int]:
+        """Who does which of several jobs: the dearest first, each to whoever has least to do."""
+        load, owners = [0.0] * self.count, [0] * len(costs)
+        for job in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            owners[job] = load.index(min(load))
+            load[owners[job]] += costs[job]
+        return owners
+
+    # -- tensors -----------------------------------------------------------------------------------
+    def passed_(self, tensor: Tensor, owner: int) -> Tensor:
+        """The owner's numbers, in place."""
+        if self.count > 1 and tensor.numel():
+            self._wait(torch.distributed.broadcast(tensor, owner, async_op=True))
+        return tensor
+
+    def fold_(self, total: Tensor, part: Tensor, holders: Sequence[int], first: bool) -> None:
+        """total += each holder's part, in the order of holders (`first`: nothing is there yet), each process a share of
+        the rows: see `complete_`."""
+        if self.count == 1:
+            total.copy_(part) if first else total.add_(part)
+            return
+        for rank, rows in enumerate(self._rows(total)):
+            if not len(total[rows]):
+                continue
+            own = part[rows].contiguous()
+            got = [torch.empty_like(own) for _ in range(self.count)] if rank == self.index else None
+            self._wait(torch.distributed.gather(own, got, rank, async_op=True))
+            for holder in holders if got is not None else ():
+                total[rows].copy_(got[holder]) if first else total[rows].add_(got[holder])  # type: ignore[index]
+                first = False
+
+    def added(self, total: Tensor | None, part: Tensor, holders: Sequence[int]) -> Tensor:
+        """total + each holder's part; None: nothing is there yet. Alone, the first part becomes the total itself."""
+        if total is None and self.count == 1:
+            return part
+        whole = torch.empty_like(part) if total is None else total
+        self.fold_(whole, part, holders, total is None)
+        return whole
+
+    def complete_(self, total: Tensor) -> None:
+        """After folding: everybody's rows to everybody."""
+        for rank, rows in enumerate(self._rows(total)):
+            self.passed_(total[rows], rank)
+
+    def _rows(self, total: Tensor) -> list[slice]:
+        edges = [len(total) * rank // self.count for rank in range(self.count + 1)]
+        return [slice(first, last) for first, last in pairwise(edges)]
+
+    # -- failing together ----------------------------------------------------------------------------
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in one process ends all, with one sentence, said once."""
+        try:
+            yield
+        except BaseException as error:
+            if self.count > 1 and not getattr(error, "elsewhere", False):
+                self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        with suppress(torch.distributed.DistError):
+            if self.store.add(FAILED, 1) > 1:
+                self._pause_for(lambda: self.store.check([SAID]))
+                raise self._elsewhere() from None
+            refused = isinstance(error, SurgeryError) and not isinstance(error, Interrupted)
+            kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
+            self.store.set(SAID, f"{'refused' if refused else 'kept'} {kind}{error}")
+            self._pause_for(lambda: self.store.add(NOTICED, 0) >= self.count - 1)
+
+    def _pause_for(self, seen: Callable[[], bool]) -> None:
+        until = time.monotonic() + ENDING
+        while time.monotonic() < until and not seen():
+            time.sleep(0.02)
+
+    def _elsewhere(self) -> SurgeryError:
+        how, _, sentence = self.store.get(SAID).decode().partition(" ")
+        self.store.add(NOTICED, 1)
+        error = (SurgeryError if how == "refused" else Interrupted)(sentence)
+        error.elsewhere = True
+        return error
+
+    def _look(self, heard: dict[int, tuple[bytes, float]]) -> None:
+        """SurgeryError where another process has failed, or has long not been heard of."""
+        try:
+            if self.store.check([SAID]):
+                raise self._elsewhere()
+            for rank, beat in enumerate(self.store.multi_get([f"beat{rank}" for rank in range(self.count)])):
+                if rank not in heard or heard[rank][0] != beat:
+                    heard[rank] = beat, time.monotonic()
+                elif time.monotonic() - heard[rank][1] > SILENT:
+                    raise Interrupted(f"process {rank}: {LOST}")
+        except torch.distributed.DistError:
+            raise Interrupted(LOST) from None
+
+    def _arrive(self) -> None:
+        """Until every process is here; always over gloo."""
+        self._wait(torch.distributed.all_reduce(torch.zeros(1), async_op=True))
+
+    def _wait(self, work: Any) -> None:
+        heard: dict[int, tuple[bytes, float]] = {}
+        looked = time.monotonic()
+        while not work.is_completed():
+            time.sleep(2e-4)
+            if time.monotonic() - looked > 1.0:
+                self._look(heard)
+                looked = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError:
+            with suppress(torch.distributed.DistError):
+                self._pause_for(lambda: self.store.check([SAID]) or not self.store.check([FAILED]))
+            self._look({})
+            raise Interrupted(LOST) from None
+
+
+_started: list[Ranks] = []
+
+
+def start_ranks(device: str | None) -> Ranks:
+    """As `accelerate launch` or torchrun set them up; once a process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    if not _started:
+        gpus = device != "cpu" and torch.cuda.is_available()
+        store, index, count = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpus else "gloo",
+            store=torch.distributed.PrefixStore("group", store),
+            rank=index,
+            world_size=count,
+            timeout=timedelta(days=2),  # how long one may work alone; that the others live is looked at elsewhere
+        )
+        if gpus:
+            torch.cuda.set_device(device_of(Ranks(index, count), device))
+        _started.append(Ranks(index, count, torch.distributed.PrefixStore("surgery", store)))
+        _beat_once(_started[0])
+        threading.Thread(target=_beat, args=(_started[0],), daemon=True).start()
+        _started[0].gather(None)  # all have given their first sign of life
+    return _started[0]
+
+
+def _beat_once(ranks: Ranks) -> None:
+    ranks.store.add(f"beat{ranks.index}", 1)
+
+
+def _beat(ranks: Ranks) -> None:
+    with suppress(torch.distributed.DistError, RuntimeError):  # whoever holds the store may end first
+        while True:
+            time.sleep(BEAT)
+            _beat_once(ranks)
+
+
+def device_of(ranks: Ranks, device: str | None) -> str | None:
+    """Each process its own GPU."""
+    if ranks.count == 1 or device not in (None, "cuda") or not torch.cuda.is_available():
+        return device
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.index)) % torch.cuda.device_count()}"

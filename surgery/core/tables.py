@@ -1,0 +1,21 @@
+"""Helpers for rich tables: one table style, and large counts in words."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        wide = column in ("structures", "structure", "module")
+        table.add_column(column, justify="left" if i == 0 or wide else "right", overflow="fold", no_wrap=not wide)
+    return table
+
+
+def count(number: int) -> str:
+    """Three digits, so that a table fits a narrow terminal: 12,345,678 -> 12.3M."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.{max(0, 3 - len(str(number // size)))}f}{unit}"
+    return str(number)

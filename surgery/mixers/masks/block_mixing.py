@@ -1,0 +1,267 @@
+"""Dense block mixing in chunks (MHLA, Zhang et al. 2026; masks/blocks.py).
+
+    mixed     kernel scores: the sums of the blocks before are mixed once for each block, (T / block)^2 F V; what the
+              block has of its own stands beside them
+    passed    delta rule: every token turns every sum, so they stay apart and pass the chunks in order
+
+A block is a whole number of chunks.      I blocks of the call, m chunks in a block, N = I m, A blocks from position 0
+
+M_ts = W[block(t), block(s)], a free matrix for each query head: dense block mixing (MHLA, Zhang et al. 2026).
+
+Rows of W are nonnegative and sum to one, over the blocks so far where attention is causal (s <= t inside a block too).
+W has `count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
+
+The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block reached, of the delta rule as carried by now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.core.dispatch import op
+from surgery.core.errors import SurgeryError
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import MASKS, Mask, Rows
+from surgery.mixers.masks.chunking import Frame, inverse_softplus, widened
+from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+from surgery.mixers.masks.semiseparable import carried_by_one
+
+
+@op
+def blocks_from_zero(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, every block's sum (B, A, G, F, V) if they are to be kept), causal, of sequences that begin at position 0,
+    in float32 or wider (a kernel: or v's dtype)."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
+    rows = Rows(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
+    out, sums_BAGFV = Grid.of(rows, matrix_GJMM.to(wide), chunk, block).mixed(rows.v_BGTV.new_zeros(0))
+    return out, sums_BAGFV if keep else None
+
+
+@op
+def blocks_both_ways(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+    """out_BGJTV of the same where W is full."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    sums_BGNFV = frame.cut(k_BGTF.to(wide), 2).mT @ frame.cut(v_BGTV.to(wide), 2)
+    weight_GJNN = matrix_GJMM[:, :, : frame.count, : frame.count].to(wide)
+    mixed_BGJNFV = torch.einsum("gjnm,bgmfv->bgjnfv", weight_GJNN, sums_BGNFV)
+    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
+
+
+def grown(sums_BAGFV: Tensor, blocks: int) -> Tensor:
+    """With zeros for at least that many blocks."""
+    missing = blocks - sums_BAGFV.shape[1]
+    return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else sums_BAGFV
+
+
+def only(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
+    """(B, A, G, F, V): each row's sum in its block, zeros in the others."""
+    here_BA = here_B.unsqueeze(1) == torch.arange(blocks, device=here_B.device)
+    return torch.where(here_BA[..., None, None, None], sum_BGFV.unsqueeze(1), 0)
+
+
+def rows_of(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
+    """W's rows of these blocks, (B, G, J, I, A); blocks past the last have no tokens."""
+    count = matrix_GJMM.shape[-1]
+    rows_GJBIM = matrix_GJMM[:, :, block_BI.clamp_max(count - 1)]
+    return F.pad(rows_GJBIM.movedim(2, 0), (0, max(blocks - count, 0)))[..., :blocks]
+
+
+@dataclass
+class Grid:
+    """One call's chunks, (B, G, N, ..) each, and the rows of W for its blocks."""
+
+    frame: Frame
+    per_block: int
+    scores: Chunk
+    v_BGNCV: Tensor
+    block_BI: Tensor
+    weight_BGJIA: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, matrix_GJMM: Tensor, chunk: int, block: int) -> Grid:
+        frame = Frame.aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
+        per_block = -(-block // frame.chunk)
+        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
+        scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
+        block_BI = frame.base_B.unsqueeze(1) + torch.arange(frame.count // per_block, device=frame.base_B.device)
+        weight_BGJIA = rows_of(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
+        return cls(frame, per_block, scores, frame.cut(rows.v_BGTV, 2), block_BI, weight_BGJIA)
+
+    def before(self, sums_BAGFV: Tensor) -> Tensor:
+        """The sums of the state, with room for the call's blocks."""
+        if sums_BAGFV.dim() == 1:  # no state
+            batch, groups, _, _, values = self.v_BGNCV.shape
+            sums_BAGFV = self.v_BGNCV.new_zeros(batch, 0, groups, self.scores.write_xCF.shape[-1], values)
+        return grown(sums_BAGFV, self.weight_BGJIA.shape[-1])
+
+    def mixed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """(out_BGJTV, every block's sum)."""
+        sums_BAGFV, row_B1 = self.before(before), torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None]
+        chunk_BGImFV = (self.scores.write_xCF.mT @ self.v_BGNCV).unflatten(2, (-1, self.per_block))
+        # What a row brings of its first block comes before its chunks; other blocks of the call are new.
+        open_BGIFV = sums_BAGFV[row_B1, self.block_BI].transpose(1, 2)
+        own_BGImFV = torch.cat([open_BGIFV.unsqueeze(3), chunk_BGImFV], 3).cumsum(3)
+        sums_BAGFV = sums_BAGFV.index_put((row_B1, self.block_BI), own_BGImFV[:, :, :, -1].transpose(1, 2))
+        at_A = torch.arange(self.weight_BGJIA.shape[-1], device=row_B1.device)
+        earlier_BGJIA = self.weight_BGJIA * (at_A < self.block_BI.unsqueeze(2))[:, None, None]
+        mixed_BGJIFV = torch.einsum("bgjia,bagfv->bgjifv", earlier_BGJIA, sums_BAGFV[:, : len(at_A)])
+        read_BGImJCF = self.scores.read_xJCF.unflatten(2, (-1, self.per_block))
+        out = read_BGImJCF @ mixed_BGJIFV.transpose(2, 3).unsqueeze(3)
+        near = (read_BGImJCF @ own_BGImFV[:, :, :, :-1].unsqueeze(4)).flatten(2, 3)
+        near = near + self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3)
+        out = out.flatten(2, 3) + self._own()[..., None, None] * near
+        return self.frame.joined(out.transpose(2, 3), 3), sums_BAGFV
+
+    def passed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The same."""
+        sums_BAGFV, out, own_BGNJ = self.before(before), [], self._own()
+        inside = own_BGNJ[..., None, None] * (self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3))
+        added_BGNFV = self.scores.write_xCF.mT @ self.v_BGNCV
+        keys_BGNCF: Tensor = self.scores.keys_xCF  # type: ignore[assignment]
+        blocks = self.weight_BGJIA.shape[-1]
+        for n in range(self.frame.count):
+            weight_BGJA = self.weight_BGJIA[:, :, :, n // self.per_block]
+            mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV[:, :blocks])
+            out.append(inside[:, :, n] + self.scores.read_xJCF[:, :, n] @ mixed_BGJFV)
+            seen_BAGCV = keys_BGNCF[:, None, :, n] @ sums_BAGFV
+            sums_BAGFV = sums_BAGFV - self.scores.write_xCF[:, None, :, n].mT @ seen_BAGCV
+            here_B = self.block_BI[:, n // self.per_block]
+            sums_BAGFV = sums_BAGFV + only(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
+        return self.frame.joined(torch.stack(out, 3), 3), sums_BAGFV
+
+    def _own(self) -> Tensor:
+        """W[block, block] for every chunk, (B, G, N, J)."""
+        index = self.block_BI[:, None, None, :, None].expand(*self.weight_BGJIA.shape[:4], 1)
+        own_BGJI = self.weight_BGJIA.gather(-1, index).squeeze(-1)
+        return own_BGJI.transpose(2, 3).repeat_interleave(self.per_block, 2)
+
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """block: tokens in a block; count: blocks. weights: learned, or frozen as they start. normalise: rows of W are a
+    softmax of what is learned, or softplus of it over its sum."""
+
+    name: ClassVar[str] = "blocks"
+    block: int = 64
+    count: int = 32
+    weights: Literal["learned", "frozen"] = "learned"
+    normalise: Literal["softmax", "sum"] = "softmax"
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.count < 1:
+            raise SurgeryError(
+                f"blocks: {self.count} blocks of {self.block} tokens hold none; use say block=64, count=32"
+            )
+        for option, valid in (("weights", ("learned", "frozen")), ("normalise", ("softmax", "sum"))):
+            if getattr(self, option) not in valid:
+                raise SurgeryError(f"blocks: {option}={getattr(self, option)!r} is neither of {valid}")
+
+
+@MASKS.register(Blocks)
+class BlocksMask(Mask):
+    """`weight_GJMM` is W before it is normalised; it starts falling linearly with the distance of blocks, as MHLA's."""
+
+    weight_GJMM: Tensor
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        at_M = torch.arange(config.count)
+        near_MM = 1 - (at_M.unsqueeze(1) - at_M).abs() / config.count
+        raw_GJMM = self._raw(near_MM).repeat(shape.groups, shape.heads // shape.groups, 1, 1)
+        if config.weights == "learned":
+            self.weight_GJMM = nn.Parameter(raw_GJMM)
+        else:
+            self.register_buffer("weight_GJMM", raw_GJMM)
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+        if delta and not shape.causal:
+            raise SurgeryError(
+                "blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
+                "use scores: kernel, or a causal attention"
+            )
+
+    @classmethod
+    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        return -(-length // config.block) * features * values
+
+    def matrix(self) -> Tensor:
+        """W_GJMM, zero above the diagonal where attention is causal."""
+        raw = self.weight_GJMM.to(torch.promote_types(self.weight_GJMM.dtype, torch.float32))
+        hidden = torch.ones_like(raw, dtype=torch.bool).triu(1 if self.shape.causal else self.config.count)
+        if self.config.normalise == "softmax":
+            return raw.masked_fill(hidden, -torch.inf).softmax(-1)
+        positive = F.softplus(raw).masked_fill(hidden, 0)
+        return positive / positive.sum(-1, keepdim=True)
+
+    @torch.no_grad()
+    def start(self, matrix_GJMM: Tensor) -> None:
+        """Set W to the nonnegative matrix given, its rows normalised."""
+        self.weight_GJMM.copy_(self._raw(matrix_GJMM))
+
+    def _raw(self, matrix: Tensor) -> Tensor:
+        matrix = matrix.clamp_min(1e-12)
+        return matrix.log() if self.config.normalise == "softmax" else inverse_softplus(matrix)
+
+    def _check(self, tokens: int) -> None:
+        block, count = self.config.block, self.config.count
+        if tokens > block * count:
+            raise SurgeryError(
+                f"blocks: token {tokens:,} lies beyond the {count} blocks of {block} tokens that W has rows for "
+                f"({block * count:,} tokens); convert with count={-(-tokens // block)} or more, or with "
+                "toeplitz_blocks, which has no last block"
+            )
+
+    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+        return {"blocks": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
+
+    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+        self._check(int(start_B.max()) + length)
+        block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
+        mask = self.matrix()[:, :, block_BT.unsqueeze(2), block_BT.unsqueeze(1)].movedim(2, 0)
+        return mask.tril() if self.shape.causal else mask
+
+    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+        end, furthest = torch.stack([rows.start_B + rows.count_B, rows.start_B]).amax(1).tolist()
+        self._check(end)
+        qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
+        if not self.shape.causal:
+            return blocks_both_ways(*qkv, self.matrix(), block), state
+        behind = 0 if state is None else state["blocks"].shape[1]
+        if rows.beta_BGT is None and furthest == behind == 0:
+            out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk, state is not None)
+        else:
+            out, sums_BAGFV = self._further(widened(rows), state, chunk)
+        if state is None or sums_BAGFV is None:
+            return out, None
+        return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), behind)]}
+
+    def _further(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, Tensor]:
+        grid = Grid.of(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
+        before = grid.v_BGNCV.new_zeros(0) if state is None else state["blocks"].to(rows.v_BGTV.dtype)
+        return (grid.mixed if rows.beta_BGT is None else grid.passed)(before)
+
+    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+        rows, block = widened(rows), self.config.block
+        end = int((rows.start_B + rows.count_B).max())
+        self._check(end)
+        write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
+        sums_BAGFV = carried_by_one(rows, write_BGF1, grown(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
+        here_B = rows.start_B // block
+        place = torch.arange(len(here_B), device=here_B.device), here_B
+        sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
+        weight_BGJA = rows_of(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
+        mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
+        return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}

@@ -1,0 +1,150 @@
+"""Masks of distances with no bounded state: M_ts = Re(phase_t h[t - s] phase_s), Toeplitz (phase 1) and Fourier.
+
+Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, a convolution over time for each feature and value by FFT: T log T.
+A block of features at a time bounds the memory; it is computed again in the backward pass.
+The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `chunked`
+is the exact quadratic sum, a chunk of rows at a time.
+
+The state is the history, linear in length: `keys` (B, G, n, F), of the delta rule as they stand by now, and `values`
+(B, G, n, V), the latest token last in every row. A step reads all of it.          S = n + T
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import Mask, Rows
+from surgery.mixers.masks.chunking import Frame, widened
+from surgery.mixers.masks.delta_rule import chunk_scores
+
+State = dict[str, Tensor]
+
+# Complex numbers of one block of features.
+FFT_NUMBERS = {"cpu": 2**21, "cuda": 2**26}
+
+
+class History(Mask):
+    """A subclass says M twice: entry by entry, and as h and its phases."""
+
+    bounded: ClassVar[bool] = False
+
+    @classmethod
+    def reach(cls, config: Any) -> int | None:
+        """Distances from here on have M = 0; None: there are none such."""
+        return None
+
+    def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
+        """M_BGJTS for pairs of positions (B, G, J may be 1), zero where s > t."""
+        raise NotImplementedError
+
+    def distances(self, length: int) -> Tensor:
+        """h_GJS at distances 0 .. length - 1."""
+        raise NotImplementedError
+
+    def phase(self, position_BS: Tensor) -> Tensor | None:
+        return None
+
+    @classmethod
+    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        reach = cls.reach(config)
+        return (length if reach is None else min(length, reach - 1)) * (features + values)
+
+    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+        of = {"keys": features, "values": values}
+        return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in of.items()}
+
+    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+        at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
+        return self.entries(at_BT, at_BT).expand(len(start_B), -1, -1, -1, -1)
+
+    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+        rows = widened(rows)
+        if rows.beta_BGT is None:
+            old = self._before(rows, state)
+            k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(old, (rows.k_BGTF, rows.v_BGTV)))
+            out = self._convolved(rows, k_BGSF, v_BGSV)
+        else:
+            out, k_BGSF, v_BGSV = self._row_by_row(rows, state, chunk)
+        return out, None if state is None else self._latest(rows, state, k_BGSF, v_BGSV)
+
+    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+        rows = widened(rows)
+        out, k_BGSF, v_BGSV = self._row_by_row(rows, state, 1)
+        return out, self._latest(rows, state, k_BGSF, v_BGSV)
+
+    def _before(self, rows: Rows, state: State | None) -> tuple[Tensor, Tensor]:
+        """The history's keys and values in the dtype of the call."""
+        if state is None:
+            return rows.k_BGTF[:, :, :0], rows.v_BGTV[:, :, :0]
+        return state["keys"].to(rows.v_BGTV.dtype), state["values"].to(rows.v_BGTV.dtype)
+
+    def _convolved(self, rows: Rows, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
+        """Kernel scores, by FFT."""
+        size, length = v_BGSV.shape[2], rows.v_BGTV.shape[2]
+        h_GJS = self.distances(size)
+        points = 1 << (size + h_GJS.shape[-1] - 2).bit_length()
+        at_BS = rows.start_B.unsqueeze(1) - (size - length) + torch.arange(size, device=rows.start_B.device)
+        numbers = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
+        out = torch.zeros((), dtype=v_BGSV.dtype, device=v_BGSV.device)
+        most = FFT_NUMBERS.get(out.device.type, FFT_NUMBERS["cuda"])
+        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, most // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
+            args = (q_BGJTf, k_BGSf, v_BGSV, h_GJS, self.phase(at_BS), points)
+            out = out + checkpoint(filtered, *args, use_reentrant=False)
+        return out
+
+    def _row_by_row(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Either score rule, quadratic: (out_BGJTV, keys and values of the history and the call)."""
+        length = rows.v_BGTV.shape[2]
+        frame = Frame.plain(rows.start_B, length, chunk)
+        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
+        v_BGNCV = frame.cut(rows.v_BGTV, 2)
+        scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
+        (u_BGSF, v_BGSV), outs = self._before(rows, state), []
+        for n in range(frame.count):
+            past_BGJCS = scores.read_xJCF[:, :, n] @ u_BGSF.mT.unsqueeze(2)
+            v_BGSV = torch.cat([v_BGSV, v_BGNCV[:, :, n]], 2)
+            at_BC = rows.start_B.unsqueeze(1) + n * frame.chunk + torch.arange(frame.chunk, device=rows.start_B.device)
+            from_BS = at_BC[:, -1:] - torch.arange(v_BGSV.shape[2] - 1, -1, -1, device=at_BC.device)
+            mask_BGJCS = self.entries(at_BC, from_BS).to(v_BGSV.dtype)
+            all_BGJCS = torch.cat([past_BGJCS, scores.inner_xJCC[:, :, n]], -1)
+            outs.append((all_BGJCS * mask_BGJCS) @ v_BGSV.unsqueeze(2))
+            if scores.keys_xCF is not None:
+                u_BGSF = u_BGSF - (u_BGSF @ scores.keys_xCF[:, :, n].mT) @ scores.write_xCF[:, :, n]
+            u_BGSF = torch.cat([u_BGSF, scores.write_xCF[:, :, n]], 2)
+        return torch.cat(outs, 3)[:, :, :, :length], u_BGSF, v_BGSV
+
+    def _latest(self, rows: Rows, state: State, k_BGSF: Tensor, v_BGSV: Tensor) -> State:
+        """What a later token can see, the last real token of every row last; zeros before a row's first."""
+        size, reach = int((rows.start_B + rows.count_B).max()), self.reach(self.config)
+        size = max(size if reach is None else min(size, reach - 1), 0)
+        last_B1 = (state["keys"].shape[2] + rows.count_B).unsqueeze(1)
+        index_Bn = last_B1 - size + torch.arange(size, device=last_B1.device)
+        row_B1 = torch.arange(len(index_Bn), device=index_Bn.device).unsqueeze(1)
+        kept = {}
+        for name, x in (("keys", k_BGSF), ("values", v_BGSV)):
+            x = F.pad(x, (0, 0, 1, 0))  # the zero that slots before the history show
+            kept[name] = x.transpose(1, 2)[row_B1, (index_Bn + 1).clamp_min(0)].transpose(1, 2)
+        return kept
+
+
+def filtered(
+    q_BGJTF: Tensor, k_BGSF: Tensor, v_BGSV: Tensor, h_GJS: Tensor, phase_BS: Tensor | None, points: int
+) -> Tensor:
+    """sum_f q_tf Re(phase_t sum_s h[t - s] phase_s k_sf v_s) for the last T of S positions."""
+    size, length = v_BGSV.shape[2], q_BGJTF.shape[3]
+    kv_BGFVS = torch.einsum("bgsf,bgsv->bgfvs", k_BGSF, v_BGSV)
+    if phase_BS is None:
+        spectrum = torch.fft.rfft(kv_BGFVS, points).unsqueeze(2) * torch.fft.rfft(h_GJS, points)[:, :, None, None]
+        sums = torch.fft.irfft(spectrum, points)[..., size - length : size]
+    else:
+        phase_B111S = phase_BS[:, None, None, None]
+        spectrum = torch.fft.fft(kv_BGFVS * phase_B111S, points).unsqueeze(2)
+        sums = torch.fft.ifft(spectrum * torch.fft.fft(h_GJS, points)[:, :, None, None])[..., size - length : size]
+        sums = (sums * phase_B111S.unsqueeze(2)[..., size - length :]).real
+    return torch.einsum("bgjtf,bgjfvt->bgjtv", q_BGJTF, sums)

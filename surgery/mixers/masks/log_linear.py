@@ -1,0 +1,187 @@
+"""M_ts = lambda_t^(level(t, s)) x gates: the mask of log-linear attention (Guo et al. 2025, eq. 4, section 3.4).
+
+A query at position t sees the past in Fenwick buckets: level 0 is t itself, level l >= 1 the 2^(l-1) tokens that
+clearing the l-th bit of t leaves behind. So level(t, s) = bit_length(t xor s), on absolute positions. With kernel
+scores and Gates this is log-linear Mamba-2, with the delta rule log-linear Gated DeltaNet.
+
+After n tokens the state is one sum for each set bit of n: `buckets` (B, L, G, F, V), bucket l the tokens at which n
+first differs from their position in bit l; empty ones are zeros, and L = bit_length of the longest row. A token reads
+them all, then every bucket below the lowest zero bit of n merges with the token into that bit's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.core.dispatch import op
+from surgery.core.errors import SurgeryError
+from surgery.mixers.base import AttentionShape, from_options
+from surgery.mixers.masks.base import MASKS, Mask, Rows
+from surgery.mixers.masks.chunking import affine, inverse_softplus, widened
+from surgery.mixers.masks.decay import Decay
+from surgery.mixers.masks.gates import Gates
+from surgery.mixers.masks.log_linear_chunked import Tree, bit_length
+from surgery.mixers.masks.ones import Ones
+from surgery.mixers.masks.semiseparable import Semiseparable, one_written
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """levels: how many lambdas a query has; levels beyond share the last, so lengths have no limit.
+    gates: Gates, Decay or Ones (none), or how recipes write them: "decay"."""
+
+    name: ClassVar[str] = "hierarchical"
+    levels: int = 20
+    gates: Any = "gates"
+
+    def __post_init__(self) -> None:
+        gates = self.gates
+        if isinstance(gates, str):
+            gates = {"name": gates}
+        if isinstance(gates, Mapping):
+            options = dict(gates)
+            gates = from_options(MASKS.config_type(str(options.pop("name", ""))), options)
+        if not isinstance(gates, (Gates, Decay, Ones)):
+            raise SurgeryError(f"hierarchical: gates={gates} are none; use gates, decay, or ones for no gates")
+        if self.levels < 2:
+            raise SurgeryError(f"hierarchical: levels={self.levels} has no level for the past; use 2 or more, say 20")
+        object.__setattr__(self, "gates", gates)
+
+
+@MASKS.register(Hierarchical)
+class HierarchicalMask(Mask):
+    """Signal `level` (B, T, G, J, levels): lambda = softplus(W x + b), for each query head; 1 at the start (W = 0),
+    where the mask is its gates'."""
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.gates: Semiseparable = MASKS[config.gates](config.gates, shape)  # type: ignore[assignment]
+        self.written = self.gates.written  # type: ignore[misc]
+        self.level = nn.Linear(shape.dim, shape.heads * config.levels)
+        with torch.no_grad():
+            self.level.weight.zero_()
+            self.level.bias.copy_(inverse_softplus(torch.ones(())))
+
+    @classmethod
+    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        return length.bit_length() * features * values
+
+    def signals(self, x_BTD: Tensor) -> State:
+        heads = (self.shape.groups, -1, self.config.levels)
+        level_BTGJL = F.softplus(affine(self.level, x_BTD)).unflatten(-1, heads)
+        return {"level": level_BTGJL, **self.gates.signals(x_BTD)}
+
+    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+        return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
+
+    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+        at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
+        # Bits beyond the last level change nothing.
+        level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
+        level_BGJTL = signals["level"].movedim(1, 3)
+        shape = (*level_BGJTL.shape[:-1], length)
+        chosen_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
+        return chosen_BGJTT * self.gates.dense(start_B, length, signals)
+
+    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+        gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
+        before = None if state is None else state["buckets"]
+        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, levels_of(rows, before))
+        return out, None if after is None else {"buckets": after}
+
+    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+        gate_BG = self.gates.log_gates(rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
+        token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
+        beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
+        level_BGJL = rows.signals["level"].squeeze(1)
+        place = rows.start_B, rows.count_B, state["buckets"]
+        levels = levels_of(rows, state["buckets"])
+        out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place, levels)
+        return out_BGJV.unsqueeze(3), {"buckets": after}
+
+
+@op
+def log_linear(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    start_B: Tensor,
+    buckets_BLGFV: Tensor | None,
+    count_B: Tensor,
+    chunk: int,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, the buckets after the rows' tokens or None) in float32 or wider; kernels may give `out` in v's dtype.
+    B, G of the log-gates may be 1. Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need.
+    levels: how many buckets there are then, None: the fewest, for which the device is asked."""
+    length = v_BGTV.shape[2]
+    bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
+    rows = widened(Rows(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
+    tree = Tree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
+    levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
+
+
+@op
+def log_linear_step(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    buckets_BLGFV: Tensor,
+    levels: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token or, where count is 0, none: (out_BGJV, the buckets behind it), as `log_linear`."""
+    wide = torch.promote_types(v_BGV.dtype, torch.float32)
+    q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
+        x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
+    )
+    write_BGF, buckets_BLGFV = one_written(k_BGF, beta_BG, buckets_BLGFV)
+    buckets_BLGFV = gate_BG.exp()[:, None, :, None, None] * buckets_BLGFV
+    token_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
+    every_BLGFV = torch.cat([token_BGFV.unsqueeze(1), buckets_BLGFV], dim=1)
+    which_L = torch.arange(every_BLGFV.shape[1], device=level_BGJL.device).clamp_max(level_BGJL.shape[-1] - 1)
+    seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
+    out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
+    size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
+    return out_BGJV, merged(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+
+
+def levels_of(rows: Rows, buckets_BLGFV: Tensor | None) -> int | None:
+    """How many buckets there may be after the rows' tokens, None where only the device knows."""
+    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return None if rows.most is None else max(held, rows.most.bit_length())
+
+
+def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor) -> int:
+    """How many there are; asks the device."""
+    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return max(held, int((start_B + count_B).max()).bit_length())
+
+
+def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
+    """The buckets after the token, of which there are `size`: those below the lowest zero bit of the position fall into
+    that bit's. Rows that have no token stay as they are."""
+    buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
+    into_B1 = (bit_length(start_B ^ (start_B + count_B), size) - 1).unsqueeze(1)  # -1: no token
+    at_L = torch.arange(size, device=into_B1.device)
+    falls_BL = (at_L < into_B1)[..., None, None, None]
+    total_BGFV = token_BGFV + torch.where(falls_BL, buckets_BLGFV, 0).sum(1)
+    kept_BLGFV = torch.where(falls_BL, 0, buckets_BLGFV)
+    return torch.where((at_L == into_B1)[..., None, None, None], total_BGFV.unsqueeze(1), kept_BLGFV)

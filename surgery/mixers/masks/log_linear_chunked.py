@@ -1,0 +1,222 @@
+"""Segments of a Fenwick tree, a level at a time, and the queries that read them (Guo et al. 2025, section 3.3).
+
+Level l pairs segments of 2^l chunks: queries in the right one read the left one's state; then the pair is one segment
+of the next level. So that a reader need not know what lies between, its `fade` (gates) and `read` (transitions, of the
+delta rule) are carried to the start of its segment as segments grow.
+
+Rows start anywhere. The buckets a row brings along are just the left siblings it lacks: where its first segment of a
+level is a right one, the row's bucket of that level is put before it.      n segments, X chunks that read, R queries
+
+Log-linear attention in chunks of C = 2^c tokens: T log T (Guo et al. 2025, section 3.3, eq. 5).
+
+Inside chunks the mask is written out; above, segments of 2^l chunks read their left siblings with the lambda of level
+c + l + 1 (surgery/mixers/masks/log_linear_chunked.py). Buckets below c that a row brings along lie in its first chunk: its queries read them one by
+one, and its sum takes them in. The state after the last token is what a query there would read, level by level; those
+below c are sums over its own chunk.                      N chunks, n segments
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.mixers.masks.base import Rows
+from surgery.mixers.masks.chunking import Frame, log_products, to_end
+from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+
+
+def bit_length(x: Tensor, bits: int) -> Tensor:
+    """min(int.bit_length, bits) of integers >= 0."""
+    return torch.bucketize(x, 2 ** torch.arange(bits, device=x.device), right=True)
+
+
+def pick(x_BN: Tensor, index_BX: Tensor) -> Tensor:
+    """Of each row the entries of that index."""
+    row_B1 = torch.arange(len(x_BN), device=x_BN.device).unsqueeze(1)
+    return x_BN[row_B1, index_BX]
+
+
+def spread(x: Tensor, like: Tensor) -> Tensor:
+    """With axes behind, up to those of `like`."""
+    return x.view(*x.shape, *[1] * (like.dim() - x.dim()))
+
+
+@dataclass
+class Segments:
+    """One level: sums at their segments' ends, gates over segments (numbers <= 1), transitions or None."""
+
+    sum_BnGFV: Tensor
+    gate_BnG: Tensor
+    carry_BnGFF: Tensor | None
+
+    def paired(self, bucket_B1GFV: Tensor, odd_B: Tensor) -> tuple[Segments, Segments]:
+        """(left, right) of the pairs; the rows of which the first segment is a right one have their bucket before it.
+        What was carried in a bucket is carried to the row's start already."""
+        ones = torch.ones_like(self.gate_BnG[:, :1])
+        left_sum, right_sum = _paired(self.sum_BnGFV, bucket_B1GFV, torch.zeros_like(bucket_B1GFV), odd_B)
+        left_gate, right_gate = _paired(self.gate_BnG, ones, ones, odd_B)
+        left_carry = right_carry = None
+        if self.carry_BnGFF is not None:
+            eye = torch.eye(self.carry_BnGFF.shape[-1], dtype=ones.dtype, device=ones.device)
+            eye = eye.expand_as(self.carry_BnGFF[:, :1])
+            left_carry, right_carry = _paired(self.carry_BnGFF, eye, eye, odd_B)
+        return Segments(left_sum, left_gate, left_carry), Segments(right_sum, right_gate, right_carry)
+
+    def then(self, right: Segments) -> Segments:
+        """Each pair as one segment."""
+        passed, carry = self.sum_BnGFV, None
+        if self.carry_BnGFF is not None and right.carry_BnGFF is not None:
+            passed, carry = right.carry_BnGFF @ passed, right.carry_BnGFF @ self.carry_BnGFF
+        total = torch.addcmul(right.sum_BnGFV, spread(right.gate_BnG, passed), passed)
+        return Segments(total, self.gate_BnG * right.gate_BnG, carry)
+
+
+def _paired(x: Tensor, before: Tensor, nothing: Tensor, odd_B: Tensor) -> tuple[Tensor, Tensor]:
+    """[before, x..] of odd rows, [x.., nothing] of even ones, in pairs: (left, right)."""
+    pairs = x.shape[1] // 2 + 1
+    every = torch.cat([before, x] + [nothing] * (2 * pairs - x.shape[1]), dim=1)
+    even = torch.where(spread(odd_B, every), every[:, :-1], every[:, 1:]).unflatten(1, (pairs, 2))
+    return even[:, :, 0], even[:, :, 1]
+
+
+@dataclass
+class Reader:
+    """Queries of some chunks, carried to the starts of their segments. at_BX: chunks, counted from position 0."""
+
+    at_BX: Tensor
+    fade_BXGC: Tensor
+    read_BXGRF: Tensor
+
+    def reads(self, left: Segments, level: int, first_B: Tensor) -> tuple[Tensor, Tensor]:
+        """What they see of the left siblings, (B, X, G, R, V), and how much of it is left, (B, X, G, C): zero where
+        they are in left segments themselves. Carries them on to the pairs' starts."""
+        right_BX = (self.at_BX >> level) & 1 == 1
+        pair_BX = (self.at_BX >> (level + 1)) - (first_B >> (level + 1)).unsqueeze(1)
+        seen_BXGRV = self.read_BXGRF @ pick(left.sum_BnGFV, pair_BX)
+        weight_BXGC = torch.where(spread(right_BX, self.fade_BXGC), self.fade_BXGC, 0)
+        passed_BXG1 = torch.where(right_BX.unsqueeze(-1), pick(left.gate_BnG, pair_BX), 1).unsqueeze(-1)
+        self.fade_BXGC = self.fade_BXGC * passed_BXG1
+        if left.carry_BnGFF is not None:
+            carried = self.read_BXGRF @ pick(left.carry_BnGFF, pair_BX)
+            self.read_BXGRF = torch.where(spread(right_BX, carried), carried, self.read_BXGRF)
+        return seen_BXGRV, weight_BXGC
+
+
+@dataclass
+class Tree:
+    """One call. bits: c; write: keys as they stand at their chunk's end, gates included."""
+
+    rows: Rows
+    bits: int
+    frame: Frame
+    scores: Chunk
+    v_BNGCV: Tensor
+    gates_BNGC: Tensor
+    level_BNGJCL: Tensor
+    write_BNGCF: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, gates_BGT: Tensor, bits: int) -> Tree:
+        frame = Frame.aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
+        gates_BGT = gates_BGT.expand(rows.v_BGTV.shape[:3])
+        q_BNGJCF = frame.cut(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
+        k_BNGCF, v_BNGCV, gates_BNGC = (frame.cut(x, 2).transpose(1, 2) for x in (rows.k_BGTF, rows.v_BGTV, gates_BGT))
+        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2).transpose(1, 2)
+        level_BNGJCL = frame.cut(rows.signals["level"], 1).permute(0, 1, 3, 4, 2, 5)
+        scores = chunk_scores(q_BNGJCF, k_BNGCF, beta)
+        write_BNGCF = scores.write_xCF * to_end(gates_BNGC).exp().unsqueeze(-1)
+        return cls(rows, bits, frame, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
+
+    def swept(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
+        """(out_BGJTV, the buckets after the rows' tokens, as many as `levels`, or None)."""
+        end_B, first_B = self.rows.start_B + self.rows.count_B, self.frame.base_B
+        segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
+        before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
+        out_BNGJCV, low_BlGFV = self._inside(), before[:, : self.bits]
+        if low_BlGFV.shape[1]:
+            out_BNGJCV[:, 0] += self._first_reads(low_BlGFV)
+            low_BlGFV = self._through_first(low_BlGFV, segments)
+            segments.sum_BnGFV[:, 0] += low_BlGFV.sum(1)
+        before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
+        chunks, last, after = self._chunks(), self._last(segments, end_B), [self._low(low_BlGFV, end_B)]
+        for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
+            left, right = segments.paired(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
+            seen_BNGRV, fade_BNGC = chunks.reads(left, level, first_B)
+            weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(self.bits + level + 1)
+            out_BNGJCV = out_BNGJCV + weight_BNGJC.unsqueeze(-1) * seen_BNGRV.unflatten(3, weight_BNGJC.shape[3:])
+            seen_B1GFV, fade_B1G1 = last.reads(left, level, first_B)
+            after.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
+            segments = left.then(right)
+        out = self.frame.joined(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
+        return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
+
+    @property
+    def fade(self) -> Tensor:
+        """Gates from the chunk's start to a token, (B, N, G, C)."""
+        return self.gates_BNGC.cumsum(-1).exp()
+
+    def _lambda(self, level: int) -> Tensor:
+        return self.level_BNGJCL[..., min(level, self.level_BNGJCL.shape[-1] - 1)]
+
+    def _lambdas(self, level_xCX: Tensor, of: Tensor) -> Tensor:
+        """lambda_xGJCX of the levels given for every token of `of`, (x, G, J, C, levels)."""
+        index = level_xCX.clamp_max(of.shape[-1] - 1)
+        return of.gather(-1, index.expand(*of.shape[:-1], index.shape[-1]))
+
+    def _inside(self) -> Tensor:
+        at_C = torch.arange(1 << self.bits, device=self.v_BNGCV.device)
+        lambda_BNGJCC = self._lambdas(bit_length(at_C.unsqueeze(1) ^ at_C, self.bits), self.level_BNGJCL)
+        gates_BNG1CC = log_products(self.gates_BNGC).exp().unsqueeze(3)
+        return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
+
+    def _chunks(self) -> Reader:
+        at_N = torch.arange(self.frame.count, device=self.v_BNGCV.device)
+        return Reader(self.frame.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
+
+    def _last(self, segments: Segments, end_B: Tensor) -> Reader:
+        """The place behind the last token: what passes its chunk's tokens, for each feature."""
+        at_B1 = (end_B >> self.bits).unsqueeze(1)
+        here_B1 = at_B1 - self.frame.base_B.unsqueeze(1)
+        through = segments.carry_BnGFF
+        if through is None:
+            eye = torch.eye(self.write_BNGCF.shape[-1], dtype=self.write_BNGCF.dtype, device=at_B1.device)
+            through = eye.expand(*segments.gate_BnG.shape, -1, -1)
+        return Reader(at_B1, pick(segments.gate_BnG, here_B1).unsqueeze(-1), pick(through, here_B1))
+
+    def _first_reads(self, low_BlGFV: Tensor) -> Tensor:
+        """What the first chunk's queries see of the row's buckets below c, (B, G, J, C, V)."""
+        level_BCl = self._meeting(self.rows.start_B, low_BlGFV.shape[1])
+        lambda_BGJCl = self._lambdas(level_BCl[:, None, None], self.level_BNGJCL[:, 0])
+        weight_BGJCl = lambda_BGJCl * self.fade[:, 0, :, None, :, None]
+        seen_BlGJCV = self.scores.read_xJCF[:, 0].unsqueeze(1) @ low_BlGFV.unsqueeze(3)
+        return torch.einsum("bgjcl,blgjcv->bgjcv", weight_BGJCl, seen_BlGJCV)
+
+    def _meeting(self, start_B: Tensor, low: int) -> Tensor:
+        """The level at which a slot of the chunk sees bucket l of the state at `start`: (B, C, l)."""
+        at_C = torch.arange(1 << self.bits, device=start_B.device)
+        differs_BC1 = bit_length(at_C ^ (start_B % (1 << self.bits)).unsqueeze(1), self.bits).unsqueeze(2)
+        return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=start_B.device))
+
+    def _through_first(self, low_BlGFV: Tensor, segments: Segments) -> Tensor:
+        """The row's buckets below c, each at the first chunk's end."""
+        passed = low_BlGFV if segments.carry_BnGFF is None else segments.carry_BnGFF[:, :1] @ low_BlGFV
+        return segments.gate_BnG[:, :1, :, None, None] * passed
+
+    def _low(self, old_BlGFV: Tensor, end_B: Tensor) -> Tensor:
+        """Buckets below c after the last token: its own chunk's tokens, and what the row brought, in the same chunk."""
+        which_c = torch.arange(self.bits, device=end_B.device)
+        here_B1 = ((end_B >> self.bits) - self.frame.base_B).unsqueeze(1)
+        slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)
+        at_C = torch.arange(1 << self.bits, device=end_B.device)
+        into_BcC = bit_length(at_C ^ slot_B1, self.bits).unsqueeze(1) - 1 == which_c.unsqueeze(1)
+        write_BcGCF = into_BcC[:, :, None, :, None] * pick(self.write_BNGCF, here_B1)
+        new_BcGFV = write_BcGCF.mT @ pick(self.v_BNGCV, here_B1)
+        old = old_BlGFV.shape[1]
+        if not old:
+            return new_BcGFV
+        level_Bl = self._meeting(self.rows.start_B, old).take_along_dim(slot_B1.unsqueeze(2), 1).squeeze(1)
+        into_Bcl = (level_Bl.unsqueeze(1) - 1 == which_c.unsqueeze(1)) & (here_B1 == 0).unsqueeze(2)
+        return new_BcGFV + torch.einsum("bcl,blgfv->bcgfv", into_Bcl.to(old_BlGFV.dtype), old_BlGFV)

@@ -1,0 +1,228 @@
+"""Sums of blocks mixed by their distance alone, K(d) = sum_r a_r exp(-lambda_r d), in time linear in the blocks (TBM).
+
+    causal      mixed_n = sum_m<n  K(n - m) X_m = sum_r a_r E_r,n      E_r,n+1 = e^(-lambda_r) (E_r,n + X_n)
+    both ways   mixed_n = sum_m K(|n - m|) X_m: a causal sweep from either end, the block itself once
+
+X_n = sum of k v^T over block n; E is the state that enters a block, its gate applied, and S_n = E_n + X_n leaves it.
+R components; M blocks; a for each query head, lambda for each key/value head. K(0) X_n of a causal block is not mixed:
+inside a block attention is causal too.
+
+M_ts = K(block(t) - block(s)), K(delta) = sum_r a_r exp(-lambda_r delta), a and lambda >= 0: Toeplitz block mixing
+(TBM; FARS 2026, "Toeplitz Block Mixing for Scalable Multi-Head Linear Attention", eqs. 3 to 6). Any length: what it learned on M blocks it extends to more.
+
+    R sums of exponentials are R masks of gates whose gate is exp(-lambda_r) at the first token of each block,
+    so it is linear in time and keeps R states, whatever the chunks.
+The sum over b <= i of K(i - b) S_b, with its own block read causally. Equation 6 as printed reads the states of equation 5
+one block too early, K(i - 1 - b), and leaves block i out; its text says K(i - b), as equation 4 does. The denominator of
+equation 4 cancels where the mixer normalises (a column of ones beside V, equation 1); without, the sum is unnormalised as
+in equation 6. Where attention is not causal, K(|delta|) over all blocks: a sweep over the blocks' sums from either end. Sequences then begin at 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.core.dispatch import op
+from surgery.core.errors import SurgeryError
+from surgery.mixers.base import AttentionShape
+from surgery.mixers.masks.base import MASKS, Rows
+from surgery.mixers.masks.chunking import Frame, inverse_softplus
+from surgery.mixers.masks.semiseparable import Semiseparable, semiseparable
+
+
+@op
+def block_scan(
+    sum_BGMFV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    first_BRGFV: Tensor | None = None,
+    count_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(mixed_BGJMFV, S of the last block (B, R, G, F, V)), causal. first: E_0, zeros where None. From the count-th block
+    on (None: M) nothing is mixed and states stay: those rows are zeros; S of count 0 is E_0."""
+    batch, groups, _, features, values = sum_BGMFV.shape
+    gate_RG11 = torch.exp(-rate_RG)[:, :, None, None]
+    enters = first_BRGFV
+    if enters is None:
+        enters = gate_RG11.new_zeros(batch, len(rate_RG), groups, features, values)
+    mixed, last = [], enters
+    for n, sum_BGFV in enumerate(sum_BGMFV.unbind(2)):
+        mixed_BGJFV = torch.einsum("rgj,brgfv->bgjfv", weight_RGJ, enters)
+        leaves = enters + sum_BGFV.unsqueeze(1)
+        if count_B is not None:
+            here_B = (n < count_B)[:, None, None, None, None]
+            mixed_BGJFV, leaves = torch.where(here_B, mixed_BGJFV, 0), torch.where(here_B, leaves, last)
+        mixed.append(mixed_BGJFV)
+        enters, last = gate_RG11 * leaves, leaves
+    return torch.stack(mixed, 3).to(sum_BGMFV.dtype), last
+
+
+@op
+def block_scan_both(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
+    """mixed_BGJMFV, both ways."""
+    dtype, sum_BGMFV = sum_BGMFV.dtype, sum_BGMFV.to(torch.promote_types(sum_BGMFV.dtype, torch.float32))
+    out = torch.zeros_like(sum_BGMFV[:, :, None])
+    for weight_GJ, rate_G in zip(weight_RGJ, rate_RG):
+        gate_G11 = torch.exp(-rate_G)[:, None, None]
+        back = _sweep(sum_BGMFV.flip(2), gate_G11).flip(2)
+        both_BGMFV = _sweep(sum_BGMFV, gate_G11) + back - sum_BGMFV
+        out = out + weight_GJ[:, :, None, None, None] * both_BGMFV.unsqueeze(2)
+    return out.to(dtype)
+
+
+def _sweep(sum_BGMFV: Tensor, gate_G11: Tensor) -> Tensor:
+    """S_n = gate S_n-1 + sum_n."""
+    states = [sum_BGMFV[:, :, 0]]
+    for n in range(1, sum_BGMFV.shape[2]):
+        states.append(torch.addcmul(sum_BGMFV[:, :, n], gate_G11, states[-1]))
+    return torch.stack(states, 2)
+
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ToeplitzBlocks:
+    """block: tokens in a block. components: R."""
+
+    name: ClassVar[str] = "toeplitz_blocks"
+    block: int = 64
+    components: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.components <= 16:
+            raise SurgeryError(f"toeplitz_blocks mixes 1 to 16 exponentials, not components={self.components}; try 4")
+        if self.block < 1:
+            raise SurgeryError(f"toeplitz_blocks: block={self.block} holds no token; use 1 or more, for example 64")
+
+
+@MASKS.register(ToeplitzBlocks)
+class ToeplitzBlocksMask(Semiseparable):
+    """`amplitude_RGJ` and `rate_RG` hold a and lambda before softplus: a for each query head, lambda for each key/value
+    head, whose states they shape. Starts at a = 1 / R and lambda spread over 1 .. 1/64 (one component: 1/8)."""
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        r, g, j = config.components, shape.groups, shape.heads // shape.groups
+        spread_R = torch.logspace(0, -6, r, base=2) if r > 1 else torch.full((1,), 0.125)
+        self.amplitude_RGJ = nn.Parameter(inverse_softplus(torch.full((r, g, j), 1 / r)))
+        self.rate_RG = nn.Parameter(inverse_softplus(spread_R)[:, None].repeat(1, g))
+
+    @classmethod
+    def refuse(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+        if delta and not shape.causal:
+            raise SurgeryError(
+                "toeplitz_blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
+                "use scores: kernel, or a causal attention"
+            )
+
+    @classmethod
+    def components(cls, config: Any) -> int:
+        return config.components
+
+    def amplitudes(self) -> Tensor:
+        return _positive(self.amplitude_RGJ)
+
+    def kernel(self, distance: Tensor) -> Tensor:
+        """K(distance in blocks), (.., G, J) for a tensor of any shape."""
+        powers = torch.exp(-distance[..., None, None].abs() * _positive(self.rate_RG))
+        return torch.einsum("...rg,rgj->...gj", powers, self.amplitudes())
+
+    @torch.no_grad()
+    def start(self, amplitude_RGJ: Tensor, rate_RG: Tensor) -> None:
+        """Set a and lambda."""
+        self.amplitude_RGJ.copy_(inverse_softplus(amplitude_RGJ.double().clamp_min(1e-12)))
+        self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
+
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: State) -> Tensor:
+        return gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
+
+    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+        block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
+        mask = self.kernel(block_BT.unsqueeze(2) - block_BT.unsqueeze(1)).permute(0, 3, 4, 1, 2)
+        return mask.tril() if self.shape.causal else mask
+
+    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+        if rows.beta_BGT is not None:
+            return super().chunked(rows, state, chunk)
+        qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
+        kernel = _positive(self.rate_RG), self.amplitudes()
+        if not self.shape.causal:
+            return toeplitz_both_ways(*qkv, *kernel, block), state
+        first = None if state is None else state["sum"]
+        out, last = toeplitz_causal(*qkv, *kernel, first, rows.start_B, rows.count_B, block, chunk)
+        return out, None if state is None or last is None else {"sum": last}
+
+    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+        if rows.beta_BGT is not None:
+            return super().step(rows, state)
+        qkv, kernel = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), (_positive(self.rate_RG), self.amplitudes())
+        out, after = toeplitz_step(*qkv, *kernel, state["sum"], rows.start_B, rows.count_B, self.config.block)
+        return out, {"sum": after}
+
+
+@op
+def toeplitz_causal(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    first_BRGFV: Tensor | None,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """(out_BGJTV, last_BRGFV) as `semiseparable` gives them; a kernel may leave `last` where no state came in."""
+    gates_BRGT = gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
+    return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
+
+
+@op
+def toeplitz_step(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    rate_RG: Tensor,
+    weight_RGJ: Tensor,
+    sum_BRGFV: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """The same of one token a row (T = 1)."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    gate_BRG1 = gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
+    written_BGFV = k_BGTF.to(wide).mT * v_BGTV.to(wide)
+    sum_BRGFV = gate_BRG1.unsqueeze(-1) * sum_BRGFV.to(wide) + written_BGFV.unsqueeze(1)
+    out_BRGJV = q_BGJTF.to(wide).squeeze(3).unsqueeze(1) @ sum_BRGFV
+    return (weight_RGJ.unsqueeze(-1) * out_BRGJV).sum(1).unsqueeze(3), sum_BRGFV
+
+
+@op
+def toeplitz_both_ways(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
+) -> Tensor:
+    """out_BGJTV in float32 or wider (a kernel: or v's dtype) of sequences that begin at position 0."""
+    wide = torch.promote_types(v_BGTV.dtype, torch.float32)
+    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    k_BGNCF, v_BGNCV = frame.cut(k_BGTF.to(wide), 2), frame.cut(v_BGTV.to(wide), 2)
+    mixed_BGJNFV = block_scan_both(k_BGNCF.mT @ v_BGNCV, rate_RG, weight_RGJ)
+    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
+
+
+def gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:
+    """Log-gates (B, R, G, T): -lambda at the first token of each block."""
+    token_T = torch.arange(length, device=start_B.device)
+    enters_BT = ((start_B.unsqueeze(1) + token_T) % block == 0) & (token_T < count_B.unsqueeze(1))
+    return -rate_RG.unsqueeze(-1) * enters_BT[:, None, None]
+
+
+def _positive(raw: Tensor) -> Tensor:
+    return F.softplus(raw.to(torch.promote_types(raw.dtype, torch.float32)))

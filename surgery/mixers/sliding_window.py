@@ -1,0 +1,188 @@
+"""Baselines of structured scores: a sliding window, with the first tokens as sinks; and a global score beside a window.
+
+    window          out = softmax(S, where t - s < window or s < sinks) V
+    global_window   out = (softmax(q_1 . k_1) + softmax(q_2 . k_2, where t - s < window)) V / 2
+
+Sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; keys keep the rotation of their
+own position. Global and window splits a head's dims between the two scores, within every layer. It is not the baseline
+"Global + SWA" of Kuang et al. 2025, section 5 and Figure 13, which stacks whole layers of either kind in turn: that is
+`mixer: window` with `hybrid: {keep: 0.5, by: every}`. Both ways, a window is |t - s| < window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
+from surgery.mixers.common.kv_layout import Frame, extended, framed, kept, packed, positions, take
+from surgery.mixers.common.softmax import Term, attend, define, grouped, passes, weigh, weigh_all, wide
+from surgery.mixers.mlr import MLRAttention
+
+
+@dataclass(frozen=True)
+class Window(MixerConfig):
+    """window, sinks: in tokens."""
+
+    name: ClassVar[str] = "window"
+    window: int = 256
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0:
+            raise ValueError(f"window {self.window} must be 1 or more and sinks {self.sinks} 0 or more tokens")
+
+
+@dataclass(frozen=True)
+class GlobalWindow(MixerConfig):
+    """ranks: score dims of the global and of the window's softmax, the first and the next of a head."""
+
+    name: ClassVar[str] = "global_window"
+    ranks: tuple[int, ...] = ()
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != 2 or min(self.ranks) < 1 or self.window < 1:
+            raise ValueError(
+                f"ranks {list(self.ranks)} must be the score dims of the global and of the window's softmax and "
+                f"window {self.window} 1 or more; for example ranks: [32, 32], window: 256"
+            )
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return (self.window,)
+
+    @property
+    def form(self) -> str:
+        return "sliding"
+
+    @property
+    def basis(self) -> str:
+        return "own"
+
+
+def narrowed(shape: AttentionShape, window: int) -> AttentionShape:
+    return replace(shape, window=window if shape.window is None else min(window, shape.window))
+
+
+@MIXERS.register(Window)
+class WindowAttention(Mixer):
+    reads_mask = True
+
+    def empty_state(self, batch: int, device: torch.device | str) -> State:
+        sizes = {"keys": self.shape.key, "values": self.shape.value}
+        recent = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
+        sinks = {f"sink_{name}": x.new_zeros(*x.shape[:2], self.config.sinks, x.shape[3]) for name, x in recent.items()}
+        return State(torch.zeros(batch, dtype=torch.long, device=device), {**recent, **sinks})
+
+    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+        packs, back = packed(inputs)
+        frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
+        keys, values = packs.k_BGTK, packs.v_BGTV
+        if state is not None:
+            keys, values = extended([state.tensors["keys"], state.tensors["values"]], [keys, values], count_B)
+        mask, q_BGJTK = packs.mask_BHTS if state is None else None, grouped(packs.q_BHTK, self.shape.groups)
+        if self.config.sinks == 0:
+            shape = narrowed(self.shape, self.config.window)
+            out = attend([Term(q_BGJTK, keys)], values, frame, shape, mask, packs.dropout)
+        else:
+            s_BS = frame.positions(0, frame.slots)
+            seen = keys, values, s_BS
+            if state is not None:
+                seen = self._behind_sinks(state, *seen)
+            t_BT = s_BS[:, frame.slots - frame.queries :]
+            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, packs.dropout)
+        out = out if back is None else take(out, back, 2)
+        return out, None if state is None else self._remembered(state, frame, keys, values, packs)
+
+    def _behind_sinks(self, state: State, keys: Tensor, values: Tensor, s_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Remembered sinks, each once, before the recent tokens."""
+        seen_B1 = state.seen_B[:, None]
+        sink_BS = torch.arange(self.config.sinks, device=s_BS.device).expand(seen_B1.shape[0], -1)
+        s_BS = torch.cat(
+            [
+                sink_BS.masked_fill(sink_BS >= seen_B1, -1),
+                s_BS.masked_fill(s_BS < seen_B1.clamp_max(self.config.sinks), -1),
+            ],
+            1,
+        )
+        both = [
+            torch.cat([state.tensors[f"sink_{name}"].to(x.dtype), x], 2)
+            for name, x in (("keys", keys), ("values", values))
+        ]
+        return both[0], both[1], s_BS
+
+    def _allowed(self, t_BT1: Tensor, s_B1S: Tensor) -> Tensor:
+        shape, near = self.shape, (t_BT1 - s_B1S).abs()
+        allowed = (s_B1S >= 0) & ((near < self.config.window) | (s_B1S < self.config.sinks))
+        if shape.causal:
+            allowed &= s_B1S <= t_BT1
+        return allowed if shape.window is None else allowed & (near < shape.window)
+
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, t_BT: Tensor, mask: Any, p: float) -> Tensor:
+        """The definition, some queries at a time."""
+        q, k, values = wide(q), wide(k), wide(v)
+
+        def one(start: int, stop: int) -> Tensor:
+            part = q[:, :, :, start:stop]
+            score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
+            allowed = self._allowed(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
+            return weigh(score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p)
+
+        return passes(one, q.shape[3]).flatten(1, 2).to(v.dtype)
+
+    def _remembered(self, state: State, frame: Frame, keys: Tensor, values: Tensor, packs: Inputs) -> State:
+        window = narrowed(self.shape, self.config.window).window or 0
+        slots = min(window - 1, frame.slots if packs.valid_BT is None else int(frame.end_B.max()))
+        tensors = {"keys": kept(keys, slots), "values": kept(values, slots)}
+        sink_1S = torch.arange(self.config.sinks, device=frame.end_B.device)[None]
+        new_BS = (sink_1S - frame.end_B[:, None] + frame.queries).clamp(0, frame.queries - 1)
+        held = (sink_1S < state.seen_B[:, None])[:, None, :, None]
+        for name, new in (("keys", packs.k_BGTK), ("values", packs.v_BGTV)):
+            old = state.tensors[f"sink_{name}"].to(new.dtype)
+            tensors[f"sink_{name}"] = torch.where(held, old, take(new, new_BS, 2)) if self.config.sinks else old
+        return State(frame.end_B, tensors)
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        position_BT, valid_BS = positions(inputs)
+        score = torch.einsum("bgjtk,bgsk->bgjts", grouped(wide(inputs.q_BHTK), self.shape.groups), wide(inputs.k_BGTK))
+        allowed = self._allowed(position_BT.unsqueeze(-1), position_BT.unsqueeze(1))
+        return weigh_all(score, allowed, valid_BS, inputs, self.shape)
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        live = min(length, (narrowed(shape, config.window).window or 0) - 1) + min(length, config.sinks)
+        return MixerCost(
+            shape.groups * live * (shape.key + shape.value), shape.heads * live * (shape.key + shape.value), 0
+        )
+
+
+@MIXERS.register(GlobalWindow)
+class GlobalWindowAttention(MLRAttention):
+    """The levels and caches of MLR(ranks, extents=(window,)), each level under a softmax of its own, which no `near`
+    would move: there is none."""
+
+    def __init__(self, config: Any, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.register_parameter("near", None)
+
+    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
+        return [Term(q, k) for q, k in zip(self.levels(grouped(q_BHTK, self.shape.groups)), keys)]
+
+    def attended(self, terms: list[Term], values: Tensor, frame: Frame, mask: Tensor | None, p: float) -> Tensor:
+        shapes = self.shape, narrowed(self.shape, self.config.window)
+        both = [attend([t], values, frame, shape, mask, p) for t, shape in zip(terms, shapes)]
+        return (both[0] + both[1]) / 2
+
+    def dense(self, inputs: Inputs) -> Tensor:
+        shapes = self.shape, narrowed(self.shape, self.config.window)
+        terms = self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK))
+        both = [define([t], inputs, shape) for t, shape in zip(terms, shapes)]
+        return (both[0] + both[1]) / 2
+
+    @classmethod
+    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        return super().cost(config, shape, length)._replace(params=shape.groups * shape.key)

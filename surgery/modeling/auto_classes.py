@@ -1,0 +1,71 @@
+"""Classes named by the `auto_map` of converted checkpoints: they register us, then hand over to the Auto class
+of the same name, which finds transformers' own model class.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgery.checkpoint.table import SHIM, SHIM_MODULE
+
+AUTO_CLASSES = (
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForImageClassification",
+)
+
+
+def auto_class(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, name)
+
+
+class Shim:
+    """from_pretrained of an Auto class, without remote code."""
+
+    auto: str
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to register: the native class is what is loaded."""
+
+    @classmethod
+    def from_pretrained(cls, name: str, *args: Any, **kwargs: Any) -> Any:
+        from surgery.modeling.register import register
+
+        register()
+
+        kwargs.pop("_from_auto", None)
+        return auto_class(cls.auto).from_pretrained(name, *args, **{**kwargs, "trust_remote_code": False})
+
+
+_shims = {f"Shim{name}": type(f"Shim{name}", (Shim,), {"auto": name}) for name in ("AutoConfig", *AUTO_CLASSES)}
+globals().update(_shims)
+__all__ = list(_shims)
+
+
+SHIM_TEXT = '''"""Opens this checkpoint, whose weights are structured, with the package transformer-surgery."""
+
+try:
+    from surgery.modeling.auto_classes import *  # noqa: F403
+except ImportError as error:
+    raise ImportError("this checkpoint needs `pip install transformer-surgery`") from error
+'''
+
+
+def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
+    """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config. A model of
+    remote code keeps its own: it wants both."""
+    if config.get("auto_map"):
+        return
+
+    serving = [name for name in AUTO_CLASSES if type(model.config) in auto_class(name)._model_mapping]
+    config["auto_map"] = {name: f"{SHIM_MODULE}.Shim{name}" for name in ("AutoConfig", *serving)}
+    (folder / SHIM).write_text(SHIM_TEXT, encoding="utf-8")

@@ -1,0 +1,111 @@
+"""A cache on disk: states of mixers, keys and values of the softmax layers between them.
+
+save_cache(output.past_key_values, "prompt.safetensors")
+cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) goes on
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import beside, disk_errors, parsed
+from surgery.mixers import Mixer, State
+from surgery.modeling.cache import MixerLayer, mixed_modules
+
+
+def save_cache(cache: Cache, path: str | Path) -> None:
+    """Write a cache, states of mixers and keys and values alike, to a file that load_cache goes on from."""
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for i in range(len(cache.layers)):
+        layer: Any = cache.layers[i]
+        kind = type(layer)
+        if isinstance(layer, MixerLayer):
+            config = None if layer._mixer is None else layer._mixer.config.to_dict()
+            layers.append({"kind": "mixer", "seen": layer.seen, "config": config})
+            state = layer.state
+            held = {} if state is None else {"seen_B": state.seen_B, **state.tensors}
+        elif kind in (DynamicLayer, DynamicSlidingWindowLayer):
+            layers.append({"kind": "softmax", "seen": int(layer.get_seq_length())})
+            held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+        else:
+            raise SurgeryError(f"layer {i} of the cache is a {kind.__name__}; only dynamic caches can be saved")
+        tensors.update({f"{i}.{name}": t.detach().clone().contiguous() for name, t in held.items()})
+    with disk_errors(Path(path)), beside(Path(path)) as partial:
+        save_file(tensors, partial, metadata={"surgery": json.dumps(layers)})
+
+
+def load_cache(path: str | Path, model: Any) -> DynamicCache:
+    """The cache of that file for the model that wrote it, each layer on the device of its attention."""
+    layers, tensors = _read(path)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    homes = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)}
+    mixers = {m.layer_idx: m.mixer for _, m in mixed_modules(model)}
+    for i, entry in enumerate(layers):
+        mixer = mixers.get(i)
+        if (entry["kind"] == "mixer") != (mixer is not None) or i >= len(cache.layers):
+            raise SurgeryError(
+                f"layer {i} of this cache holds the state of {'a mixer' if entry['kind'] == 'mixer' else 'softmax attention'}, "
+                f"which the model's layer {i} is not; load it with the model that wrote it"
+            )
+        device = next((p.device for p in homes[i].parameters()), model.device) if i in homes else model.device
+        held = {n.partition(".")[2]: t.to(device) for n, t in tensors.items() if n.partition(".")[0] == str(i)}
+        if mixer is not None:
+            cache.layers[i] = _mixer_layer(entry, held, mixer, i)
+        elif held:
+            _refuse_other(i, held, {"keys": 4, "values": 4})
+            _fill(cache.layers[i], held, entry["seen"])
+    return cache
+
+
+def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            layers = parsed((file.metadata() or {})["surgery"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise SurgeryError(f"{path} is not a saved cache: {error}") from None
+    if not isinstance(layers, list) or not all(_is_layer(entry) for entry in layers):
+        raise SurgeryError(f"{path} is not a saved cache: its list of layers is damaged")
+    return layers, tensors
+
+
+def _is_layer(entry: Any) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("seen")) is not int or not 0 <= entry["seen"] < 2**40:
+        return False
+    return entry.get("kind") == "softmax" or (entry.get("kind") == "mixer" and "config" in entry)
+
+
+def _refuse_other(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> None:
+    found = {name: tensor.dim() for name, tensor in held.items()}
+    if found != dims:
+        raise SurgeryError(
+            f"layer {index} of this cache holds {found} (axes of each), {dims} are wanted; it is damaged"
+        )
+
+
+def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, index: int) -> MixerLayer:
+    if entry["config"] is not None and entry["config"] != json.loads(json.dumps(mixer.config.to_dict())):
+        raise SurgeryError(f"layer {index} was saved by {entry['config']}; here it is {mixer.config}")
+    layer = MixerLayer()
+    layer.seen, layer._mixer = entry["seen"], mixer
+    if held:
+        fresh = mixer.empty_state(1, "cpu")
+        _refuse_other(index, held, {"seen_B": 1, **{name: tensor.dim() for name, tensor in fresh.tensors.items()}})
+        layer.state, layer.is_initialized = State(held.pop("seen_B"), held, entry["seen"]), True
+    return layer
+
+
+def _fill(layer: Any, held: dict[str, Tensor], seen: int) -> None:
+    """Keys and values as they were kept (of a sliding layer the last ones)."""
+    layer.update(held["keys"], held["values"])
+    if hasattr(layer, "cumulative_length"):
+        layer.keys, layer.values, layer.cumulative_length = held["keys"], held["values"], seen

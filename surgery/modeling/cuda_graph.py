@@ -1,0 +1,133 @@
+"""A decoding step as one CUDA graph: the GPU is told once what to do, and each token costs one launch of it all.
+
+    model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
+
+For models whose every attention has a linear mixer with a bounded state, on one GPU: their states keep their shapes, and
+nothing is read back. transformers asks `captured` where it would compile a model for a static cache
+(GenerationMixin._sample); disable_compile=True declines here too. Any other step goes to the model itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.mixers.linear import LinearMixer
+from surgery.modeling.cache import MixerLayer, mixed_modules
+
+PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+
+
+def captured(model: Any, cache: Any, generation_config: Any) -> Captured | None:
+    """What stands in for the model while it generates, None where that is the model itself."""
+    asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
+    layers = getattr(cache, "layers", [])
+    linear = [
+        isinstance(m.mixer, LinearMixer) and m.mixer.mask.bounded and m.mixer.delay is None
+        for _, m in mixed_modules(model)
+    ]
+    own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerLayer for x in layers)
+    recording = any(getattr(x, "record_past", False) for x in layers)
+    if not (asked and own and here(model)) or recording:
+        return None
+    return Captured(model, int(generation_config.max_length))
+
+
+def here(model: Any) -> bool:
+    """Whether all of it is on one GPU."""
+    return not hasattr(model, "hf_device_map") and all(p.is_cuda for p in model.parameters())
+
+
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """What runs it again, on the tensors that it was recorded on."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@dataclass
+class Captured:
+    """Called like the model. The first step goes through it, and what the second does is recorded. reach: tokens that
+    rows may have at last, for which log-linear states make room at once."""
+
+    model: Any
+    reach: int
+    replay: Callable[[], None] | None = None
+    given_up: bool = False
+    held: dict[str, Tensor] = field(default_factory=dict)
+    layers: list[MixerLayer] = field(default_factory=list)
+
+    def __call__(self, **inputs: Any) -> Any:
+        layers = inputs["past_key_values"].layers
+        plain = set(inputs) <= PLAIN and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
+        if self.given_up or not plain:
+            return self.model(**inputs)
+        if not self.layers:
+            self.layers = layers
+            for layer in layers:
+                make_room(layer, self.reach)
+            out = self.model(**inputs)
+            self.held = {name: inputs[name].clone() for name in ("input_ids", "position_ids")}
+            self.held["logits"] = out.logits.clone()
+            return out
+        if self.replay is None:
+            self._record(inputs["past_key_values"])
+        return self.model(**inputs) if self.replay is None else self._replayed(inputs)
+
+    def _record(self, cache: Any) -> None:
+        states, seen = [layer.state for layer in self.layers], [layer.seen for layer in self.layers]
+        most = [state.most for state in states if state is not None]
+
+        def step() -> None:
+            ids, places = self.held["input_ids"], self.held["position_ids"]
+            out = self.model(
+                input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True, return_dict=True
+            )
+            self.held["logits"].copy_(out.logits)
+            for layer, state in zip(self.layers, states):
+                left = layer.state
+                assert left is not None and state is not None
+                state.seen_B.copy_(left.seen_B)
+                for name, tensor in state.tensors.items():
+                    tensor.copy_(left.tensors[name])
+
+        try:
+            self.replay = recorded(step)
+        except RuntimeError as error:
+            self.given_up = True
+            warnings.warn(
+                f"this model's steps cannot be captured in a CUDA graph and run one by one: {error}", stacklevel=3
+            )
+        for layer, state, tokens, bound in zip(self.layers, states, seen, most):
+            assert state is not None
+            layer.state, layer.seen, state.most = state, tokens, bound
+
+    def _replayed(self, inputs: dict[str, Any]) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        assert self.replay is not None
+        states, seen = [layer.state for layer in self.layers], [layer.seen for layer in self.layers]
+        for name in ("input_ids", "position_ids"):
+            self.held[name].copy_(inputs[name])
+        self.replay()
+        for layer, state, tokens in zip(self.layers, states, seen):
+            assert state is not None
+            layer.state, layer.seen = state, tokens + 1
+            state.most = None if state.most is None else state.most + 1
+        return CausalLMOutputWithPast(logits=self.held["logits"].clone(), past_key_values=inputs["past_key_values"])
+
+
+def make_room(layer: MixerLayer, reach: int) -> None:
+    """For the buckets of a log-linear state that has seen so many tokens: empty ones are zeros."""
+    state = layer.state
+    if state is not None and "mask.buckets" in state.tensors:
+        buckets = state.tensors["mask.buckets"]
+        more = max(0, reach.bit_length() - buckets.shape[1])
+        state.tensors["mask.buckets"] = F.pad(buckets, (0, 0, 0, 0, 0, 0, 0, more))

@@ -1,0 +1,52 @@
+"""The `forward` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+from surgery.modeling.cache import MixerLayer, mixed_modules, record_past, slot
+
+
+class MixerModel:
+    """Mixed into the class of a model that generates."""
+
+    _captured: Any = None
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Our layers are in the cache before anyone asks it to record past or how long it is."""
+        done = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            for _, module in mixed_modules(self):  # type: ignore[arg-type]
+                slot(cache, module.layer_idx)
+            layers: list[Any] = getattr(cache, "layers", [])
+            fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
+            for layer in (x for x in layers if isinstance(x, MixerLayer)):
+                layer.room = fixed[0] if fixed else 0  # one mask serves all
+            assisted = getattr(generation_mode, "value", "") == "assisted_generation"
+            if assisted or getattr(generation_config, "is_assistant", False):
+                record_past(cache, self)  # type: ignore[arg-type]
+        return done
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Whether generate() takes its steps from `get_compiled_call`: also where ours are captured in a graph."""
+        from surgery.modeling.cuda_graph import captured
+
+        self._captured = captured(self, model_kwargs.get("past_key_values"), generation_config)
+        asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
+        return self._captured is not None or asks(model_kwargs, generation_config)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        step, self._captured = self._captured, None
+        return super().get_compiled_call(compile_config) if step is None else step  # type: ignore[misc]
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        raise SurgeryError(
+            "continuous batching keeps keys and values in pages, which the states of mixers do not fit; "
+            "use model.generate(**tokenizer(prompts, padding=True, return_tensors='pt')) in batches"
+        )

@@ -1,0 +1,63 @@
+"""PEFT LoRA on structured linears: y = B x + scaling * up(down(x)), the stand-in frozen beneath.
+
+Registered by wrapping the last of PEFT's dispatchers, so that get_peft_model and PeftModel.from_pretrained
+both find it; a per-config registration would not survive saving.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import peft.tuners.lora.model as peft_lora
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from surgery.modeling.modules import SplitLinear
+from surgery.structures import StructuredLinear
+
+
+class StructuredLora(Linear):
+    """A LoRA layer over a structured or split linear."""
+
+    def __init__(self, base_layer: Any, adapter_name: str, config: Any, **kwargs: Any):
+        _refuse(config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Unsupported layer type")
+            super().__init__(base_layer, adapter_name, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        base = type(self.get_base_layer()).__name__
+        raise ValueError(
+            f"a LoRA update cannot be merged into a {base}: the sum is no longer that structure. Keep the adapter, or undo "
+            "the structure first: surgery densify OUT --out DIR"
+        )
+
+
+def _refuse(config: Any) -> None:
+    """What reads the base layer's dense weight has none to read."""
+    if getattr(config, "use_dora", False):
+        raise ValueError("use_dora needs the dense weight, which a structured linear does not hold; use plain LoRA")
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} factors the dense weight, which a structured linear does not hold; "
+            "use True, 'gaussian' or 'orthogonal'"
+        )
+
+
+def register_lora() -> None:
+    """Idempotent."""
+    before = peft_lora.dispatch_default
+    if getattr(before, "surgery", False):
+        return
+
+    @functools.wraps(before)
+    def dispatch(target: Any, adapter_name: str, config: Any, parameter_name: str | None = None, **kwargs: Any) -> Any:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if parameter_name is None and isinstance(base, (StructuredLinear, SplitLinear)):
+            return StructuredLora(target, adapter_name, config=config, **kwargs)
+        return before(target, adapter_name, config=config, parameter_name=parameter_name, **kwargs)
+
+    dispatch.surgery = True  # type: ignore[attr-defined]
+    peft_lora.dispatch_default = dispatch

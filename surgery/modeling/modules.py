@@ -1,0 +1,133 @@
+"""The modules that stand where linears stood, made from the entries of a checkpoint's table.
+
+All that loading a converted checkpoint needs: structures and torch, nothing of recipes, plans or conversion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.core.errors import SurgeryError
+from surgery.structures import STRUCTURES, StructuredLinear
+from surgery.structures.base import config_from_dict
+
+
+class FoldedLinear(nn.Linear):
+    """A dense linear whose weight is kept as (1, out, in).
+
+    A checkpoint whose attention has a mixer stores the output projection so: a library that loads it without
+    knowing us finds a mismatched shape and stops, where it would have run softmax attention on these weights.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
+        super().__init__(in_features, out_features, bias, **factory)
+        self.weight = nn.Parameter(self.weight.detach()[None])
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> FoldedLinear:
+        """Holding these very numbers."""
+        linear = cls(weight_OI.shape[1], weight_OI.shape[0], bias_O is not None, device="meta")
+        linear.weight = nn.Parameter(weight_OI.detach()[None], requires_grad=weight_OI.requires_grad)
+        if bias_O is not None:
+            linear.bias = nn.Parameter(bias_O.detach(), requires_grad=bias_O.requires_grad)
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[0], self.bias)
+
+    def dense(self) -> Tensor:
+        return self.weight[0]
+
+
+class SplitLinear(nn.Module):
+    """A fused linear whose roles are computed by linears of their own; outputs in the fused order.
+
+    `weight` is empty and 3-D: see StructuredLinear.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, nn.Module], sizes: tuple[int, ...], heads: int = 0):
+        super().__init__()
+        self.in_features, self.out_features = in_features, sum(sizes)
+        self.sizes, self.heads = sizes, heads
+        self.parts = nn.ModuleDict(parts)
+        device = next(next(iter(parts.values())).parameters()).device
+        self.register_buffer("weight", torch.zeros(1, 1, 1, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ys = [part(x) for part in self.parts.values()]
+        if self.heads:
+            ys = [y.unflatten(-1, (self.heads, -1)) for y in ys]
+        y = torch.cat(ys, dim=-1)
+        return y.flatten(-2) if self.heads else y
+
+    def _fused(self, rows: list[Tensor]) -> Tensor:
+        if not self.heads:
+            return torch.cat(rows)
+        return torch.cat([r.unflatten(0, (self.heads, -1)) for r in rows], dim=1).flatten(0, 1)
+
+    def dense(self) -> Tensor:
+        """(out, in), rows in the fused order."""
+        return self._fused([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
+
+    def fused_bias(self) -> Tensor | None:
+        """(out,), or None."""
+        biases = [part.bias for part in self.parts.values()]
+        return None if any(b is None for b in biases) else self._fused(biases)  # type: ignore[arg-type]
+
+
+def empty_standin(
+    spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None
+) -> nn.Module:
+    """A module for an entry of the checkpoint's table: {"structure": .., "in_features": .., "out_features": ..,
+    "bias": ..}, where "dense" and "folded" are structures too, or {"structure": "split", "parts": {role: entry},
+    "heads": ..}."""
+    spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
+    if spec.get("structure") == "split":
+        _refuse_no_split(spec)
+        parts = {name: empty_standin(entry, device, dtype) for name, entry in spec["parts"].items()}
+        sizes = tuple(entry["out_features"] for entry in spec["parts"].values())
+        return SplitLinear(next(iter(spec["parts"].values()))["in_features"], parts, sizes, spec.get("heads", 0))
+    _refuse_damaged(spec)
+    in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    if spec["structure"] == "dense":
+        return nn.Linear(in_, out, bias=bias, **factory)
+    if spec["structure"] == "folded":
+        return FoldedLinear(in_, out, bias=bias, **factory)
+    config = config_from_dict(spec)
+    structure: Any = STRUCTURES[config]
+    if isinstance(getattr(config, "blocks", None), str):
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+    resolved = structure.resolve(config, out, in_)
+    if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is for recipes
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+    rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
+    if rank is None or rank == "full" or not 1 <= rank <= full:
+        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
+    return structure(in_, out, config, bias=bias, **factory)
+
+
+DAMAGED = "the surgery table in config.json is damaged"
+LARGEST = 2**26  # features: more than any model has
+
+
+def _refuse_damaged(spec: dict[str, Any]) -> None:
+    sizes = [spec.get("in_features"), spec.get("out_features")]
+    whole = all(type(n) is int and 1 <= n <= LARGEST for n in sizes)
+    if not whole or type(spec.get("bias")) is not bool or not isinstance(spec.get("structure"), str):
+        raise SurgeryError(f"{DAMAGED}: an entry reads {str(spec)[:100]}")
+
+
+def _refuse_no_split(spec: dict[str, Any]) -> None:
+    given, heads = spec.get("parts"), spec.get("heads", 0)
+    parts: dict[str, Any] = given if isinstance(given, dict) else {}
+    whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
+    if not whole or any(e.get("structure") == "split" or not name.isidentifier() for name, e in parts.items()):
+        raise SurgeryError(f"{DAMAGED}: a split entry reads {str(spec)[:100]}")
+    outs = [entry.get("out_features") for entry in parts.values()]
+    if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):
+        raise SurgeryError(f"{DAMAGED}: {heads} heads of parts that are {outs} wide")

@@ -1,0 +1,41 @@
+"""The config class that transformers makes of a checkpoint's `quantization_config` entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from surgery.checkpoint.table import METHOD
+from surgery.core.errors import SurgeryError
+from surgery.core.version import __version__
+
+FORMAT = 1
+
+
+class SurgeryConfig(QuantizationConfigMixin):
+    """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias};
+    mixers: path of an attention -> {"mixer": .., its options}; unused: tensors that the model's class does not use, kept
+    as the source had them."""
+
+    def __init__(
+        self,
+        modules: dict[str, Any] | None = None,
+        mixers: dict[str, Any] | None = None,
+        unused: list[str] | None = None,
+        format: int = FORMAT,
+        surgery_version: str = __version__,
+        **_: Any,
+    ):
+        if format != FORMAT:
+            raise SurgeryError(
+                f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "
+                "pip install -U transformer-surgery"
+            )
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.format, self.surgery_version = format, surgery_version
+        self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the tables that are empty, as it was written before there were any."""
+        return {k: v for k, v in super().to_dict().items() if k not in ("mixers", "unused") or v}

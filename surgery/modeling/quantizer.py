@@ -1,0 +1,169 @@
+"""What transformers calls while it loads a converted checkpoint. See surgery/modeling/register.py."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers.base import HfQuantizer
+
+from surgery.checkpoint.safetensors_io import read_header
+from surgery.checkpoint.table import names_shims
+from surgery.checkpoint.tensor_names import class_named, refuse_incomplete, unused_of
+from surgery.core.errors import SurgeryError
+from surgery.mixers import mixer_config
+from surgery.modeling.modules import DAMAGED, empty_standin
+from surgery.structures import StructuredLinear
+
+
+class SurgeryQuantizer(HfQuantizer):
+    requires_calibration = False
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _tables(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config: Any = self.quantization_config
+        return config.modules, config.mixers
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        """Stand-ins for the linears of the table and mixers, on meta, in the dtype the model is loaded in. The files must
+        hold exactly the tensors of the class that the checkpoint was written from; a model of another class may lack
+        some of them, and may have a head of its own."""
+        if not self.pre_quantized:
+            raise SurgeryError("models are converted with `surgery convert`, not while they load")
+        name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
+        if written is None:
+            put_standins(model, *self._tables(), strict=False)
+            return
+        put_standins(written, *self._tables())
+        if checkpoint_files is not None:
+            refuse_incomplete(written, _tensors_in(checkpoint_files), name, unused_of(self.quantization_config))
+        if written is not model:
+            put_standins(model, *self._tables(), strict=False)
+
+    def postprocess_model(self, model: Any, **_: Any) -> Any:
+        """Leave an ordinary model that remembers its table."""
+        from surgery.modeling.attention import refill
+
+        model.config.quantization_config = self.quantization_config
+        model.is_quantized = False
+        refill(model)
+        for module in model.modules():
+            if isinstance(module, StructuredLinear):
+                module.refuse_damaged()
+        for name in ("hf_quantizer", "quantization_method"):
+            model.__dict__.pop(name, None)
+        # Shims lie beside the loaded files only; a copy saved from here would point at nothing.
+        if names_shims(vars(model.config)):
+            del model.config.auto_map
+        return model
+
+
+def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:
+    """In place: stand-ins at the paths of the table, then mixers at theirs. strict: every path must be in the model; else
+    one of them."""
+    # This module is imported while transformers' models are; attention needs them whole.
+    from surgery.modeling.attention import swap
+
+    find, missing, taken = _Finder(model), 0, set()
+    for path, spec in [*table.items(), *mixers.items()]:
+        place = find(path)
+        if place is None:
+            missing += 1
+            if strict or missing == len(table) + len(mixers):
+                raise SurgeryError(
+                    f"{DAMAGED}: {type(model).__name__} has no module {path!r}"
+                    if strict
+                    else f"{type(model).__name__} has none of the {missing} linears of the checkpoint's table ({path}, ..)"
+                )
+            continue
+        if place in taken:
+            raise SurgeryError(f"{DAMAGED}: two entries stand for {place!r}")
+        taken.add(place)
+        if path in table:
+            standin = empty_standin(spec)
+            _refuse_other_sizes(model.get_submodule(place), standin, place)
+            model.set_submodule(place, standin)
+            _untie(model, place)
+        else:
+            swap(model, place, mixer_config(spec))
+
+
+def _refuse_other_sizes(linear: Any, standin: Any, path: str) -> None:
+    sizes = sorted((standin.in_features, standin.out_features))
+    weight = getattr(linear, "weight", None)
+    if weight is None or sorted(weight.shape) != sizes:
+        here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
+        raise SurgeryError(
+            f"{DAMAGED}: its entry for {path!r} maps {standin.in_features} features to {standin.out_features}, where the "
+            f"model has {here}"
+        )
+
+
+def _written_as(model: Any) -> Any:
+    """A model on meta of the class that the checkpoint was written from: this one, where its class is the one; None
+    where a class of remote code opens what another class wrote."""
+    cls = class_named(model.config)
+    if cls is not None and cls.config_class is not None and isinstance(model.config, cls.config_class):
+        if type(model).__name__ == cls.__name__:
+            return model
+        with torch.device("meta"):
+            return cls(copy.deepcopy(model.config))
+    own = type(model).__module__.startswith("transformers.")
+    return model if own or type(model).__name__ in (model.config.architectures or ()) else None
+
+
+def _tensors_in(files: list[str]) -> list[str]:
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise SurgeryError(
+                f"{file} holds pickled weights, which can run code when opened; surgery reads safetensors only"
+            )
+    return [name for file in files for name in read_header(Path(file))]
+
+
+def _untie(model: Any, path: str) -> None:
+    """A stand-in shares no weight, even where the class ties by itself whatever the config says (T5)."""
+    weight = f"{path}.weight"
+    if weight in (model._tied_weights_keys or {}):  # of this model, not of its class
+        model._tied_weights_keys = {k: v for k, v in model._tied_weights_keys.items() if k != weight}
+    model.all_tied_weights_keys.pop(weight, None)
+
+
+class _Finder:
+    """Where the table's path is in this class: as written, with the base model's prefix more or less, or renamed since
+    the checkpoint was written."""
+
+    def __init__(self, model: Any):
+        self.model, self.modules = model, {name for name, _ in model.named_modules()}
+        self.rules: tuple[list[Any], dict[str, bool]] | None = None
+
+    def __call__(self, path: str) -> str | None:
+        prefix = f"{self.model.base_model_prefix}." if self.model.base_model_prefix else ""
+        for candidate in (path, path.removeprefix(prefix), prefix + path):
+            if candidate in self.modules:
+                return candidate
+        from transformers.core_model_loading import rename_source_key
+
+        if self.rules is None:
+            self.rules = self._rules()
+        renamings, state = self.rules
+        renamed = rename_source_key(f"{path}.weight", renamings, [], self.model.base_model_prefix, state)[0]
+        found = renamed.removesuffix(".weight")
+        return found if found in self.modules else None
+
+    def _rules(self) -> tuple[list[Any], dict[str, bool]]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        renamings = [r for r in get_model_conversion_mapping(self.model) or [] if isinstance(r, WeightRenaming)]
+        return renamings, {f"{name}.weight": True for name in self.modules}

@@ -1,0 +1,62 @@
+"""Which attention of a model is to be given a mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from surgery.architectures.attention import attention_paths, attention_shape, output_path
+from surgery.architectures.linears import Body
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.core.config import layer_selected
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape, MixerConfig
+from surgery.mixers.mlr import slowest_first
+from surgery.planning.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
+    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: tensors
+    of the mixer that were chosen with the config."""
+
+    path: str
+    layer: str
+    index: int
+    count: int
+    output: str
+    shape: AttentionShape
+    config: MixerConfig
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+def find_seats(skeleton: Skeleton, recipe: Recipe, body: Body) -> dict[str, Seat]:
+    """By layer, in order; SurgeryError where the mixer cannot serve, or no layer is selected."""
+    settings = recipe.attention
+    if settings is None:
+        return {}
+    paths = attention_paths(skeleton.model)
+    seats: dict[str, Seat] = {}
+    for index, path in enumerate(paths):
+        if not layer_selected(settings.layers, index, len(paths)):
+            continue
+        layer = next(name for name in body.layers if path.startswith(f"{name}."))
+        shape = attention_shape(skeleton.model, path)
+        config = settings.config_for(shape)
+        try:
+            MIXERS[config].refuse(config, shape)
+        except SurgeryError as error:
+            raise SurgeryError(f"plan: {path}: {error}") from None
+        # Until `arrange` has looked at a text.
+        fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
+        output = output_path(skeleton.model, path)
+        seats[layer] = Seat(path, layer, index, len(paths), output, shape, config, fixed)
+    if not seats:
+        raise SurgeryError(
+            f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'
+        )
+    kept = settings.hybrid.fixed(list(seats.values())) if settings.hybrid else set()
+    if len(kept) == len(seats):
+        raise SurgeryError("attention.hybrid keeps softmax in every selected layer; nothing would be replaced")
+    return {layer: seat for layer, seat in seats.items() if seat.index not in kept}

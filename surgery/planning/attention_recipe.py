@@ -1,0 +1,103 @@
+"""What a recipe says of attention: a mixer with its options, how it starts, which layers keep their softmax.
+
+attention: {mixer: linear, mask: decay, layers: "2:-2", hybrid: {keep: 0.25, by: sensitivity}}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from surgery.core.config import slice_text
+from surgery.core.errors import SurgeryError, nearest
+from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
+
+
+class Hybrid(BaseModel):
+    """keep: share of the attention layers that stay softmax. by: "sensitivity", those whose replacement alone raises
+    the held-out loss most; "every", evenly spaced. layers: these and no others, by number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keep: Annotated[float, Field(gt=0, lt=1)] | None = None
+    by: Literal["sensitivity", "every"] = "sensitivity"
+    layers: tuple[int, ...] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Hybrid:
+        if (self.keep is None) == (self.layers is None):
+            raise SurgeryError(
+                "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}"
+            )
+        return self
+
+    @property
+    def measured(self) -> bool:
+        """Whether the layers are chosen on text, while converting."""
+        return self.layers is None and self.by == "sensitivity"
+
+    def fixed(self, seats: list[Any]) -> set[int]:
+        """Numbers of the layers that stay softmax whatever is measured: all that do, but by sensitivity."""
+        numbers = [seat.index for seat in seats]
+        if self.layers is not None:
+            for layer in self.layers:
+                if layer not in numbers:
+                    raise SurgeryError(f"attention.hybrid: layer {layer} is none of those selected, {numbers}")
+            return set(self.layers)
+        if self.measured:
+            return set()
+        kept = self.count(len(numbers))
+        return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}
+
+    def count(self, layers: int) -> int:
+        """How many of so many layers stay softmax."""
+        assert self.keep is not None
+        return min(layers - 1, max(1, round(self.keep * layers)))
+
+
+class Attention(BaseModel):
+    """Keys other than these are the mixer's options (docs/attention.md). start: "calibrated", fitted to the original's
+    outputs on the calibration text in `steps` local steps; "copied", as an untrained mixer with the model's own
+    projections. cache: of MLR attention, the share of key numbers kept in a sequence of `context` tokens (of a
+    calibration window where it is not given); ranks, extents (of those in `ladder`, by default the powers of two from 8
+    up) and the order of dims are then chosen."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    mixer: str
+    layers: str = ":"
+    start: Literal["calibrated", "copied"] = "calibrated"
+    steps: int = Field(60, ge=0, le=100_000)
+    cache: Annotated[float, Field(gt=0, le=1)] | None = None
+    context: int | None = Field(None, ge=2)
+    ladder: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    hybrid: Hybrid | None = None
+
+    _layers = field_validator("layers", mode="before")(slice_text)
+
+    @model_validator(mode="after")
+    def _options_are_the_mixer_s(self) -> Attention:
+        config_type: Any = MIXERS.config_type(self.mixer)
+        known = {*config_type.__dataclass_fields__, *type(self).model_fields}
+        for key in self.model_extra or {}:
+            if key not in known:
+                raise SurgeryError(f"attention: mixer {self.mixer!r} has no option {key!r}{nearest(key, known)}")
+        if self.cache is not None and "ranks" not in config_type.__dataclass_fields__:
+            raise SurgeryError(f"attention: mixer {self.mixer!r} has no ranks for `cache` to choose; leave it out")
+        if self.cache is None:
+            mixer_config({"mixer": self.mixer, **(self.model_extra or {})})
+        return self
+
+    @property
+    def refits(self) -> bool:
+        """Whether what reads the mixer's output is fitted to it."""
+        return self.start == "calibrated"
+
+    def config_for(self, shape: AttentionShape) -> MixerConfig:
+        """The mixer of an attention of that shape, before anything is fitted."""
+        options = dict(self.model_extra or {})
+        if self.cache is not None and "ranks" not in options:
+            far = max(2, 2 * round(self.cache * shape.key / 2))
+            options |= {"ranks": (far, shape.key - far), "extents": (128,)} if far < shape.key else {"ranks": (far,)}
+        return mixer_config({"mixer": self.mixer, **options})

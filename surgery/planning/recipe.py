@@ -1,0 +1,258 @@
+"""A recipe: choices, never loops. Flat YAML, validated whole before anything runs.
+
+structure: btt        # or auto, or dense to leave alone
+blocks: [4, 4]
+keep: 0.5             # share of the numbers of the replaced weights; or {pattern: share}
+rules:                # later rules win; match: a role or a path, with * and ?
+  - {match: mlp.down, keep: 0.7}
+  - {match: attention.key, structure: dense, layers: "2:-2"}
+attention: {mixer: linear, mask: decay}    # see attention_recipe.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from surgery.architectures import ROLES
+from surgery.core.config import MAX_BYTES, layer_selected, read_yaml, slice_text
+from surgery.core.errors import SurgeryError, nearest
+from surgery.planning.attention_recipe import Attention
+from surgery.structures import STRUCTURES
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Blocks = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+Rank = Literal["full"] | Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _known_structure(name: str | None) -> str | None:
+    if name is not None and name not in ("auto", "dense"):
+        STRUCTURES.config_type(name)
+    return name
+
+
+class Rule(_Strict):
+    """What differs for the modules that match; fields left out keep their value."""
+
+    match: str
+    layers: str | None = None
+    structure: str | None = None
+    keep: Share | None = None
+    blocks: Blocks | None = None
+    rank: Rank | None = None
+    fused: Literal["whole", "split"] | None = None
+
+    _structure = field_validator("structure")(_known_structure)
+    _layers = field_validator("layers", mode="before")(slice_text)
+
+    @field_validator("match")
+    @classmethod
+    def _role_or_path(cls, pattern: str) -> str:
+        is_word = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", pattern) is not None
+        if is_word and pattern.split(".")[0] in ("attention", "mlp", "head") and pattern not in ROLES:
+            raise SurgeryError(f"rules: unknown role {pattern!r}{nearest(pattern, ROLES)}")
+        return pattern
+
+
+class Settings(BaseModel):
+    """What the recipe says of one linear, all rules applied."""
+
+    structure: str
+    keep: float
+    blocks: Blocks | None = None
+    rank: Rank | None = None
+    fused: Literal["whole", "split"] = "whole"
+
+
+class Recipe(_Strict):
+    """`surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
+
+    description: str = ""
+    structure: str = "btt"
+    keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
+    blocks: Blocks | None = None
+    rank: Rank | None = None
+    layers: str = ":"
+    fused: Literal["whole", "split"] = "whole"
+    rules: tuple[Rule, ...] = ()
+    attention: Attention | None = None
+    candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
+
+    allocate: Literal["best", "spread", "uniform"] = "best"
+    curvature: Literal["auto", "full", "diagonal", "none"] = "auto"
+    calibrate: Literal["sequential", "independent"] = "sequential"
+    sweeps: int = Field(6, ge=0, le=1000)
+    damping: float = Field(0.01, gt=0, le=1)
+
+    calibration: str | None = None
+    tokens: int = Field(16384, ge=64)
+    length: int = Field(1024, ge=8)
+    holdout: float = Field(0.125, gt=0, lt=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    _structure = field_validator("structure")(_known_structure)
+    _layers = field_validator("layers", mode="before")(slice_text)
+
+    @field_validator("candidates")
+    @classmethod
+    def _candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
+        for name in names:
+            STRUCTURES.config_type(name)
+        return names
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_patterns(cls, data: Any) -> Any:
+        """keep: {pattern: share} is short for rules, put before the written ones; '*' is the default."""
+        if isinstance(data, dict) and isinstance(data.get("keep"), dict):
+            shares = dict(data["keep"])
+            for pattern, share in shares.items():
+                if not isinstance(pattern, str):
+                    raise SurgeryError(f"keep: {pattern!r} is not a pattern; write a role or a path, * and ? allowed")
+                if type(share) not in (int, float) or not 0 < share <= 1:
+                    raise SurgeryError(f"keep: {pattern!r} wants a share over 0 and at most 1 (got {share!r})")
+            default = shares.pop("*", 1.0)
+            rules = [{"match": pattern, "keep": share} for pattern, share in shares.items()]
+            written = data.get("rules") or []
+            data = {**data, "keep": default}
+            if isinstance(written, list | tuple):  # else it is refused below, by its own name
+                data["rules"] = rules + list(written)
+        return data
+
+    def settings(self, matches: Any, index: int | None, count: int) -> Settings:
+        """For a linear of layer `index` of `count` (None: outside the layers); matches(pattern) says
+        whether a pattern is one of its role or path."""
+        inside = index is not None and layer_selected(self.layers, index, count)
+        base: dict[str, Any] = {
+            "structure": self.structure if inside else "dense",
+            "keep": self.keep,
+            "blocks": self.blocks,
+            "rank": self.rank,
+            "fused": self.fused,
+        }
+        for rule in self.rules:
+            if not matches(rule.match):
+                continue
+            if rule.layers is not None and (index is None or not layer_selected(rule.layers, index, count)):
+                continue
+            if index is None and base["structure"] == "dense":
+                base["structure"] = self.structure
+            if rule.structure not in (None, base["structure"]):
+                base.update(blocks=None, rank=None)  # options of the structure that no longer applies
+            base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
+        if base["keep"] >= 1 and base["rank"] is None:
+            base["structure"] = "dense"
+        return Settings(**base)
+
+
+def recipes_folder() -> Path:
+    return Path(next(iter(importlib.import_module("surgery.recipes").__path__)))
+
+
+def conversion_recipes() -> Path:
+    """The folder of the conversion recipes that the package ships."""
+    return recipes_folder() / "convert"
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name -> description of the recipes in the package."""
+    return {p.stem: load_recipe(p.stem).description for p in sorted(conversion_recipes().glob("*.yaml"))}
+
+
+def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """A shipped recipe by name or a YAML file by path; overrides are "a.b=value" strings."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = conversion_recipes() / f"{name}.yaml"
+        if not path.is_file():
+            raise SurgeryError(
+                f"no recipe {name!r}{nearest(name, [p.stem for p in conversion_recipes().glob('*.yaml')])} "
+                "(`surgery recipes` lists them; a file is given by its path, ending in .yaml)"
+            )
+    if not path.is_file():
+        raise SurgeryError(f"recipe file {path} does not exist")
+    if path.stat().st_size > MAX_BYTES:
+        raise SurgeryError(f"recipe file {path} has {path.stat().st_size:,} bytes; a recipe has under a hundred lines")
+    return parse_recipe(path.read_text(encoding="utf-8", errors="replace"), str(path), overrides)
+
+
+def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    try:
+        data = read_yaml(text) or {}
+    except ValueError as error:
+        raise SurgeryError(f"recipe {where} is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    return validated(data, where)
+
+
+def validated(data: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        # One sentence a place, though each way of writing a value that was tried has its own complaint.
+        said = dict.fromkeys(_explain(e, data) for e in error.errors())
+        raise SurgeryError(f"recipe {where}: " + "; ".join(said)) from None
+
+
+# What a key wants that may be written in more than one way.
+WANTED = {
+    "keep": "a share over 0 and at most 1, for example 0.5, or {pattern: share}",
+    "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
+    "rank": "a whole number over 0, or full",
+}
+
+
+def _explain(error: Any, data: dict[str, Any]) -> str:
+    loc = list(error["loc"])
+    if loc[0] == "rules" and len(loc) > 1 and isinstance(data.get("keep"), dict):
+        loc[1] -= len(set(data["keep"]) - {"*"})  # rules that `keep` was short for come first
+    if error["type"] == "extra_forbidden":
+        key = str(loc[-1])
+        return f"unknown key {_place(loc)!r}{nearest(key, (Rule if len(loc) > 1 else Recipe).model_fields)}"
+    for depth, key in enumerate(loc):
+        if key in WANTED:
+            return f"{_place(loc[: depth + 1])}: write {WANTED[key]} (got {_value(data, loc[: depth + 1])!r})"
+    return f"{_place(loc)}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
+
+
+def _place(loc: list[Any]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _value(data: Any, loc: list[Any]) -> Any:
+    for part in loc:
+        data = data[part]
+    return data
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    """--set a.b=c, the value read as YAML; a range of layers as it stands."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise SurgeryError(f"--set {text!r}: write key=value, for example --set keep=0.75")
+    *parents, last = path.strip().split(".")
+    place: Any = data
+    try:
+        for part in parents:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        parsed = value if last == "layers" else read_yaml(value)
+        if isinstance(place, list):
+            place[int(last)] = parsed
+        else:
+            place[last] = parsed
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise SurgeryError(f"--set {text!r}: no such place in the recipe, or not a YAML value") from None

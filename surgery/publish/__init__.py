@@ -1,0 +1,1 @@
+"""Reports, tables, model cards and uploads of finished work."""

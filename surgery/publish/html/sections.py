@@ -1,0 +1,277 @@
+"""The sections of the page, each HTML or "" where there is nothing to say. Every text from a file is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from surgery.core.files import size_text
+from surgery.core.tables import count
+from surgery.publish.html.data import Facts, described, layer_of, role_of, structure_of
+from surgery.publish.html.svg import Axis, Cell, Series, heat, layers, lines, short
+from surgery.publish.tables import share
+
+USUAL = 4096  # tokens of context that the few numbers at the top are for
+
+
+def figure(picture: str, caption: str, extra: str = "") -> str:
+    return f"<figure>{picture}{extra}<figcaption>{caption}</figcaption></figure>" if picture else ""
+
+
+def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
+    """A table whose columns sort. A cell is a text, or (text, what it sorts by); the first `words` columns are text."""
+    kinds = (' class="words"' if i < words else "" for i in range(len(heads)))
+    head = "".join(f'<th scope="col"{k}><button type="button">{escape(n)}</button></th>' for n, k in zip(heads, kinds))
+    body = "".join("<tr>" + "".join(_cell(cell, i, words) for i, cell in enumerate(row)) + "</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(cell: Any, column: int, words: int) -> str:
+    text, value = cell if isinstance(cell, tuple) else (cell, None)
+    data = "" if value is None else f' data-value="{escape(str(value))}"'
+    kind = ' class="words"' if column < words else ""
+    return (
+        f'<th scope="row"{kind}{data}>{escape(str(text))}</th>'
+        if column == 0
+        else f"<td{kind}{data}>{escape(str(text))}</td>"
+    )
+
+
+def figures(facts: Facts) -> str:
+    """The few numbers that say most."""
+    total = facts.report["totals"]
+    said = [
+        (
+            share(total["params_after"], total["params_before"]),
+            f"of {count(total['params_before'])} parameters are stored",
+        ),
+        (share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
+    ]
+    if facts.costs:
+        cache, macs = facts.costs[USUAL]["cache"], facts.costs[USUAL]["macs"]
+        if cache[0] != cache[1]:
+            said.append((share(cache[1], cache[0]), f"of the cache at {USUAL:,} tokens"))
+        said.append((share(macs[1], macs[0]), f"of the FLOPs of a token at {USUAL:,}"))
+    run = (facts.report.get("training") or [{}])[-1].get("validation") or {}
+    scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
+    if scores[0] and scores[2]:
+        said.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, to the original"))
+    elif held := facts.report.get("held_out"):
+        said.append((f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"))
+    return (
+        '<ul class="figures">'
+        + "".join(f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in said)
+        + "</ul>"
+    )
+
+
+def picture(facts: Facts) -> str:
+    """What was cut where, layer by layer."""
+    by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
+    for record in facts.report["modules"]:
+        by_place.setdefault((layer_of(record["name"]), role_of(record)), []).append(record)
+    mixing = {layer_of(path): said for path, said in facts.mixing.items()}
+    rows = [
+        (str(layer), mixing.get(layer, "as it was"), [_box(by_place.get((layer, role))) for role in facts.roles])
+        for layer in facts.layers
+    ]
+    if not rows:
+        return ""
+    kinds = dict.fromkeys(structure_of(record) for record in facts.report["modules"])
+    keys = "".join(f'<li><span class="key {kind}"></span>{escape(kind.replace("_", " "))}</li>' for kind in kinds)
+    names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in facts.roles]
+    drawn = layers("The model before and after", names, rows)
+    caption = "Each box is a matrix as it was, its filled part the numbers that are kept. Point at one for its figures."
+    return "<h2 id=model>The model, before and after</h2>" + figure(drawn, caption, f'<ul class="legend">{keys}</ul>')
+
+
+def _box(records: list[dict[str, Any]] | None) -> Cell | None:
+    if not records:
+        return None
+    before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
+    first = records[0]
+    more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+    error = "" if first["error"] is None else f", error {first['error']:.3f}"  # none from scratch
+    said = f"{first['name']}{more}: {described(first)}, {after:,} of {before:,} numbers{error}"
+    return Cell(after / max(before, 1), structure_of(first), said)
+
+
+def errors(facts: Facts) -> str:
+    """Error and rank of each matrix, by layer."""
+    kinds = ("converted", "healed", "third", "base")
+    by_role: dict[str, list[dict[str, Any]]] = {}
+    for record in facts.report["modules"]:
+        if layer_of(record["name"]) is not None:
+            by_role.setdefault(role_of(record), []).append(record)
+    if not by_role:
+        return ""
+    shown = list(by_role.items())
+    parts = ["<h2 id=errors>Errors and ranks, layer by layer</h2>", '<div class="pair">']
+    for start in range(0, len(shown), 4):
+        group = shown[start : start + 4]
+        worth = [Series(role, kind, _line(records, "error")) for kind, (role, records) in zip(kinds, group)]
+        drawn = lines("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
+        parts.append(figure(drawn, "Of the outputs on held-out text; of the weights where there was none."))
+        ranked = [Series(role, kind, _line(records, "rank")) for kind, (role, records) in zip(kinds, group)]
+        parts.append(figure(lines("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread."))
+    return "".join([*parts, "</div>"])
+
+
+def _line(records: list[dict[str, Any]], what: str) -> list[tuple[float, float]]:
+    points = []
+    for record in records:
+        value = record["structure"].get("rank") if what == "rank" else record["error"]
+        if isinstance(value, (int, float)):
+            points.append((float(layer_of(record["name"]) or 0), float(value)))
+    return sorted(points)
+
+
+def costs(facts: Facts) -> str:
+    if not facts.costs:
+        return ""
+    drawn = []
+    for what, y, caption in (
+        ("macs", "FLOPs of a token", "Linears and attention of the next token, twice the multiply-accumulates."),
+        ("cache", "bytes", "Keys, values and states of one sequence, in bfloat16."),
+    ):
+        scale = 2  # operations of a multiply-accumulate, bytes of a number
+        series = [
+            Series(name, kind, [(float(c), float(scale * facts.costs[c][what][i])) for c in facts.costs])
+            for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
+        ]
+        title = "FLOPs against context" if what == "macs" else "Cache against context"
+        drawn.append(figure(lines(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption))
+    return '<h2 id=costs>What it costs, by context</h2><div class="pair">' + "".join(drawn) + "</div>"
+
+
+def training(facts: Facts) -> str:
+    """Loss of every stage and validation, and what the runs were."""
+    stages: dict[str, list[dict[str, Any]]] = {}
+    for line in facts.log:
+        stages.setdefault(f"{line.get('stage', 0)}: {line.get('kind', '')}", []).append(line)
+    drawn = []
+    for name, found in stages.items():
+        loss = _curve(found, "loss")
+        held = _curve(found, "validation")
+        series = [Series("training loss", "converted", loss), Series("validation, nats per token", "healed", held)]
+        drawn.append(figure(lines(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}"))
+    runs = facts.report.get("training") or []
+    rows = []
+    for number, run in enumerate(runs, 1):
+        scores = [
+            ((run.get("validation") or {}).get(key) or {}).get("perplexity") for key in ("original", "before", "after")
+        ]
+        tokens = sum(int(stage["tokens"]) for stage in run.get("stages", []))
+        kinds = ", ".join(str(stage["kind"]) for stage in run.get("stages", []))
+        rows.append([str(number), kinds, (f"{tokens:,}", tokens), *("-" if s is None else f"{s:.4f}" for s in scores)])
+    if not rows and not any(drawn):
+        return ""
+    heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
+    told = table("Healing, run by run", heads, rows, words=2) if rows else ""
+    return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{told}"
+
+
+def _curve(found: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    pairs: list[tuple[Any, Any]] = [(line.get("step"), line.get(key)) for line in found]
+    return [(float(s), float(v)) for s, v in pairs if isinstance(s, (int, float)) and isinstance(v, (int, float))]
+
+
+def measured(facts: Facts) -> str:
+    """What `surgery eval` found: one row for each task, maps of needles, loss by position."""
+    if facts.results is None:
+        return ""
+    rows = [row for row in facts.results["rows"] if not row["group"]]
+    roles = [role for role in ("base", "converted") if any(role in row["values"] for row in rows)]
+    body = []
+    for row in rows:
+        cells = [_value(row, role) for role in roles]
+        change = row.get("difference") or {}
+        low, high = change.get("low"), change.get("high")
+        interval = "-" if low is None else f"{low:+.4g} to {high:+.4g}"
+        moved = "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"])
+        said = "; ".join(str(flag) for flag in row.get("flags", []))
+        measure = str(row["metric"]["title"] or row["metric"]["name"])
+        body.append([str(row["task"]), measure, *cells, moved, interval, str(row["samples"]), said])
+    heads = [
+        "task",
+        "measure",
+        *("original" if r == "base" else r for r in roles),
+        "difference",
+        "95% interval",
+        "samples",
+        "remarks",
+    ]
+    parts = ["<h2 id=measured>Before against after</h2>", table("Measured side by side", heads, body, words=2)]
+    return "".join([*parts, needles(facts.results["rows"], roles), positions(facts.results["rows"], roles)])
+
+
+def _value(row: dict[str, Any], role: str) -> Any:
+    value, error = row["values"].get(role), (row.get("errors") or {}).get(role)
+    if value is None:
+        return "-"
+    return (f"{value:.4g}" + (f" ± {error:.2g}" if error is not None else ""), value)
+
+
+def needles(rows: list[dict[str, Any]], roles: list[str]) -> str:
+    """A map of depth by length for every task that has one, original beside converted."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if set(row["group"]) == {"depth", "length"} and row["metric"]["name"] == "accuracy":
+            found.setdefault(str(row["task"]), []).append(row)
+    parts = []
+    for task, cells in found.items():
+        lengths = sorted({row["group"]["length"] for row in cells})
+        depths = sorted({row["group"]["depth"] for row in cells})
+        parts.append(f'<h3>{escape(task)}</h3><div class="pair">')
+        for role in roles:
+            known = {(r["group"]["length"], r["group"]["depth"]): r["values"].get(role) for r in cells}
+            scale = float(cells[0]["metric"].get("scale") or 1.0)
+            shares = [[None if (v := known.get((n, d))) is None else v / scale for d in depths] for n in lengths]
+            name = "original" if role == "base" else role
+            drawn = heat(f"{task}, {name}", [short(n) for n in lengths], [f"{d:g}" for d in depths], shares)
+            parts.append(
+                figure(
+                    drawn, f"{escape(name)}: right answers in percent, by length in tokens and depth (0 start, 1 end)"
+                )
+            )
+        parts.append("</div>")
+    return "".join(parts)
+
+
+def positions(rows: list[dict[str, Any]], roles: list[str]) -> str:
+    found = [row for row in rows if set(row["group"]) == {"position"}]
+    series = [
+        Series(
+            "original" if role == "base" else role,
+            role,
+            sorted((float(r["group"]["position"]), float(r["values"][role])) for r in found if role in r["values"]),
+        )
+        for role in roles
+    ]
+    drawn = lines("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
+    return "<h3>Loss by position</h3>" + figure(drawn, "Mean around each position; lower is better.") if drawn else ""
+
+
+def matrices(facts: Facts) -> str:
+    rows = []
+    for record in facts.report["modules"]:
+        before, after = int(record["params_before"]), int(record["params_after"])
+        rows.append(
+            [
+                record["name"],
+                role_of(record),
+                described(record),
+                (f"{before:,}", before),
+                (f"{after:,}", after),
+                (share(after, before), after / max(before, 1)),
+                *("-" if (e := record.get(what)) is None else f"{e:.4f}" for what in ("error", "start")),
+            ]
+        )
+    if not rows:
+        return ""
+    heads = ["matrix", "role", "structure", "numbers before", "after", "kept", "error", "of the start"]
+    return "<h2 id=matrices>Every matrix</h2>" + table("Every matrix that was replaced", heads, rows, words=3)

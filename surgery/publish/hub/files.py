@@ -1,0 +1,273 @@
+"""Which files of a converted checkpoint go up: a known set, and nothing else.
+
+A folder that a person has worked in gathers things that are nobody else's business: caches, notes, tokens in a
+`.env`. So what goes up is listed by name here, and whatever else lies there is refused rather than left out in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from surgery.checkpoint.companions import COPIED, in_subfolders
+from surgery.checkpoint.remote_code import named_code
+from surgery.checkpoint.source import INDEX, Source
+from surgery.checkpoint.table import SHIM
+from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT, parsed, read_json
+
+CARD = "README.md"
+PAGE = "report.html"
+WRITTEN = ("config.json", "generation_config.json", INDEX, REPORT, SHIM, CARD, PAGE)
+# Beside the weights: healing's log and curve, a kept adapter, what was measured. Samples stay here: they quote data sets.
+BESIDE = (
+    *("training/log.jsonl", "training/curve.png"),
+    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
+    *("eval/results.json", "eval/*.png", "eval/table.md"),
+)
+STAYS = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
+# A token of the Hub, of GitHub, of OpenAI; a key of Amazon, of Google; a private key.
+SECRET = re.compile(
+    rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
+    rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+LOCAL = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
+
+
+@dataclass(frozen=True)
+class Item:
+    """`name` in the repository; its bytes are those of `path`, or `text` where we write them."""
+
+    name: str
+    path: Path | None = None
+    text: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text.encode()) if self.text is not None else self.path.stat().st_size  # type: ignore[union-attr]
+
+    def content(self) -> str:
+        return self.text if self.text is not None else self.path.read_text(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+
+
+def items_of(source: Source, measured: Path | None = None) -> list[Item]:
+    """What goes up of a checkpoint, sorted by name.
+
+    measured: a folder of `surgery eval --out`, whose table, figures and plots go into eval/; by default OUT/eval.
+    Refused: files outside the known set, links that lead out of the folder, texts with a token in them.
+    """
+    folder = source.folder
+    weights = {info.file.name for info in source.tensors.values()}
+    code = {"*.py"} if named_code(folder, source.config) else set()
+    known = {*WRITTEN, *weights, *COPIED, *BESIDE, *code, *_below(source)}
+    found: list[Item] = []
+    unknown: list[str] = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
+        name = path.relative_to(folder).as_posix()
+        if matches(name, STAYS):
+            continue
+        if not matches(name, known):
+            unknown.append(name)
+            continue
+        _stays_inside(path, folder, source.revision)
+        found.append(Item(name, path))
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise SurgeryError(
+            f"{source.name} holds files that are no part of a checkpoint: {', '.join(unknown[:5])}{more}; move them "
+            "elsewhere, then push again (a push takes weights, config, tokenizer, report, card, plots, and nothing else)"
+        )
+    if measured is not None:
+        found = [item for item in found if not item.name.startswith("eval/")] + _measured(measured)
+    for item in found:
+        _refuse_secrets(item)
+    return _without_local_paths(found)
+
+
+def _below(source: Source) -> set[str]:
+    """Files in sub-folders that travelled from the source: the report lists them, so nothing that was put there since."""
+    path = source.folder / REPORT
+    report = read_json(path) if path.is_file() else {}
+    listed = report.get("companions", []) if isinstance(report, dict) else []
+    travelled = set(map(str, listed)) if isinstance(listed, list) else set()
+    return {p.as_posix() for p in in_subfolders(source.folder).files} & travelled
+
+
+def _measured(folder: Path) -> list[Item]:
+    if not (folder / "results.json").is_file():
+        raise SurgeryError(f"{folder} has no results.json; `surgery eval OUT --compare SRC --out {folder}` writes one")
+    files = [folder / "results.json", folder / "table.md", *sorted(folder.glob("*.png"))]
+    return [Item(f"eval/{path.name}", path) for path in files if path.is_file()]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """A pattern has as many parts as the name, or ends in **: all that lies below."""
+    path = PurePosixPath(name)
+    for pattern in patterns:
+        depth = pattern.count("/")
+        if pattern.endswith("/**"):
+            if len(path.parts) > depth and PurePosixPath(*path.parts[:depth]).match(pattern[:-3]):
+                return True
+        elif len(path.parts) == depth + 1 and path.match(pattern):
+            return True
+    return False
+
+
+def _stays_inside(path: Path, folder: Path, revision: str | None) -> None:
+    """The cache of the Hub is made of links; a folder of one's own has none."""
+    if path.is_symlink() and revision is None and not path.resolve().is_relative_to(folder.resolve()):
+        raise SurgeryError(f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there")
+
+
+def _refuse_secrets(item: Item) -> None:
+    if item.path is None or item.name.endswith((".safetensors", ".png")):
+        return
+    if found := SECRET.search(item.path.read_bytes()):
+        kind = found[0][:3].decode(errors="replace")
+        raise SurgeryError(f"{item.name} has what looks like a secret in it ({kind}...); remove it, then push again")
+
+
+# Files that surgery, accelerate, peft and matplotlib write about a run: any text in them may quote a path of the machine.
+TOLD = (REPORT, PAGE, "training/*.jsonl", "adapter/README.md", "eval/results.json", "eval/table.md")
+# Configs of the model and its tokenizer: their texts are labels, tokens and templates, and only some keys hold paths.
+CONFIGS = (
+    "config.json",
+    "*_config.json",
+    "config_*.json",
+    "modules.json",
+    "adapter/adapter_config.json",
+    "*/*config.json",
+)
+PATH_KEYS = re.compile(r"(?:^|_)(?:name_or_path|path|file|dir|folder|directory)s?$")
+ROOTS = (
+    "home",
+    "Users",
+    "root",
+    "tmp",
+    "mnt",
+    "media",
+    "scratch",
+    "data",
+    "workspace",
+    "content",
+    "private",
+    "Volumes",
+)
+
+
+def _without_local_paths(items: list[Item]) -> list[Item]:
+    """Of a path on this machine only the last part goes up, in the configs as in what was written about the runs."""
+    read: dict[str, Any] = {}
+    for item in items:
+        if item.path is not None and item.name.endswith((".json", ".jsonl")) and matches(item.name, (*TOLD, *CONFIGS)):
+            read[item.name] = _lines_of(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
+    found = {path for name, data in read.items() for path in local_paths(data, everywhere=matches(name, TOLD))}
+    return [_cleaned_item(item, read.get(item.name), found) for item in items]
+
+
+def _cleaned_item(item: Item, data: Any, found: set[str]) -> Item:
+    told = matches(item.name, TOLD)
+    if item.path is None or not (told or data is not None):
+        return item
+    if data is None:
+        text = item.path.read_text(encoding="utf-8", errors="replace")
+        cleaned_text = cut_paths(text, found)
+        return item if cleaned_text == text else Item(item.name, text=cleaned_text)
+    cleaned = cleaned_told(data, found) if told else cleaned_config(data)
+    if cleaned == data:
+        return item
+    if item.name.endswith(".jsonl"):
+        return Item(item.name, text="".join(json.dumps(line) + "\n" for line in cleaned))
+    return Item(item.name, text=json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
+
+
+def _lines_of(path: Path) -> list[Any]:
+    """The lines of a log; one that a killed run left unfinished is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(parsed(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def _is_local(text: str) -> bool:
+    return bool(LOCAL.match(text)) and "\n" not in text
+
+
+def _last_part(path: str) -> str:
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
+
+
+def _last_part_of_match(found: re.Match[str]) -> str:
+    """The full stop or colon of a sentence is not the path's."""
+    path = found[0].rstrip(".:")
+    return _last_part(path) + found[0][len(path) :]
+
+
+def _cut(value: Any, change: Callable[[str], str]) -> Any:
+    """Data with every text in it, keys included, put through `change`."""
+    if isinstance(value, dict):
+        return {_cut(k, change): _cut(v, change) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_cut(v, change) for v in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def cleaned_paths(value: Any) -> Any:
+    """/home/me/models/llama -> llama, wherever a string of the data is a path of this machine."""
+    return _cut(value, lambda text: _last_part(text) if _is_local(text) else text)
+
+
+def cleaned_told(value: Any, found: Iterable[str] = ()) -> Any:
+    """The same for a report or a log, within its sentences too."""
+    return _cut(value, lambda text: cut_paths(cleaned_paths(text), found))
+
+
+def cleaned_config(value: Any, key: str = "") -> Any:
+    """The same for a config: values of the keys that hold paths, and paths that exist on this machine. A label like /m/09l8g
+    or a token like /think stays."""
+    if isinstance(value, dict):
+        return {k: cleaned_config(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [cleaned_config(v, key) for v in value]
+    return _last_part(value) if isinstance(value, str) and _is_config_path(value, key) else value
+
+
+def _is_config_path(text: str, key: str) -> bool:
+    if not _is_local(text):
+        return False
+    return bool(PATH_KEYS.search(key)) or (text.count("/") > 1 and len(text) < 4096 and os.path.exists(text))
+
+
+def local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
+    """The absolute paths that cleaning takes out of this data."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from local_paths(value, everywhere, str(name))
+    elif isinstance(data, list):
+        for value in data:
+            yield from local_paths(value, everywhere, key)
+    elif isinstance(data, str) and data.count("/") + data.count("\\") > 1:
+        yield from [data] if (_is_local(data) if everywhere else _is_config_path(data, key)) else []
+
+
+def cut_paths(text: str, found: Iterable[str] = ()) -> str:
+    """Prose, a table or a page without paths of this machine: those that are known, as written and as HTML writes them, and
+    whatever begins at one of the machine's top folders."""
+    inside = r"[^\s\"'`<>|;,()\[\]{}*?&\\]"
+    for path in sorted(found, key=len, reverse=True):
+        for written in {path, escape(path)}:
+            if written in text:
+                text = re.sub(rf"{re.escape(written)}(?:/{inside}+)*", _last_part_of_match, text)
+    roots = {*ROOTS, *(name for name in os.listdir("/") if re.fullmatch(r"\w+", name))} if os.sep == "/" else set(ROOTS)
+    posix = rf"(?:file://)?/(?:{'|'.join(sorted(roots))})/{inside}+|~/{inside}+|file:///{inside}+"
+    windows = r"[A-Za-z]:\\(?:[^\s\"'`<>|;,]+)"
+    return re.sub(rf"(?<![\w:/.<\\-])(?:{posix}|{windows})", _last_part_of_match, text)

@@ -1,0 +1,185 @@
+"""A converted checkpoint to the Hub: weights first, each once, then all of it in one commit.
+
+What is on the Hub is therefore whole or as it was. A push that broke off goes on by the same command: the Hub has
+the weights that arrived, by their hash, and takes only those that it lacks. What an earlier push left there and this
+one does not have (other shards, other measurements) goes in the same commit, for it would be loaded or read with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from surgery.checkpoint.source import INDEX, Source, open_converted
+from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT
+from surgery.core.progress import Progress
+from surgery.core.version import __version__
+from surgery.publish.hub.files import BESIDE, CARD, Item, cleaned_told, items_of, matches
+from surgery.publish.hub.license import Licence, licence_of
+from surgery.publish.hub.model_card import card
+from surgery.publish.summary import read_report
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+REPLACED = ("*.safetensors", "*.bin", INDEX, "*.bin.index.json", *BESIDE)  # of an earlier push, or of the branch's root
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What would go up, under which licence; `note` says whose card it is."""
+
+    repo: str
+    items: tuple[Item, ...]
+    licence: Licence
+    card: str
+    note: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    def to_dict(self) -> dict[str, Any]:
+        files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
+        told = {"id": self.licence.id, "origin": self.licence.origin}
+        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": told, "note": self.note}
+
+
+def pack(
+    converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
+) -> Parcel:
+    """What a push takes along, every refusal of which is made here, before anything leaves the machine.
+
+    base_model: Hub id of the source, for those who converted from a folder; measured: folder of an evaluation.
+    """
+    _check_name(repo)
+    source = open_converted(converted)
+    report = read_report(source.folder, converted)
+    _check_whole(source, report)
+    items = items_of(source, measured)
+    terms = licence_of(source, report, licence, base_model)
+    own = next((item for item in items if item.name == CARD), None)
+    if own is None or own.path is None:
+        text, note = card(source, _cleaned(report), terms, base_model, items, repo), None
+        items = [*items, Item(CARD, text=text)]
+    else:
+        text, note = (
+            own.path.read_text(encoding="utf-8"),
+            f"{own.path} is taken as the card; remove it for one made anew",
+        )
+    return Parcel(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
+
+
+def push(
+    parcel: Parcel,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Uploads; {"url", "commit", "uploaded", "removed"}. The token is that of `hf auth login` or HF_TOKEN.
+
+    private: of a repository that is made now; that of one there stays as it is. revision: a branch, made if it is not there.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    if get_token() is None:
+        raise SurgeryError(
+            "no token for the Hub; make one with write permission at https://huggingface.co/settings/tokens, then "
+            "`hf auth login`, or set HF_TOKEN"
+        )
+    api = HfApi(library_name="surgery", library_version=__version__)
+    with _said(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
+        repo = api.create_repo(parcel.repo, private=private or None, exist_ok=True).repo_id
+        if private and not api.repo_info(repo).private:
+            raise SurgeryError(
+                f"{repo} is there already, and public; --private is for a repository that is made now. Make it private in "
+                "its settings first, or push without --private"
+            )
+        there = set(api.list_repo_files(repo))
+        _refuse_another_model(repo, there, revision)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+            there = set(api.list_repo_files(repo, revision=revision))
+        stale = sorted(name for name in there - {i.name for i in parcel.items} if matches(name, REPLACED))
+        additions = []
+        for item in parcel.items:
+            content = item.path if item.path is not None else (item.text or "").encode()
+            additions.append(CommitOperationAdd(item.name, content))
+            if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
+                api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
+            tick(item.nbytes)
+        changes: list[Any] = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        said = api.create_commit(
+            repo, changes, commit_message=message or f"Converted by surgery {__version__}", revision=revision
+        )
+    sent = [item.name for item in parcel.items]
+    return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": sent, "removed": stale}
+
+
+def _refuse_another_model(repo: str, there: set[str], revision: str | None) -> None:
+    """The main branch of the original, say, by a slip of the name."""
+    weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHTS)
+    if weights and REPORT not in there and revision in (None, "main"):
+        raise SurgeryError(
+            f"{repo} holds another model ({weights[0]}, and no {REPORT}), which this would overwrite; push to a name of its "
+            f"own, for example {repo}-surgery, or to a branch: --revision surgery"
+        )
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise SurgeryError(
+            f"{repo!r} is no name for a repository of the Hub ({error}); for example me/llama-btt"
+        ) from None
+
+
+def _check_whole(source: Source, report: dict[str, Any]) -> None:
+    stored, claimed = sum(t.numel for t in source.tensors.values()), report["totals"]["params_after"]
+    if stored != claimed:
+        raise SurgeryError(
+            f"{source.name} stores {stored:,} numbers, its report says {claimed:,}: one of the two was changed since; "
+            "convert again, or push the folder that `surgery convert` or `finetune` wrote"
+        )
+
+
+def _cleaned(report: dict[str, Any]) -> dict[str, Any]:
+    """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
+    return {**cleaned_told(report), "source": report["source"]}
+
+
+@contextmanager
+def _said(repo: str) -> Iterator[None]:
+    """The Hub's refusals in words, none of which can hold a token."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    network: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, whose name differs between releases
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise SurgeryError("HF_HUB_OFFLINE is set; unset it to push") from None
+    except HfHubHTTPError as error:
+        raise SurgeryError(_refusal(repo, error.response.status_code, error.server_message or "")) from None
+    except (network, OSError, RuntimeError, ValueError) as error:
+        raise SurgeryError(
+            f"the upload to {repo} broke off ({type(error).__name__}); nothing of it is visible there yet. The same "
+            "command goes on: weights that have arrived are not sent again"
+        ) from None
+
+
+def _refusal(repo: str, status: int, reason: str) -> str:
+    reason = " ".join(reason.split())[:200]
+    if status == 401:
+        return f"the Hub does not take the token (401) for {repo}; `hf auth login` again, or set HF_TOKEN to one with write permission"
+    if status == 403:
+        return f"the token may not write to {repo} (403{': ' + reason if reason else ''}); it needs write permission for that user or organisation"
+    if status == 404:
+        return f"{repo} is not there, or not for this token (404)"
+    return f"the Hub refused {repo} ({status}{': ' + reason if reason else ''}); the same command tries again"

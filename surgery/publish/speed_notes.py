@@ -1,0 +1,113 @@
+"""What was measured to be slower than what it replaces, said where a plan or a report is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from surgery.kernels.tuning import WAYS, Pass, Place, Sizes, sizes, tables, weighed
+
+TOKENS = (1, 16, 512, 8192)
+LANES = {
+    "forward": 96,
+    "backward": 96,
+    "step": 32,
+    "captured step": 32,
+}  # heads of all rows that were measured at every length
+CONTEXT = 4096  # where a model does not say for how many tokens it is
+PASSES: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
+
+
+def speed_notes(
+    structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str], context: int | None
+) -> list[str]:
+    """One line for each kind of linear (its config as data, (out, in)) that loses somewhere, and for each mixer (as reports
+    describe it) that loses at that context."""
+    if not any(table["rows"] for table in tables()):
+        return []
+    found = {_linear(config, *shape) for config, shape in structures}
+    found |= {_attention(mixer, context or CONTEXT) for mixer in mixers}
+    device = tables()[0]["device"]
+    return [f"note: speed on one {device}, launches counted: {said}" for said in sorted(found - {""})]
+
+
+def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
+    """Of a plan as surgery.publish.summary has it."""
+    cuts = ((cut["first"], cut["shape"]) for cut in plan["cuts"] if cut["first"])
+    return speed_notes(cuts, (row["mixer"] for row in plan["mixers"]), context)
+
+
+def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
+    """Of a report. Ranks differ from layer to layer: a kind of linear is said with their median."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for module in report.get("modules", ()):
+        if "shape" in module and module["structure"]["structure"] != "dense":
+            kind = {name: value for name, value in module["structure"].items() if name != "rank"}
+            kinds.setdefault(json.dumps([kind, module["shape"]]), []).append(module)
+    middle = [sorted(kind, key=lambda m: m["structure"].get("rank") or 0)[len(kind) // 2] for kind in kinds.values()]
+    linears = ((module["structure"], module["shape"]) for module in middle)
+    return speed_notes(linears, (row["mixer"] for row in report.get("mixer_rows", ())), context)
+
+
+def ratio(op: str, pass_: Pass, at: Sizes) -> float | None:
+    """Times as fast as what it replaces, its fastest way, between measured sizes as surgery.kernels.tuning has it; None
+    where nothing near was measured."""
+    table = tables()[0]
+    rows = weighed(op, pass_, at, Place(tuple(table["capability"]), table["dtype"]))
+    beside = [
+        (weight, math.log(row["original"] / min(row[way] for way in WAYS if row.get(way))))
+        for weight, row in rows
+        if row.get("original")
+    ]
+    return math.exp(sum(w * r for w, r in beside) / sum(w for w, _ in beside)) if beside else None
+
+
+def _linear(config: dict[str, Any], out: int, in_: int) -> str:
+    structure = {"monarch": "btt"}.get(config["structure"], config["structure"])
+    named = {"inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
+    name = config["structure"]
+    if isinstance(config.get("blocks"), (list, tuple)):
+        named |= dict(zip(("rows", "columns"), config["blocks"]))
+        name += f" {config['blocks'][0]}x{config['blocks'][1]}"
+    ratios = {n: ratio(structure, "forward", sizes(tokens=n, **named)) for n in TOKENS}
+    graph = in_graph(ratio(structure, "captured", sizes(tokens=1, **named)))
+    lost = [f"{r:.2f}x at {n:,} token{'s' if n > 1 else graph}" for n, r in ratios.items() if r is not None and r < 1]
+    return f"{name} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
+
+
+def in_graph(ratio: float | None) -> str:
+    """Where launches cost nothing."""
+    return "" if ratio is None else f" ({ratio:.2f}x in a CUDA graph)"
+
+
+def _attention(mixer: str, context: int) -> str:
+    """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule"."""
+    words = mixer.replace(",", "").split()
+    op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
+    levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
+    here = {pass_: _against_softmax(op, pass_, context, levels) for pass_ in PASSES}
+    if not any(r is not None and r < 1 for r in here.values()):
+        return ""
+    graph = in_graph(_against_softmax(op, "captured step", context, levels))
+    known = {pass_: r for pass_, r in here.items() if r is not None}
+    said = ", ".join(f"{PASSES[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
+    ahead = ", ".join(f"in {PASSES[pass_]} {_ahead(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
+    return f"{mixer} beside SDPA at a context of {context:,} tokens: {said}; ahead {ahead}"
+
+
+def _against_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
+    name = "context" if "step" in pass_ else "tokens"
+    return ratio(op, pass_, sizes(lanes=LANES[pass_], **{name: length}, **levels))
+
+
+def _ahead(op: str, pass_: Pass, levels: dict[str, int]) -> str:
+    """From which length on, of those measured."""
+    name = "context" if pass_ == "step" else "tokens"
+    lengths = {row["sizes"].get(name) for row in tables()[0]["rows"] if (row["op"], row["pass"]) == (op, pass_)} - {
+        None
+    }
+    behind = [n for n in lengths if (_against_softmax(op, pass_, n, levels) or 0) < 1]
+    since = [n for n in lengths if n > max(behind, default=0)]
+    return f"from {min(since):,}" if since else f"at no length up to {max(lengths):,}"

@@ -1,0 +1,210 @@
+"""Reports as tables: what a plan will do, what a conversion did.
+
+What mixers keep and cost, against softmax attention, at several contexts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from surgery.architectures.attention import attention_shape
+from surgery.architectures.linears import Body, walk
+from surgery.checkpoint.meta_model import unconverted
+from surgery.checkpoint.source import Source, open_converted
+from surgery.checkpoint.table import mixers_of, table_of
+from surgery.conversion.toeplitz import block_fits
+from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT, read_json
+from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
+from surgery.mixers.masks.base import MASKS
+from surgery.planning.plan import Cut, Plan
+from surgery.structures import STRUCTURES
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One row for the cuts of one role, shape and structure, numbers under an even spread."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cuts in plan.cuts.values():
+        for cut in cuts:
+            row = _plan_row(cut)
+            key = (row["role"], *row["shape"], row["structure"])
+            known = rows.setdefault(key, {**row, "modules": 0, "before": 0, "after": 0, "macs": 0})
+            known["modules"] += 1
+            for count in ("before", "after", "macs"):
+                known[count] += row[count]
+    return list(rows.values())
+
+
+def _plan_row(cut: Cut) -> dict[str, Any]:
+    roles = cut.part.role if cut.part else " + ".join(cut.linear.roles) or cut.linear.path.split(".", 3)[-1]
+    row = {"role": roles, "shape": [cut.out, cut.in_], "before": cut.numel}
+    if cut.first is None:
+        return {**row, "structure": "dense", "after": cut.numel, "macs": cut.numel}
+    cls = STRUCTURES[cut.first]
+    meta = cls(cut.in_, cut.out, cut.first, bias=False, device="meta")
+    shown = describe(cut.first.to_dict()) if len(cut.configs) == 1 else "auto"
+    return {**row, "structure": shown, "after": cls.params(cut.first, cut.out, cut.in_), "macs": meta.macs()}
+
+
+def describe(structure: dict[str, Any]) -> str:
+    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
+    if structure["structure"] == "split":
+        return "split: " + ", ".join(f"{k} {describe(v)}" for k, v in structure["parts"].items())
+    words = [structure["structure"]]
+    if isinstance(structure.get("blocks"), (list, tuple)):
+        words.append("x".join(str(n) for n in structure["blocks"]))
+    if structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
+        words.append(f"rank {structure['rank']}")
+    return " ".join(words)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as data, for --json and for notebooks."""
+    return {
+        "source": plan.source,
+        "model_type": plan.model_type,
+        "recipe": json.loads(plan.recipe.model_dump_json()),
+        "rows": plan_rows(plan),
+        "cuts": [
+            {"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None}
+            for c in plan.replaced()
+        ],
+        "totals": plan.totals(),
+        "candidates": sorted({config.name for c in plan.replaced() for config in c.configs}),
+        "mixers": mixer_rows((seat.path, seat.config, seat.shape) for seat in plan.seats.values()),
+        "notes": list(plan.notes),
+    }
+
+
+def read_report(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / REPORT
+    if not path.is_file():
+        raise SurgeryError(f"{name} has no {REPORT}; `surgery convert` writes one beside the weights")
+    from surgery.checkpoint.report import refuse_no_report
+
+    report: dict[str, Any] = read_json(path)
+    refuse_no_report(report, str(path))
+    return report
+
+
+def inspect(name: str) -> dict[str, Any]:
+    """What was replaced in a converted checkpoint: its report, checked against the tensors that are stored."""
+    source = open_converted(name)
+    table, report = table_of(source.config, name), read_report(source.folder, name)
+    stored = sum(t.numel for t in source.tensors.values())
+    claimed = report["totals"]["params_after"]
+    report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
+    report["macs_per_token"] = macs_per_token(report, source)
+    if mixers := mixers_of(source.config, name):
+        model = unconverted(source)
+        found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
+        report["mixer_rows"] = mixer_rows(found)
+        fits = block_fits(source)
+        report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
+    return report
+
+
+def macs_per_token(report: dict[str, Any], source: Source) -> dict[str, int] | None:
+    """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
+    not counted), before and after; FLOPs are twice that."""
+    try:
+        body: Body = walk(unconverted(source))
+    except SurgeryError:  # a model of remote code
+        return None
+    before = sum(linear.out * linear.in_ for linear in body.linears)
+    change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
+    return {"before": before, "after": before + change}
+
+
+def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a role: modules, structures, numbers, multiply-accumulates, median and worst error."""
+    roles: dict[str, list[dict[str, Any]]] = {}
+    for record in report["modules"]:
+        roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
+    rows = []
+    for role, records in roles.items():
+        errors = sorted(r["error"] for r in records if r["error"] is not None)  # none from scratch
+        names = [describe(r["structure"]).split(" rank")[0] for r in records]
+        rows.append(
+            {
+                "role": role,
+                "modules": len(records),
+                "structures": {n: names.count(n) for n in dict.fromkeys(names)},
+                "before": sum(r["params_before"] for r in records),
+                "after": sum(r["params_after"] for r in records),
+                "macs_after": sum(r["macs_after"] for r in records),
+                "median_error": errors[len(errors) // 2] if errors else None,
+                "worst_error": errors[-1] if errors else None,
+                "worst_module": max(records, key=lambda r: r["error"])["name"] if errors else None,
+            }
+        )
+    return rows
+
+
+CONTEXTS = (1024, 8192, 65536)
+
+
+def softmax_cache(shape: AttentionShape, length: int) -> int:
+    """Numbers of keys and values that softmax attention keeps for one sequence."""
+    return shape.groups * (shape.key + shape.value) * min(length, shape.window or length)
+
+
+def softmax_macs(shape: AttentionShape, length: int) -> int:
+    """Multiply-accumulates of the scores and the mixing for the next token."""
+    return shape.heads * (shape.key + shape.value) * min(length, shape.window or length)
+
+
+def mixer_rows(found: Iterable[tuple[str, MixerConfig, AttentionShape]]) -> list[dict[str, Any]]:
+    """One row for the layers of one mixer: (path, config, shape) of each in; numbers kept and multiply-accumulates for
+    the next token at each of CONTEXTS, summed over the layers, before and after."""
+    rows: dict[str, dict[str, Any]] = {}
+    for path, config, shape in found:
+        row = rows.setdefault(
+            describe_mixer(config),
+            {
+                "mixer": describe_mixer(config),
+                "paths": [],
+                "params": 0,
+                "cache": {},
+                "macs": {},
+                "notes": notes(config),
+            },
+        )
+        row["paths"].append(path)
+        for length in CONTEXTS:
+            cost = MIXERS[config].cost(config, shape, length)
+            _add(row["cache"], length, softmax_cache(shape, length), cost.cache)
+            _add(row["macs"], length, softmax_macs(shape, length), cost.macs)
+        row["params"] += cost.params
+    return list(rows.values())
+
+
+def _add(sums: dict[str, list[int]], length: int, before: int, after: int) -> None:
+    total = sums.setdefault(str(length), [0, 0])
+    total[0] += before
+    total[1] += after
+
+
+def describe_mixer(config: Any) -> str:
+    """linear, gates mask, hedgehog features; mlr 32|16|16 sliding."""
+    if not hasattr(config, "mask"):
+        words = [config.name]
+        if ranks := getattr(config, "ranks", None):
+            words.append("|".join(str(r) for r in ranks))
+        return " ".join([*words, *([config.form] if hasattr(config, "form") else [])])
+    scores = "delta rule" if config.scores == "delta" else f"{config.features.name} features"
+    extras = [f"{name} {getattr(config, name)}" for name in ("window", "sinks", "convolution") if getattr(config, name)]
+    return ", ".join(
+        [f"{config.name}: {config.mask.name} mask", scores, *(["normalised"] if config.normalise else []), *extras]
+    )
+
+
+def notes(config: Any) -> list[str]:
+    """What a user should know of a mixer's state."""
+    mask = getattr(config, "mask", None)
+    if mask is not None and not MASKS[mask].bounded:
+        return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]
+    return []

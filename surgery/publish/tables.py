@@ -1,0 +1,216 @@
+"""Rich tables of plans, reports and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape as as_html
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from surgery.core.files import size_text
+from surgery.core.tables import _table, count
+from surgery.publish.summary import describe, inspect_rows
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def plan_table(plan: dict[str, Any]) -> list[Any]:
+    table = _table(
+        f"{plan['source']} ({plan['model_type']})",
+        "role",
+        "modules",
+        "out x in",
+        "structure",
+        "params",
+        "after",
+        "kept",
+        "MACs",
+    )
+    for row in plan["rows"]:
+        shape = " x ".join(str(n) for n in row["shape"])
+        table.add_row(
+            row["role"], str(row["modules"]), shape, row["structure"], count(row["before"]), count(row["after"]),
+            share(row["after"], row["before"]), count(row["macs"]),
+        )  # fmt: skip
+    total = plan["totals"]
+    lines = [
+        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"
+    ]
+    mixers = mixer_tables(plan["mixers"])
+    if any(row["structure"] == "auto" for row in plan["rows"]):
+        lines.append("auto: the one of " + ", ".join(plan["candidates"]) + " that fits best on held-out text")
+    if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
+        lines.append("ranks shown are an even spread; with --calibration they are spread by what each buys")
+    linears = [table, *lines] if total["modules"] else []
+    return [*linears, *mixers, *(f"note: {note}" for note in plan["notes"])]
+
+
+def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
+    """What the cache keeps of one sequence at several contexts, in numbers, over all layers of a mixer."""
+    if not rows:
+        return []
+    contexts = list(rows[0]["cache"])
+    table = _table("attention", "mixer", "layers", "params", *(f"cache at {count(int(c))}" for c in contexts))
+    for row in rows:
+        kept = (f"{count(before)} -> {count(after)}" for before, after in row["cache"].values())
+        table.add_row(row["mixer"], str(len(row["paths"])), count(row["params"]), *kept)
+    return [table, *(f"note: {note}" for row in rows for note in row["notes"])]
+
+
+def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
+    if not hybrid:
+        return []
+    tried = ", ".join(f"{name} {hybrid[name]['converted']:.4f}" for name in ("sensitivity", "every"))
+    kept = ", ".join(hybrid["softmax"])
+    return [f"softmax kept in {kept} ({hybrid['kept']}; held-out loss {tried} {hybrid['every']['unit']})"]
+
+
+def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
+    """How far each layer's block mixing is a function of distance."""
+    return [
+        f"{path}: Toeplitzness R^2 {sum(heads) / len(heads):.4f} (worst head {min(heads):.4f})"
+        for path, heads in (r2 or {}).items()
+    ]
+
+
+def start_lines(mixers: list[dict[str, Any]]) -> list[str]:
+    """Median over the layers of the heads' relative error after each stage of the start."""
+    stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
+    medians = []
+    for stage in stages:
+        errors = sorted(record["errors"][stage] for record in mixers if stage in record["errors"])
+        medians.append(f"{stage} {errors[len(errors) // 2]:.3f}")
+    return [f"heads' outputs, relative error on held-out text, median layer: {', '.join(medians)}"] if medians else []
+
+
+def inspect_table(report: dict[str, Any]) -> list[Any]:
+    kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
+    table = _table(
+        report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
+    )
+    rows = inspect_rows(report)
+    for row in rows:
+        structures = ", ".join(
+            f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items()
+        )
+        table.add_row(
+            row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
+            count(row["macs_after"]), *(_error(row[key], 3) for key in ("median_error", "worst_error")),
+        )  # fmt: skip
+    told = f"errors: relative, {kind}; median and worst of the role"
+    if all(row["worst_error"] is None for row in rows):
+        told = "trained from scratch: no errors, there was nothing to be close to"
+    linears = [table, told] if rows else []
+    mixers = [
+        *mixer_tables(report.get("mixer_rows", [])),
+        *start_lines(report.get("mixers", [])),
+        *hybrid_lines(report.get("hybrid")),
+        *toeplitz_lines(report.get("toeplitzness")),
+    ]
+    return [*linears, *mixers, *_total_lines(report)]
+
+
+def _error(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"
+
+
+def _total_lines(report: dict[str, Any]) -> list[str]:
+    t = report["totals"]
+    lines = [
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
+    ]
+    if t["replaced_params_before"]:
+        before, after = t["replaced_params_before"], t["replaced_params_after"]
+        lines.insert(0, f"replaced weights: {before:,} -> {after:,} numbers ({t['kept']:.1%} kept)")
+    if macs := report.get("macs_per_token"):
+        lines.append(
+            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})"
+        )
+    allocation = report["allocation"]
+    if "spread" in allocation:
+        tried = ", ".join(f"{name} {allocation[name]['converted']:.4f}" for name in ("uniform", "spread"))
+        lines.append(f"ranks: {allocation['kept']} kept ({allocation['why']}: {tried} {allocation['spread']['unit']})")
+    if held := report["held_out"]:
+        se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
+        lines.append(
+            f"held-out {held['unit']}: {held['original']:.4f} -> {held['converted']:.4f} (difference {held['converted'] - held['original']:.4f}{se})"
+        )
+    for line in (report.get("calibration") or {}).get("warnings", []):
+        lines.append(f"calibration: {escape(str(line))}")
+    seconds = report["time"]["seconds"]
+    layers = list(report["time"]["layers"].values())
+    each = f", {sum(layers) / len(layers):.1f} s a layer" if layers else ""
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if name != "total")
+    rss = report["memory"]["peak_rss"]
+    lines.append(
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{each} ({parts}); peak memory {rss / 2**30:.2f} GiB"
+        if rss
+        else f"time: {seconds['total']:.1f} s"
+    )
+    return lines
+
+
+def module_table(report: dict[str, Any]) -> list[Any]:
+    table = _table(
+        report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit"
+    )
+    for r in report["modules"]:
+        table.add_row(
+            r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),
+            share(r["params_after"], r["params_before"]), _error(r["error"], 4), _error(r.get("start"), 4), str(r.get("sweeps", "-")), "yes" if r.get("refit") else "no",
+        )  # fmt: skip
+    return [table, *_total_lines(report)]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def demo_table(result: dict[str, Any]) -> list[Any]:
+    table = _table("before and after", "", "original", "converted", "densified")
+    for label, *values in result["rows"]:
+        table.add_row(label, *(_shown(v) if not isinstance(v, str) else v for v in values))
+    return [table]
+
+
+def parcel_table(parcel: dict[str, Any]) -> list[Any]:
+    """What goes up to the Hub."""
+    table = _table(f"to {parcel['repo']}", "file", "bytes")
+    for item in parcel["files"]:
+        table.add_row(item["name"], f"{item['bytes']:,}")
+    licence = parcel["licence"]
+    lines = [
+        f"{len(parcel['files'])} files, {size_text(parcel['bytes'])}; licence: {licence['id']} ({licence['origin']})"
+    ]
+    return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]
+
+
+def html(parts: Sequence[Any]) -> str:
+    """The same for a notebook: tables as tables, which a screen reader knows, and in the notebook's own colours."""
+    return f'<div style="overflow-x:auto">{"".join(map(_html_of, parts))}</div>'
+
+
+def _html_of(part: Any) -> str:
+    if not isinstance(part, Table):
+        return f'<div style="max-width:60em">{_plain(part)}</div>'
+    side = [
+        f'style="text-align:{"left" if c.justify == "left" else "right"};padding:2px 8px;white-space:nowrap"'
+        for c in part.columns
+    ]
+    head = "".join(f'<th scope="col" {how}>{_plain(c.header)}</th>' for c, how in zip(part.columns, side))
+    rows = zip(*([_plain(cell) for cell in column.cells] for column in part.columns))
+    body = "".join(f"<tr>{''.join(f'<td {how}>{cell}</td>' for cell, how in zip(row, side))}</tr>" for row in rows)
+    caption = f'<caption style="text-align:left;font-weight:bold">{_plain(part.title)}</caption>' if part.title else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _plain(text: Any) -> str:
+    """Without rich's marks, and as text of HTML."""
+    return as_html(Text.from_markup(text).plain if isinstance(text, str) else str(text))

@@ -1,0 +1,122 @@
+"""Pivoted low rank: R rows of B are stored as they are, the others as combinations of them.
+
+    B[pivots] = right (R, I),  B[others] = weight (O - R, R) @ right      numbers: R (O + I - R) + O indices
+
+A rank-R matrix has R (O + I - R) degrees of freedom; two free factors store R^2 more. "Pivoting
+Factorization" (PIFA, Zhao et al. 2025), an interpolative decomposition of the calibrated low-rank
+optimum, with the pivots of (nearly) maximal volume (Goreinov et al. 2010) so that no coefficient is large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.core.errors import SurgeryError
+from surgery.structures import linalg
+from surgery.structures.base import STRUCTURES, MuP, Rank, StructureConfig, StructuredLinear
+from surgery.structures.low_rank import LowRankLinear, low_rank_factors
+from surgery.structures.metric import Metric
+
+
+@dataclass(frozen=True)
+class PivotedLowRank(StructureConfig):
+    name: ClassVar[str] = "pivoted_low_rank"
+    rank: Rank = None
+
+
+@torch.no_grad()
+def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -> tuple[Tensor, Tensor]:
+    """(pivots_R, coefficients_OR) with tall = coefficients @ tall[pivots].
+
+    LU with partial pivoting chooses the rows; a row whose coefficient exceeds `bound` is then swapped in,
+    each swap growing the volume by that factor.
+    """
+    rank = tall_OR.shape[1]
+    _factors, pivot_steps = linalg.lu_factor(tall_OR)
+    order = torch.arange(tall_OR.shape[0], device=tall_OR.device)
+    for i, step in enumerate((pivot_steps - 1).tolist()):
+        order[[i, step]] = order[[step, i]]
+    pivots = order[:rank].clone()
+    coefficients = linalg.solve(tall_OR[pivots], tall_OR, left=False)
+    for _ in range(swaps):
+        row, column = divmod(int(coefficients.abs().argmax()), rank)
+        if float(coefficients[row, column].abs()) <= bound:
+            break
+        change = coefficients[row].clone()
+        change[column] -= 1
+        coefficients -= torch.outer(coefficients[:, column] / coefficients[row, column], change)
+        pivots[column] = row
+    # The rank-one updates gather rounding: solve once more for the chosen rows.
+    return pivots, linalg.solve(tall_OR[pivots], tall_OR, left=False)
+
+
+@STRUCTURES.register(PivotedLowRank)
+class PivotedLowRankLinear(StructuredLinear):
+    """`weight` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
+
+    weight: Tensor
+    right: Tensor
+    place: Tensor
+
+    def __init__(self, in_features: int, out_features: int, config: Any, bias: bool = True, **factory: Any):
+        super().__init__(in_features, out_features, config, bias, **factory)
+        device = factory.get("device")
+        self.register_buffer("place", torch.arange(out_features, dtype=torch.int32, device=device))
+
+    def refuse_damaged(self) -> None:
+        rows = torch.arange(self.out_features).to(self.place)
+        if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
+            raise SurgeryError(
+                f"the rows of a pivoted_low_rank matrix of {self.out_features} are no permutation: damaged"
+            )
+
+    @classmethod
+    def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (1, out - config.rank, config.rank), "right": (config.rank, in_)}
+
+    @classmethod
+    def params(cls, config: Any, out: int, in_: int) -> int:
+        return super().params(config, out, in_) + out
+
+    @classmethod
+    def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        return min(out, in_)
+
+    @classmethod
+    def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Optimal in the metric, as low_rank; pivoting changes the storage, not the matrix."""
+        left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
+        pivots, coefficients_OR = maximal_volume_rows(left_OR)
+        others = torch.ones(len(left_OR), dtype=torch.bool, device=pivots.device)
+        others[pivots] = False
+        order = torch.cat([pivots, others.nonzero()[:, 0]])
+        cores = {"weight": coefficients_OR[others][None], "right": left_OR[pivots] @ right_RI}
+        linear = cls.from_cores(config, weight_OI.shape, cores)
+        linear.register_buffer("place", order.argsort().to(torch.int32))
+        return linear
+
+    @classmethod
+    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+        return LowRankLinear.ladder(weight_OI, config, metric, steps)
+
+    def core_names(self) -> list[str]:
+        return ["weight", "right", "place"]
+
+    def product(self, x: Tensor) -> Tensor:
+        z = F.linear(x, self.right)
+        return torch.cat([z, F.linear(z, self.weight[0])], dim=-1).index_select(-1, self.place)
+
+    def dense(self) -> Tensor:
+        return torch.cat([self.right, self.weight[0] @ self.right]).index_select(0, self.place)
+
+    def macs(self) -> int:
+        return self.weight.numel() + self.right.numel()
+
+    def mup(self) -> dict[str, MuP]:
+        rank = self.config.rank
+        return {"right": MuP(self.in_features, rank), "weight": MuP(rank, max(1, self.out_features - rank))}

@@ -1,0 +1,1 @@
+"""Training text: sources, documents, tokens, packed batches."""

@@ -1,0 +1,155 @@
+"""Conversations, and prompts with their completions: only what the assistant says is trained on.
+
+A chat template that marks it ({% generation %}) is believed. Any other is asked for the conversation up to each
+answer and up to its end: what lies between is the answer, if both are beginnings of the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from surgery.core.errors import SurgeryError
+from surgery.training.data.documents import Document
+from surgery.training.data.recipe import SourceConfig
+from surgery.training.data.tokenize import Encoder, Piece
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SAID_BY = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT's words
+ANSWER = "assistant"
+
+Span = tuple[int, int]
+Turn = dict[str, Any]
+
+
+def chats(documents: list[Document], source: SourceConfig, encoder: Encoder) -> list[Piece]:
+    """One piece a conversation, never cut into windows: what is too long loses its end."""
+    writer = Writer(encoder, source)
+    return [writer.piece(document.content) for document in documents]
+
+
+class Writer:
+    def __init__(self, encoder: Encoder, source: SourceConfig):
+        self.encoder, self.tokenizer, self.source = encoder, encoder.tokenizer, source
+
+    def piece(self, content: Any) -> Piece:
+        if not isinstance(content, tuple):
+            return self._conversation(turns_of(content, self.source), 0)
+        prompt, completion = content
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._completion(prompt, completion)
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise SurgeryError(
+                f"data source {self.source.path}: prompt and completion are both text or both turns, and one of each is there"
+            )
+        asked = turns_of(prompt, self.source)
+        return self._conversation([*asked, *turns_of(completion, self.source)], len(asked))
+
+    def _completion(self, prompt: str, completion: str) -> Piece:
+        asked, answered = (self._ids(text) for text in (prompt, completion))
+        asked, answered = [*self.encoder.before, *asked], [*answered, *self.encoder.after]
+        trained = None
+        if self.source.train_on != "all":
+            trained = torch.tensor([False] * len(asked) + [True] * len(answered))
+        return Piece(torch.tensor([*asked, *answered], dtype=torch.int64), trained, whole=True)
+
+    def _conversation(self, turns: list[Turn], first: int) -> Piece:
+        """first: answers before this turn are not trained on."""
+        template = self._template()
+        last = max((i for i, turn in enumerate(turns) if turn["role"] == ANSWER), default=-1)
+        if self.source.train_on == "last":
+            first = last
+        if self.source.train_on != "all" and first == 0 and MARKED.search(template):
+            return self._marked(turns)
+        text = self._rendered(turns)
+        if self.source.train_on == "all":
+            return Piece(torch.tensor(self._ids(text), dtype=torch.int64), whole=True)
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == ANSWER and i >= first]
+        return self._between(text, [self._span(turns, i, text) for i in answers])
+
+    # -- the template --------------------------------------------------------------------------------
+    def _template(self) -> str:
+        try:
+            return str(self.tokenizer.get_chat_template())
+        except ValueError:
+            raise SurgeryError(
+                f"data source {self.source.path} holds conversations, and the tokenizer has no chat template; put a "
+                "chat_template.jinja beside it, or write the conversations out as text"
+            ) from None
+
+    def _rendered(self, turns: list[Turn], opened: bool = False) -> str:
+        """opened: with what an answer begins with."""
+        return self._applied(turns, tokenize=False, add_generation_prompt=opened)
+
+    def _applied(self, turns: list[Turn], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(turns, **options)
+        except Exception as error:  # a template may raise, and fail, in any way
+            raise SurgeryError(
+                f"data source {self.source.path}: the chat template refuses a conversation "
+                f"({' '.join(str(error).split())[:160]}): {str(turns)[:160]}"
+            ) from None
+
+    def _marked(self, turns: list[Turn]) -> Piece:
+        found = self._applied(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, marks = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"], dtype=torch.bool)
+        return Piece(ids.long(), marks, whole=True)
+
+    def _span(self, turns: list[Turn], i: int, text: str) -> Span:
+        """Characters of turn i."""
+        before, until = self._rendered(turns[:i], opened=True), self._rendered(turns[: i + 1])
+        if not (until.startswith(before) and text.startswith(until)):
+            raise SurgeryError(
+                f"data source {self.source.path}: which tokens are answers cannot be told: the chat template writes turn "
+                f"{i + 1} of {len(turns)} differently once more turns follow, or begins answers otherwise than it asks for "
+                "them. Use a template with {% generation %} marks, or train_on: last, or train_on: all"
+            )
+        return len(before), len(until)
+
+    # -- tokens --------------------------------------------------------------------------------------
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _between(self, text: str, spans: Sequence[Span]) -> Piece:
+        """A token is an answer's if one of its characters is."""
+        if not self.tokenizer.is_fast:
+            return self._piecewise(text, spans)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begin_T, end_T = torch.tensor(found["offset_mapping"], dtype=torch.int64).view(-1, 2).unbind(1)
+        trained_T = torch.zeros(len(begin_T), dtype=torch.bool)
+        for start, stop in spans:
+            trained_T |= (end_T > start) & (begin_T < stop) & (end_T > begin_T)
+        return Piece(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, whole=True)
+
+    def _piecewise(self, text: str, spans: Sequence[Span]) -> Piece:
+        """For tokenizers that do not say which characters a token is of."""
+        ids: list[int] = []
+        trained: list[bool] = []
+        cuts = [0, *(cut for span in spans for cut in span), len(text)]
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            some = self._ids(text[start:stop]) if stop > start else []
+            ids, trained = ids + some, trained + [number % 2 == 1] * len(some)
+        return Piece(torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), whole=True)
+
+
+def turns_of(content: Any, source: SourceConfig) -> list[Turn]:
+    """[{"role": .., "content": ..}, ..]; ShareGPT's from and value are read as these."""
+    turns = []
+    for turn in content if isinstance(content, (list, tuple)) else [content]:
+        if isinstance(turn, dict) and "role" in turn and "content" not in turn:
+            raise SurgeryError(f"data source {source.path}: a turn has no content: {str(turn)[:80]}")
+        if isinstance(turn, dict) and "role" in turn:
+            # What a table fills up with nothing is not there.
+            turns.append({key: value for key, value in turn.items() if value is not None or key == "content"})
+        elif isinstance(turn, dict) and {"from", "value"} <= set(turn):
+            turns.append({"role": SAID_BY.get(turn["from"], turn["from"]), "content": turn["value"]})
+        else:
+            raise SurgeryError(
+                f"data source {source.path}: a conversation is a list of turns "
+                f'({{"role": "user", "content": ".."}}), and one holds {str(turn)[:80]!r}'
+            )
+    return turns

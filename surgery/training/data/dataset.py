@@ -1,0 +1,229 @@
+"""Examples of one length out of a recipe's data, the same ones for a seed, endless unless `epochs` says otherwise.
+
+    data = make_data(DataConfig(sources="corpus.jsonl"), tokenizer, length=1024, seed=0)
+    for example in data.examples(): ...            input_ids, labels, position_ids, valid: (T,) each
+    state = data.state()                           plain JSON; restore(state) goes on with the next example
+
+Documents are read in blocks: so many from each source that its share of the tokens is its weight. A block is
+tokenised, packed and shuffled as a whole, so a state is where the block began and how far one is in it.
+
+labels: the token itself, or -100 where it is not learnt to be predicted: the first of a document, padding, a
+question in a chat. As in transformers, the prediction of labels[t] is read at t - 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from surgery.core.errors import SurgeryError
+from surgery.training.data.chat import chats
+from surgery.training.data.documents import Document, Side
+from surgery.training.data.packing import IGNORED, Example, in_order, in_rows, joined, row, windows
+from surgery.training.data.readers import mixed
+from surgery.training.data.recipe import DataConfig, SourceConfig
+from surgery.training.data.shared_tokens import SharedTokens
+from surgery.training.data.sources import open_source
+from surgery.training.data.tokenize import Encoder, Piece, tokenizer_fingerprint
+
+__all__ = ["Data", "DataConfig", "Example", "SourceConfig", "make_data"]
+
+FIRST, BLOCK = 2**17, 2**23  # characters of the first block, so that training begins soon, and of the largest, about
+DOCUMENTS = 1024  # of a block where they are not shuffled
+
+
+def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Data:
+    """SurgeryError where a source cannot be read, or has nothing to train on."""
+    return Data(config, tokenizer, length, seed, "training")
+
+
+class Data:
+    """`side`: the documents to train on, or those for validation. tokens: where several processes share them."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, length: int, seed: int, side: Side):
+        if length < 2:
+            raise SurgeryError(f"data: rows of {length} token; at least two are needed, one to predict the other from")
+        self.config, self.tokenizer, self.length, self.seed, self.side = config, tokenizer, length, seed, side
+        self.encoder = Encoder(tokenizer)
+        share = config.validation if isinstance(config.validation, float) else 0.0
+        shuffled = config.shuffle > 0
+        self.readers = [
+            open_source(source, mixed(seed, number), side, share, shuffled)
+            for number, source in enumerate(config.sources)
+        ]
+        self.tokens: SharedTokens | None = None
+        self._state = self._beginning()
+
+    # -- examples ------------------------------------------------------------------------------------
+    def examples(self, start: int | None = None) -> Iterator[Example]:
+        """From the start-th on; None: from where `state` is. One iterator at a time."""
+        if start is not None and start != self._state["taken"]:
+            round_ = start - start % (self.config.rows or start + 1)
+            if round_ != self._state["round"] or start < round_ + self._state["first"]:
+                self._state = {**self._beginning(), "round": round_}
+            self._state = {**self._state, "taken": start}
+        return self._examples()
+
+    def _examples(self) -> Iterator[Example]:
+        """round: the example that a round of `rows` began with, first: that of the block, counted from there."""
+        state, limit = self._state, self.config.rows
+        self._seek(state)
+        while True:
+            if limit is not None and state["taken"] == state["round"] + limit:
+                state = {**self._beginning(), "round": state["taken"], "taken": state["taken"]}
+                self._seek(state)
+            began = {**self._where(), **{name: state[name] for name in ("round", "first", "number")}}
+            rows = self._block(state["number"])
+            if rows is None:
+                return
+            at, last = state["taken"] - state["round"] - state["first"], len(rows)
+            if limit is not None:
+                last = min(last, limit - state["first"])
+            for i in range(at, last):
+                self._state = {**began, "taken": state["round"] + state["first"] + i + 1}
+                yield row(rows[i], self.length, self.encoder.pad)
+            first = state["first"] + last
+            taken = max(state["round"] + first, state["taken"])
+            state = {"round": state["round"], "first": first, "taken": taken, "number": state["number"] + 1}
+
+    def state(self) -> dict[str, Any]:
+        """Where the next example is to be found; plain JSON, which nobody changes."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if len(state.get("readers", ())) != len(self.readers):
+            raise SurgeryError(
+                f"data: the state to go on from is of {len(state.get('readers', ()))} sources, the recipe has "
+                f"{len(self.readers)}; resume with the recipe that was begun with"
+            )
+        self._state = state
+
+    def tokens_of(self, examples: Example) -> int:
+        """Tokens it trains on, or many of them stacked."""
+        return int((examples["labels"] != IGNORED).sum())
+
+    def drawn(self) -> list[dict[str, int]]:
+        """Of each source the documents, characters and tokens read by the blocks so far."""
+        return [dict(d) for d in self._drawn]
+
+    # -- blocks --------------------------------------------------------------------------------------
+    def _beginning(self) -> dict[str, Any]:
+        readers = [reader.beginning for reader in self.readers]
+        drawn = [{"documents": 0, "characters": 0, "tokens": 0} for _ in readers]
+        return {"readers": readers, "drawn": drawn, "tail": None, "round": 0, "first": 0, "taken": 0, "number": 0}
+
+    def _where(self) -> dict[str, Any]:
+        tail = self._tail
+        kept = None if tail is None or tail.trained_T is None else [tail.ids_T.tolist(), tail.trained_T.int().tolist()]
+        return {"readers": [r.cursor() for r in self.readers], "drawn": self.drawn(), "tail": kept}
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        for reader, cursor in zip(self.readers, state["readers"]):
+            reader.restore(cursor)
+        self._drawn = [dict(d) for d in state["drawn"]]
+        kept = state["tail"]
+        self._tail = None if kept is None else Piece(torch.tensor(kept[0]).long(), torch.tensor(kept[1]).bool())
+
+    def _block(self, number: int) -> list[list[Piece]] | None:
+        """The rows of the next block that has any; None where the data ends."""
+        before, had = [reader.epoch for reader in self.readers], self._waiting()
+        while (read := self._read(min(BLOCK, FIRST << min(number, 20)))) is not None:
+            rows = self._packed(self._encoded(read), mixed(self.seed, "block", number))
+            if rows:
+                return rows
+            if self._waiting() > had:  # a stream of little text, which is read again until it makes a row
+                before, had = [reader.epoch for reader in self.readers], self._waiting()
+            elif all(reader.epoch >= epoch + 2 for reader, epoch in zip(self.readers, before)):
+                break
+        else:
+            if number > 0 or self.side == "validation":
+                return None
+        names = ", ".join(source.path for source in self.config.sources)
+        raise SurgeryError(f"data: {names}: no {self.side} document with a token to train on")
+
+    def _waiting(self) -> int:
+        return 0 if self._tail is None else len(self._tail)
+
+    def _read(self, wanted: int) -> list[list[Document]] | None:
+        """Documents of each source, so many characters, always from the one that is farthest behind its share of the
+        tokens."""
+        read: list[list[Document]] = [[] for _ in self.readers]
+        ahead = [float(drawn["tokens"]) for drawn in self._drawn]
+        rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._drawn]
+        limit, characters = self.config.shuffle or DOCUMENTS, 0
+        round_about: set[int] = set()
+        while sum(map(len, read)) < limit and characters < wanted and len(round_about) < len(self.readers):
+            who = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
+            if self.config.epochs is not None and self.readers[who].epoch >= self.config.epochs:
+                return read if any(read) else None
+            document = self.readers[who].take()
+            if document is None:
+                round_about.add(who)
+                continue
+            read[who].append(document)
+            size = document.size + 1
+            self._drawn[who]["documents"] += document.begins
+            self._drawn[who]["characters"] += size
+            ahead[who], characters = ahead[who] + size * rates[who], characters + size
+        return read
+
+    def _encoded(self, read: list[list[Document]]) -> list[Piece]:
+        pieces = self._tokenised(read) if self.tokens is None else self.tokens.of(read, self._tokenised)
+        for some, drawn in zip(pieces, self._drawn):
+            drawn["tokens"] += sum(map(len, some))
+        return [piece for some in pieces for piece in some]
+
+    def _tokenised(self, read: list[list[Document]]) -> list[list[Piece]]:
+        """Of each source."""
+        found = []
+        for documents, source in zip(read, self.config.sources):
+            text = not source.chat and all(isinstance(document.content, str) for document in documents)
+            found.append(self.encoder.texts(documents) if text else chats(documents, source, self.encoder))
+        return found
+
+    def _packed(self, pieces: list[Piece], seed: int) -> list[list[Piece]]:
+        generator, shuffled = torch.Generator().manual_seed(seed), self.config.shuffle > 0
+        if self.config.packing == "stream":
+            rows, self._tail = joined(self._tail, _shuffled(pieces, generator) if shuffled else pieces, self.length)
+        else:
+            cut = list(windows(pieces, self.length))
+            cut = _shuffled(cut, generator) if shuffled else cut
+            pack = {"none": lambda c, _: [[p] for p in c], "documents": in_rows if shuffled else in_order}
+            rows = pack[self.config.packing](cut, self.length)
+        return _shuffled(rows, generator) if shuffled else rows
+
+    # -- validation, identity ------------------------------------------------------------------------
+    def validation(self) -> list[Example]:
+        """The same ones always: the first of the documents held out, or of the sources named for it."""
+        if not self.config.validation:
+            return []
+        sources = self.config.sources if isinstance(self.config.validation, float) else self.config.validation
+        changed: dict[str, Any] = {"sources": sources, "shuffle": 0, "epochs": 1, "rows": None}
+        if not isinstance(self.config.validation, float):
+            changed["validation"] = 0.0
+        side: Side = "validation" if isinstance(self.config.validation, float) else "training"
+        held = Data(self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side)
+        found = [example for example, _ in zip(held.examples(), range(self.config.validation_examples))]
+        if not found:
+            raise SurgeryError(
+                f"data: a share of {self.config.validation} for validation holds no document; give a larger share, or "
+                "sources of its own (validation: [{path: heldout.jsonl}])"
+            )
+        return found
+
+    def fingerprint(self) -> str:
+        """Of the recipe, the files' names and contents, the tokenizer, the length and the seed."""
+        config = self.config.model_dump(mode="json", exclude={"epochs", "rows", "validation_examples"})
+        for source in (*config["sources"], *(config["validation"] if isinstance(config["validation"], list) else ())):
+            source["path"] = source["path"].rstrip("/").rpartition("/")[2]  # wherever it lies
+        told = [config, [r.identity() for r in self.readers], self.length, self.seed, self.side]
+        text = json.dumps([*told, tokenizer_fingerprint(self.tokenizer)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]

@@ -1,0 +1,151 @@
+"""Documents by number: of text files, which may be larger than memory, and of data sets on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from surgery.core.digests import file_digest
+
+Side = Literal["training", "validation"]
+PART = 2**20  # bytes of a text file that are read at once
+
+
+@dataclass(frozen=True)
+class Document:
+    """content: text, a list of turns, or (prompt, completion). begins, ends: not, where it is a part of a long file."""
+
+    content: Any
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(str(part)) for part in self.content)
+
+
+def held_out(content: Any, share: float) -> bool:
+    """Whether a document is for validation: by its content alone, so that its copies stay together."""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+# -- tables: documents by number -------------------------------------------------------------------
+class Table(Protocol):
+    """`unit(i)` gives the parts of document i. by_content: whether what is held out is chosen among them."""
+
+    by_content: bool
+
+    def __len__(self) -> int: ...
+    def unit(self, i: int) -> Iterator[Document]: ...
+    def identity(self) -> str: ...
+
+
+class TextFiles:
+    """Spans of bytes, a document each. Without a separator a file is one document, and its last share, from a line's
+    beginning on, is for validation."""
+
+    def __init__(self, files: list[Path], separator: str | None, side: Side, share: float):
+        self.files, self.by_content = files, separator is not None
+        self.spans = array("q")  # file, start, stop; start, stop; ..
+        for number, path in enumerate(files):
+            data = _mapped(path)
+            found = _separated(data, separator.encode()) if separator else _tail(data, side, share)
+            for start, stop in found:
+                if data[start : min(stop, start + 4096)].strip() or data[start:stop].strip():
+                    self.spans.extend((number, start, stop))
+
+    def __len__(self) -> int:
+        return len(self.spans) // 3
+
+    def unit(self, i: int) -> Iterator[Document]:
+        number, start, stop = self.spans[3 * i : 3 * i + 3]
+        data = _mapped(self.files[number])
+        at = start
+        while at < stop:
+            to = _part_end(data, at, stop)
+            text = data[at:to].decode("utf-8", "replace")
+            yield Document(text, at == start, to == stop)
+            at = to
+
+    def identity(self) -> str:
+        return files_identity(self.files)
+
+
+def _mapped(path: Path) -> Any:
+    """Its bytes, fetched from disk as they are looked at."""
+    stat = path.stat()
+    return _bytes(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+@lru_cache(64)
+def _bytes(path: Path, size: int, *changed: int) -> Any:
+    if size == 0:
+        return b""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _separated(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    while (found := data.find(separator, start)) >= 0:
+        yield start, found
+        start = found + len(separator)
+    yield start, len(data)
+
+
+def _tail(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
+    cut = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
+    if cut == len(data) and share > 0:  # one long line: between two words
+        cut = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
+    yield (0, cut) if side == "training" else (cut, len(data))
+
+
+def _part_end(data: Any, start: int, stop: int) -> int:
+    """Behind a line's end where there is one, never inside a character."""
+    if stop - start <= PART:
+        return stop
+    if line := data.rfind(b"\n", start, start + PART) + 1:
+        return line
+    end = start + PART
+    while data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def files_identity(files: list[Path]) -> str:
+    """The SHA-256 over names and contents, in the order in which the files are read."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {file_digest(path)}\n".encode())
+    return digest.hexdigest()
+
+
+class Rows:
+    """A data set of `datasets` that is on this machine."""
+
+    by_content = True
+
+    def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], identity: str):
+        self.rows, self.content, self._identity = rows, content, identity
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def unit(self, i: int) -> Iterator[Document]:
+        if (content := self.content(self.rows[i])) is not None:
+            yield Document(content)
+
+    def identity(self) -> str:
+        return self._identity

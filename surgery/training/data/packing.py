@@ -1,0 +1,119 @@
+"""Pieces of tokens into rows of one length.
+
+documents   several pieces a row, the fullest row that still has room taken first; position_ids begin anew in each
+stream      all joined and cut; what is left at the end waits for more
+none        a piece a row
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.core.errors import SurgeryError
+from surgery.training.data.tokenize import Piece
+
+Example = dict[str, Tensor]  # input_ids, labels, position_ids int64 and valid bool, (T,) each
+IGNORED = -100  # as a label: not trained on
+
+
+def windows(pieces: Iterable[Piece], length: int) -> Iterator[Piece]:
+    """No piece longer than `length`; none that trains nothing."""
+    for piece in pieces:
+        last = length if piece.whole else len(piece)
+        for start in range(0, last, length):
+            part = slice(start, start + length)
+            trained_T = None if piece.trained_T is None else piece.trained_T[part]
+            window = Piece(piece.ids_T[part], trained_T)
+            if trained(window) > 0:
+                yield window
+
+
+def trained(piece: Piece) -> int:
+    """Tokens it trains on: of what is to be predicted, never the first."""
+    if piece.trained_T is None:
+        return max(0, len(piece) - 1)
+    return int(piece.trained_T[1:].sum())
+
+
+def row(pieces: list[Piece], length: int, pad: int) -> Example:
+    """Pieces side by side. Padding is a last piece that trains nothing."""
+    lengths = [len(piece) for piece in pieces]
+    at = sum(lengths)
+    ids_T = torch.full((length,), pad, dtype=torch.int64)
+    labels_T = torch.full((length,), IGNORED, dtype=torch.int64)
+    torch.cat([piece.ids_T for piece in pieces], out=ids_T[:at])
+    if all(piece.trained_T is None for piece in pieces):
+        labels_T[:at] = ids_T[:at]
+    else:
+        torch.cat([_known(piece) for piece in pieces], out=labels_T[:at])
+    begins = [0, *accumulate(lengths)]  # the last one the padding's
+    labels_T[begins[:-1]] = IGNORED
+    position_T = torch.arange(length)
+    for start, stop in zip(begins[1:], [*begins[2:], length]):
+        position_T[start:stop] -= start
+    return {"input_ids": ids_T, "labels": labels_T, "position_ids": position_T, "valid": torch.arange(length) < at}
+
+
+def _known(piece: Piece) -> Tensor:
+    return piece.ids_T if piece.trained_T is None else piece.ids_T.where(piece.trained_T, IGNORED)
+
+
+def in_rows(pieces: list[Piece], length: int) -> list[list[Piece]]:
+    """Best fit, the longest first."""
+    rows: list[list[Piece]] = []
+    open_rows: list[tuple[int, int]] = []  # (room, row), ascending
+    for piece in sorted(pieces, key=len, reverse=True):
+        place = bisect.bisect_left(open_rows, (len(piece), -1))
+        if place < len(open_rows):
+            room, number = open_rows.pop(place)
+            rows[number].append(piece)
+        else:
+            room, number = length, len(rows)
+            rows.append([piece])
+        if room - len(piece) > 1:
+            bisect.insort(open_rows, (room - len(piece), number))
+    return rows
+
+
+def in_order(pieces: list[Piece], length: int) -> list[list[Piece]]:
+    """The same without changing the order of anything."""
+    rows: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if len(piece) > room:
+            rows.append([])
+            room = length
+        rows[-1].append(piece)
+        room -= len(piece)
+    return rows
+
+
+def joined(tail: Piece | None, pieces: list[Piece], length: int) -> tuple[list[list[Piece]], Piece | None]:
+    """Rows of a stream, and what is left of it."""
+    every = [*([tail] if tail is not None else []), *pieces]
+    if not every:
+        return [], None
+    ids_N = torch.cat([piece.ids_T for piece in every])
+    trained_N = torch.ones(len(ids_N), dtype=torch.bool)
+    if any(piece.trained_T is not None for piece in every):
+        marks = [torch.ones(len(p), dtype=torch.bool) if p.trained_T is None else p.trained_T for p in every]
+        trained_N = torch.cat(marks)
+    whole = len(ids_N) - len(ids_N) % length
+    rows = [[Piece(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
+    return rows, Piece(ids_N[whole:].clone(), trained_N[whole:].clone())
+
+
+def check_rows(model: Any, packing: str, rows: int) -> None:
+    """SurgeryError where the model's attention would let packed documents see each other."""
+    implementation = str(model.config._attn_implementation)
+    if packing == "documents" and rows > 1 and "flash" in implementation:
+        raise SurgeryError(
+            f"{implementation} keeps packed documents apart in batches of one row only, and {rows} are asked for; use "
+            "rows: 1, or attention sdpa"
+        )

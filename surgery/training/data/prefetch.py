@@ -1,0 +1,141 @@
+"""Steps read ahead of the loop: beside it in a thread, or, for a GPU, in a process of its own.
+
+Python runs one thread at a time. A thread that reads and packs text takes turns with the one that launches a GPU's
+kernels, milliseconds each, and a small model then waits for launches most of the time; a process does not. On CPUs
+products run for longer than that, and a thread costs no second copy of anything.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from surgery.core.errors import SurgeryError
+
+TOKENS = 2**21  # read ahead: tokenising comes in bursts of a block
+THREADS = "TOKENIZERS_PARALLELISM"
+SENT = 4  # steps on their way from process to process, which lie in shared memory
+
+
+def reading(items: Callable[[], Iterator[Any]], ahead: int, device: torch.device) -> AbstractContextManager[Any]:
+    """with reading(..) as ready: the items, `ahead` of them read before they are asked for."""
+    return Beside(items, ahead) if device.type == "cuda" else Ahead(items(), ahead)
+
+
+class Ahead:
+    """In a thread; used as a context so that it ends with the loop."""
+
+    def __init__(self, items: Iterator[Any], ahead: int):
+        self.items, self.queue, self.over = items, queue.Queue[Any](ahead), threading.Event()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Iterator[Any]:
+        self.thread.start()
+        return self._taken()
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _read(self) -> None:
+        try:
+            for item in self.items:
+                if not self._put((item, None)):
+                    return
+            self._put((None, StopIteration()))
+        except BaseException as error:
+            self._put((None, error))
+
+    def _put(self, entry: Any) -> bool:
+        while not self.over.is_set():
+            try:
+                self.queue.put(entry, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _taken(self) -> Iterator[Any]:
+        while True:
+            item, error = self.queue.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+
+
+class Beside:
+    """In a forked process, which reads ahead in a thread of its own and sends a few items at a time."""
+
+    def __init__(self, items: Callable[[], Iterator[Any]], ahead: int):
+        self.source = _Items(items, ahead)
+        self.live: Any = None
+
+    def __enter__(self) -> Iterator[Any]:
+        pinned = torch.cuda.is_available()
+        loader = DataLoader(
+            self.source, batch_size=None, num_workers=1, prefetch_factor=SENT, pin_memory=pinned,
+            multiprocessing_context="fork", worker_init_fn=_deaf,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child uses none of them
+            self.live = iter(loader)
+        return self._taken()
+
+    def __exit__(self, *_: Any) -> None:
+        self.live = None  # the process ends with the iterator
+
+    def _taken(self) -> Iterator[Any]:
+        while True:
+            try:
+                item = next(self.live)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise SurgeryError(
+                    f"the process that reads the data ended ({str(error).splitlines()[0]}); is there memory left? A "
+                    "smaller data.shuffle reads less at a time; go on with --resume"
+                ) from None
+            if isinstance(item, SurgeryError):
+                raise item
+            yield item
+
+
+def one_thread() -> None:
+    """Tokenizers use one thread in this process, all cores in the one that reads: threads that have run once cannot be
+    forked, and there is no asking whether they have. Called where a program begins; "" means no to them, as "false"
+    does, which a user may have said. Where they are imported already, as in a notebook, they may have: nothing is said
+    then, and the library itself keeps a forked process to one thread."""
+    if "tokenizers" not in sys.modules:
+        os.environ.setdefault(THREADS, "")
+
+
+def _deaf(_: int) -> None:
+    """A Ctrl-C is for the loop, which ends this process when it has written its checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Items(IterableDataset):
+    def __init__(self, items: Callable[[], Iterator[Any]], ahead: int):
+        self.items, self.ahead = items, ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        """What a person can put right is handed over as it is: DataLoader would wrap it in tracebacks."""
+        if os.environ.get(THREADS) == "":  # see one_thread
+            os.environ[THREADS] = "true"
+        with Ahead(self.items(), self.ahead) as ready:
+            try:
+                yield from ready
+            except SurgeryError as error:
+                yield error

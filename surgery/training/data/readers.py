@@ -1,0 +1,130 @@
+"""Documents one after the other, in an order that a seed fixes and a cursor goes on from.
+
+document = reader.take()            the next one, or None where an epoch ends; after that the next epoch begins
+reader.cursor()                     where it stands, plain JSON; reader.restore(cursor) goes on from there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from surgery.core.errors import SurgeryError
+from surgery.training.data.documents import Document, Table
+
+
+class Reader(Protocol):
+    """beginning: the cursor of a reader that has read nothing."""
+
+    beginning: dict[str, Any]
+
+    def take(self) -> Document | None: ...
+    def cursor(self) -> dict[str, Any]: ...
+    def restore(self, cursor: dict[str, Any]) -> None: ...
+    def identity(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+class TableReader:
+    """Every document once an epoch, all of them in random order if `shuffled`."""
+
+    def __init__(self, table: Table, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
+        self.table, self.seed, self.shuffled = table, seed, shuffled
+        self.wanted = wanted if table.by_content else None
+        self.beginning = {"epoch": 0, "unit": 0, "part": 0}
+        self.restore(self.beginning)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def cursor(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "unit": self._unit, "part": self._part}
+
+    def restore(self, cursor: dict[str, Any]) -> None:
+        self._epoch, self._unit = cursor["epoch"], cursor["unit"]
+        self._order: Any = self._permutation()
+        self._part, self._parts = 0, self._open()
+        for _ in range(cursor["part"]):
+            next(self._parts)
+            self._part += 1
+
+    def take(self) -> Document | None:
+        while self._unit < len(self.table):
+            document = next(self._parts, None)
+            if document is not None:
+                first, self._part = self._part == 0, self._part + 1
+                if not first or self.wanted is None or self.wanted(document.content):
+                    return document
+            self._unit, self._part = self._unit + 1, 0
+            self._parts = self._open()
+        self.restore({**self.beginning, "epoch": self._epoch + 1})
+        return None
+
+    def identity(self) -> str:
+        return self.table.identity()
+
+    def _open(self) -> Iterator[Document]:
+        if self._unit >= len(self.table):
+            return iter(())
+        return self.table.unit(int(self._order[self._unit]) if self._order is not None else self._unit)
+
+    def _permutation(self) -> Any:
+        if not self.shuffled:
+            return None
+        generator = torch.Generator().manual_seed(mixed(self.seed, "epoch", self._epoch))
+        narrow = torch.int32 if len(self.table) < 2**31 else torch.int64
+        return torch.randperm(len(self.table), generator=generator, dtype=narrow)
+
+
+class StreamReader:
+    """A data set that is read as it comes, from wherever it lies."""
+
+    def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], wanted: Any, identity: str, where: str):
+        self.rows, self.content, self.wanted, self._identity, self.where = rows, content, wanted, identity, where
+        self.beginning = {"epoch": 0, "state": json.loads(json.dumps(rows.state_dict()))}
+        self.restore(self.beginning)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def cursor(self) -> dict[str, Any]:
+        if self._restored is not None:  # where nothing is read yet, `rows` tells its state before that
+            return self._restored
+        return {"epoch": self._epoch, "state": json.loads(json.dumps(self.rows.state_dict()))}
+
+    def restore(self, cursor: dict[str, Any]) -> None:
+        self._epoch = cursor["epoch"]
+        self._restored: dict[str, Any] | None = cursor
+        self.rows.load_state_dict(cursor["state"])
+        self._live: Iterator[Any] = iter(self.rows)
+
+    def take(self) -> Document | None:
+        try:
+            for row in self._live:
+                self._restored = None
+                content = self.content(row)
+                if content is not None and (self.wanted is None or self.wanted(content)):
+                    return Document(content)
+        except Exception as error:  # datasets raises many kinds, from many libraries
+            raise unreadable(self.where, error) from None
+        self.restore({**self.beginning, "epoch": self._epoch + 1})
+        return None
+
+    def identity(self) -> str:
+        return self._identity
+
+
+def mixed(*what: object) -> int:
+    """One seed out of several things."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
+
+
+def unreadable(where: str, error: Exception) -> SurgeryError:
+    return SurgeryError(f"{where} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -1,0 +1,145 @@
+"""What a recipe calls a source, opened: files, folders, Hub data sets; which column of a row is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.moments import encoding_of
+from surgery.core.digests import arrow_cache
+from surgery.core.errors import SurgeryError, nearest
+from surgery.training.data.documents import Rows, Side, TextFiles, files_identity, held_out
+from surgery.training.data.readers import Reader, StreamReader, TableReader, unreadable
+from surgery.training.data.recipe import SourceConfig
+
+TEXTS, TABLES = (".txt", ".md"), {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+PACKED = (".gz", ".zst", ".xz", ".bz2")  # of tables
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def open_source(config: SourceConfig, seed: int, side: Side, share: float, shuffled: bool) -> Reader:
+    """share: of the documents that are for validation."""
+    wanted = None
+    if share > 0:
+        wanted = lambda content: held_out(content, share) == (side == "validation")  # noqa: E731
+    path = Path(config.path)
+    if path.exists():
+        kind, files = _files(path)
+        for name in ("subset", "revision", "split"):
+            if getattr(config, name) != SourceConfig.model_fields[name].default:
+                raise SurgeryError(
+                    f"data source {path} is a {'folder' if path.is_dir() else 'file'} here; {name} is of a Hub data set"
+                )
+        if kind == "text":
+            if config.chat or config.text:
+                column = config.messages or config.prompt or config.text
+                raise SurgeryError(f"data source {path} is text, without columns; leave out {column!r}")
+            return TableReader(TextFiles(files, config.separator, side, share), seed, shuffled, wanted)
+        return _table(config, kind, files, seed, shuffled, wanted)
+    if not HUB_ID.fullmatch(config.path) or _kind(path):
+        raise SurgeryError(f"data source {config.path!r} is neither a file nor a folder here, nor a Hub id (org/name)")
+    return _table(config, None, [], seed, shuffled, wanted)
+
+
+def _kind(path: Path) -> str:
+    """text, or the name that `datasets` has for it; empty where unknown."""
+    if path.suffix in PACKED:
+        return TABLES.get(Path(path.stem).suffix, "")
+    return "text" if path.suffix in TEXTS else TABLES.get(path.suffix, "")
+
+
+def _files(path: Path) -> tuple[str, list[Path]]:
+    """What kind of files, and which, in the order of their names."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
+    kinds = {_kind(p) for p in files}
+    if not files or "" in kinds:
+        known = ", ".join((*TEXTS, *TABLES))
+        raise SurgeryError(
+            f"data source {path}: {'no file' if not files else 'not one'} of a known kind ({known}; tables also "
+            f"compressed, {', '.join(PACKED)})"
+        )
+    if "text" in kinds:
+        for file in files:
+            with open(file, "rb") as opened:
+                name = encoding_of(opened.read(4096))
+            if name not in (None, "utf-8-sig"):
+                raise SurgeryError(
+                    f"data source {file} is {str(name).upper()}, and texts to train on are UTF-8; convert it, for example: "
+                    f"iconv -f {str(name).upper()} -t UTF-8"
+                )
+    if len(kinds) > 1:
+        raise SurgeryError(
+            f"data source {path} holds files of several kinds ({', '.join(sorted(kinds))}); give each kind a source"
+        )
+    return kinds.pop(), files
+
+
+def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any) -> Any:
+    import datasets
+
+    where = f"data source {config.path}"
+    if config.separator is not None:
+        raise SurgeryError(f"{where} has a row for every document; separator is of text files")
+    options: dict[str, Any] = {"data_files": [str(f) for f in files]} if kind else {"revision": config.revision}
+    try:
+        with arrow_cache(files) if kind else nullcontext() as cache:
+            rows: Any = datasets.load_dataset(
+                kind or config.path,
+                None if kind else config.subset,
+                split="train" if kind else config.split,
+                streaming=config.streaming,
+                cache_dir=None if cache is None else str(cache),
+                trust_remote_code=False,
+                **options,
+            )
+            first = next(iter(rows.take(1)), None)
+    except SurgeryError:
+        raise
+    except Exception as error:  # as above
+        raise unreadable(where, error) from None
+    if first is None:
+        raise SurgeryError(f"{where} has no rows")
+    content = columns(config, first, where)
+    identity = files_identity(files) if kind else f"{config.path} {config.subset} {config.split} {config.revision}"
+    if config.streaming:
+        return StreamReader(rows, content, wanted, identity, where)
+    return TableReader(Rows(rows, content, identity), seed, shuffled, wanted)
+
+
+def columns(config: SourceConfig, first: dict[str, Any], where: str) -> Callable[[dict[str, Any]], Any]:
+    """row -> what a document holds, or None where there is nothing; by a look at the first row."""
+    named = [n for n in (config.text, config.messages, config.prompt, config.completion) if n is not None]
+    for name in named:
+        if name not in first:
+            raise SurgeryError(f"{where} has no column {name!r}{nearest(name, first)}; its columns: {', '.join(first)}")
+    config = guessed(config, first)
+    if config.messages is not None:
+        turns = config.messages
+        return lambda row: row[turns] or None
+    if config.prompt is not None and config.completion is not None:
+        asked, answered = config.prompt, config.completion
+        return lambda row: (row[asked], row[answered]) if row[answered] else None
+    if config.text is None:
+        raise SurgeryError(
+            f"{where}: which column holds the text? say text: NAME, or messages: NAME; its columns: {', '.join(first)}"
+        )
+    column = config.text
+    return lambda row: row[column] or None
+
+
+def guessed(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
+    """With the columns that go by their usual names, where none is named."""
+    if config.chat or config.text is not None:
+        return config
+    texts = [key for key, value in first.items() if isinstance(value, str)]
+    turns = [key for key in ("messages", "conversations") if isinstance(first.get(key), list)]
+    if "text" in texts:
+        return config.model_copy(update={"text": "text"})
+    if turns:
+        return config.model_copy(update={"messages": turns[0]})
+    if {"prompt", "completion"} <= set(first):
+        return config.model_copy(update={"prompt": "prompt", "completion": "completion"})
+    return config.model_copy(update={"text": texts[0]}) if len(texts) == 1 else config

@@ -1,0 +1,72 @@
+"""Documents to tokens, and which of them are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.data import special_tokens
+from surgery.training.data.documents import Document
+
+
+@dataclass(frozen=True)
+class Piece:
+    """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). whole: not to be cut into windows."""
+
+    ids_T: Tensor
+    trained_T: Tensor | None = None
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return self.ids_T.numel()
+
+
+class Encoder:
+    """Text with the specials the tokenizer puts around it, and an end of text behind it where the tokenizer has one."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.before, self.after = special_tokens(tokenizer)
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.end: int | None = end
+        if end is not None and self.after[-1:] != [end]:
+            self.after = [*self.after, end]
+        pads = (tokenizer.pad_token_id, end, self.before[0] if self.before else None, 0)
+        self.pad = int(next(p for p in pads if p is not None))
+
+    def texts(self, documents: list[Document]) -> list[Piece]:
+        """One piece a document, in their order; the parts of a long one are one piece."""
+        if not documents:
+            return []
+        texts = [document.content for document in documents]
+        unread = {"return_attention_mask": False, "return_token_type_ids": False}  # a list as long for every document
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False, **unread)["input_ids"]
+        every: list[int] = []
+        lengths: list[int] = []
+        for row, document in zip(ids, documents):  # one tensor for all: a small one each would take as long as the rest
+            before = len(every)
+            every += self.before if document.begins else []
+            every += row
+            every += self.after if document.ends else []
+            if document.begins or not lengths:
+                lengths.append(0)
+            lengths[-1] += len(every) - before
+        return [Piece(ids_T) for ids_T in torch.tensor(every, dtype=torch.int64).split(lengths)]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of everything that decides which ids a text becomes, and of the chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        model = json.loads(backend.to_str())
+        for passing in ("padding", "truncation"):  # of the last call, not of the tokenizer
+            model.pop(passing, None)
+    else:
+        model = {"vocabulary": tokenizer.get_vocab(), "kind": type(tokenizer).__name__}
+    told = {"model": model, "specials": tokenizer.special_tokens_map, "chat": tokenizer.chat_template}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()

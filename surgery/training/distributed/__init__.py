@@ -1,0 +1,1 @@
+"""Training over several processes: Accelerate, FSDP2, DeepSpeed."""

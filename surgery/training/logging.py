@@ -1,0 +1,266 @@
+"""Where else the log goes: TensorBoard, wandb, trackio, through Accelerate. Nothing of theirs is asked for or stored
+but what their own packages keep.
+
+What a person sees of a run: the groups before it, a line while it goes, before and after at its end.
+
+What a run writes down: a line of JSON for every look at it, a curve, and trackers by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from surgery.core.errors import SurgeryError
+from surgery.core.files import is_disk
+from surgery.core.progress import Progress
+from surgery.core.tables import _table, count
+from surgery.training.checkpoints import Position
+from surgery.training.optim import Group
+from surgery.training.recipe import HealingRecipe
+
+PROJECT = "surgery"
+TRACKERS = ("tensorboard", "wandb", "trackio")
+HELP = {
+    "tensorboard": "pip install tensorboard",
+    "wandb": "run wandb login, or set WANDB_MODE=offline",
+    "trackio": "see trackio's page for where it writes",
+}
+
+
+def tracker(name: str | None) -> list[str]:
+    """What Accelerate is to log with. None: TensorBoard where it is installed."""
+    if name == "none":
+        return []
+    from accelerate.utils import imports
+
+    here = {n: getattr(imports, f"is_{n}_available", lambda: False)() for n in TRACKERS}
+    if name is None:
+        return ["tensorboard"] if here["tensorboard"] else []
+    if name not in TRACKERS:
+        raise SurgeryError(f"--track {name!r}: choose one of {', '.join(TRACKERS)}, none")
+    if not here[name]:
+        raise SurgeryError(f"--track {name}: the package {name} is not installed; pip install {name}, or --track none")
+    return [name]
+
+
+def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Position) -> None:
+    """A run by the name of OUT. One that is resumed goes on: TensorBoard forgets steps that are taken again."""
+    if not accelerator.log_with:
+        return
+    (chosen,) = (str(getattr(name, "value", name)) for name in accelerator.log_with)
+    begun = sum(stage.steps for stage in recipe.stages[: at.stage]) + at.step
+    options = {
+        "tensorboard": {"purge_step": begun + 1} if begun else {},
+        "wandb": {"name": out.name, "dir": str(accelerator.project_dir)},
+        "trackio": {"name": out.name},
+    }
+    try:
+        accelerator.init_trackers(
+            PROJECT, config=None if begun else told(recipe), init_kwargs={chosen: options[chosen]}
+        )
+    except Exception as error:  # of many kinds, from many libraries
+        accelerator.trackers = []
+        if is_disk(error):
+            raise
+        what = " ".join(str(error).split())[:200]
+        raise SurgeryError(
+            f"--track {chosen} does not start: {type(error).__name__}: {what}; {HELP[chosen]}, or --track none"
+        ) from None
+
+
+def end_trackers(accelerator: Any) -> None:
+    """What was logged is written out; a second call does nothing."""
+    for one in accelerator.trackers:
+        one.finish()
+    accelerator.trackers = []
+
+
+def told(recipe: HealingRecipe) -> dict[str, Any]:
+    """What a run is compared by, plain numbers and words."""
+    flat: dict[str, Any] = {"seed": recipe.seed, "precision": recipe.precision}
+    for number, stage in enumerate(recipe.stages):
+        for key in ("kind", "length", "tokens", "batch", "rate"):
+            flat[f"stage {number + 1}/{key}"] = getattr(stage, key)
+    return flat
+
+
+def groups_table(title: str, groups: list[Group]) -> list[Any]:
+    table = _table(title, "trained", "tensors", "numbers", "fan in", "fan out", "rate", "decay")
+    for row in (group.row() for group in groups):
+        fans = (str(row.get(key, "")) for key in ("fan_in", "fan_out"))
+        table.add_row(
+            row["kind"], str(row["tensors"]), count(row["numbers"]), *fans, f"{row['rate']:.3g}", f"{row['decay']:g}"
+        )
+    return [table]
+
+
+FIXED = {"stage", "kind", "step", "steps", "total_steps", "tokens", "loss", "rate", "gradient_norm"}
+FIXED |= {"tokens_per_second", "waited", "seconds_left", "memory"}
+
+
+def said(line: dict[str, Any]) -> str:
+    """A line of the log."""
+    if "skipped" in line:
+        return "skipped: step " + ", ".join(str(step) for step in line["skipped"])
+    if "validation" in line:
+        return f"{line['kind']} {line['step']}: validation {line['validation']:.4f} nats per token"
+    parts = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in FIXED)
+    memory = f", {line['memory'] / 2**30:.1f} GiB" if line["memory"] else ""
+    return (
+        f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f} ({parts}), rate {line['rate']:.2e}, "
+        f"{line['tokens_per_second']:,.0f} tokens/s{memory}, {duration(line['seconds_left'])} left"
+    )
+
+
+def duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+class Reporter:
+    """Lines of the log as they come: a bar that says the last one on a terminal, else one line in ten."""
+
+    def __init__(self, progress: Progress, active: bool):
+        self.progress, self.active = progress, active
+        self.tick: Any = lambda steps=1: None
+        self.step, self.looks = 0, 0
+
+    @contextmanager
+    def stage(self, title: str, steps: int, at: int) -> Iterator[None]:
+        with self.progress.bar(title, steps) as tick:
+            self.tick, self.step, self.looks = tick, at, 0
+            tick(at)
+            yield
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if not self.active:
+            return
+        if "steps" in line:
+            self.tick(line["step"] - self.step)
+            self.step, self.looks = line["step"], self.looks + 1
+            if self.looks % 10 != 1 and line["step"] != line["steps"]:
+                return
+        self.progress.say(said(line))
+
+
+def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
+    """Before and after; what was trained. labels: what is measured -> what it is called."""
+    parts: list[Any] = []
+    rows = [(label, result["validation"].get(key)) for key, label in labels or ROWS]
+    if any(value for _, value in rows):
+        table = _table("before and after, on validation text", "", "perplexity", "nats per token", "to the original")
+        original = (result["validation"].get("original") or {}).get("perplexity")
+        for label, value in rows:
+            if value:
+                ratio = f"{value['perplexity'] / original:.4f}" if original else "-"
+                table.add_row(label, f"{value['perplexity']:.4f}", f"{value['loss']:.4f}", ratio)
+        parts.append(table)
+    else:
+        parts.append("no validation text: give the recipe data.validation, for example 0.02, to see before and after")
+    for stage in result["stages"]:
+        parts.append(
+            f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {stage['first_loss']:.4f} -> "
+            f"{stage['last_loss']:.4f}, {stage['tokens_per_second']:,.0f} tokens/s"
+        )
+    return [*parts, f"delivered: {result['delivered']['says']}"]
+
+
+def last_line(result: dict[str, Any], what: str) -> str:
+    """Where the checkpoint is; and whether training has left it as it was, or made it worse."""
+    told = result["delivered"]
+    if told["state"] == "start":
+        return f"{what}, no better than the start and so unchanged: {result['out']}"
+    if told["worse"]:
+        return f"{what}, WORSE than the start ({told['loss']:.4f} after {told['start']:.4f} nats per token): {result['out']}"
+    return f"{what}: {result['out']}"
+
+
+ROWS = (("original", "original"), ("before", "converted"), ("after", "healed"))
+
+
+LOG, CURVE = "log.jsonl", "curve.png"
+
+
+class Log:
+    """Lines of log.jsonl; `going_on` first drops those of steps that will be taken again."""
+
+    def __init__(self, folder: Path, accelerator: Any = None):
+        self.path, self.accelerator = folder / LOG, accelerator
+
+    def going_on(self, stage: int, step: int) -> None:
+        if not self.path.is_file():
+            return
+        kept = [line for line in self.lines() if (line["stage"], line["step"]) <= (stage, step)]
+        partial = self.path.with_name(self.path.name + ".tmp")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def add(self, line: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(line)) + "\n")
+        if self.accelerator is not None and self.accelerator.trackers:
+            numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
+            self.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["total_steps"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Whole lines: a killed run may leave half of one."""
+        found = []
+        texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.is_file() else ()
+        for text in texts:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if _whole(line):
+                found.append(line)
+        return found
+
+
+def _whole(line: Any) -> bool:
+    """Whether it is a line that `add` wrote."""
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return False
+    if not all(type(line.get(key)) is int and abs(line[key]) < 2**62 for key in ("stage", "step", "tokens")):
+        return False
+    drawn = [line[key] for key in ("loss", "validation") if line.get(key) is not None]
+    return all(type(n) in (int, float) and abs(n) < 1e30 for n in drawn)
+
+
+def _plain(line: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> bool:
+    """Loss over tokens, a panel for every stage, validation as points; False where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    stages = sorted({line["stage"] for line in lines})
+    if not stages:
+        return False
+    figure = Figure(figsize=(5 * len(stages), 3.5), layout="constrained")
+    for column, stage in enumerate(stages):
+        axes = figure.add_subplot(1, len(stages), column + 1)
+        own = [line for line in lines if line["stage"] == stage]
+        trained = [(line["tokens"], line["loss"]) for line in own if line.get("loss") is not None]
+        checked = [(line["tokens"], line["validation"]) for line in own if line.get("validation") is not None]
+        axes.plot(*zip(*trained) if trained else ([], []), lw=1, label="training loss")
+        if checked:
+            axes.plot(*zip(*checked), "o-", ms=3, lw=0.8, label="validation, nats per token")
+        if all(loss > 0 for _, loss in trained):
+            axes.set_yscale("log")
+        axes.set(title=f"{stage + 1}. {own[0]['kind']}", xlabel="tokens")
+        axes.legend(fontsize=8)
+    partial = path.with_name(path.name + ".tmp")
+    FigureCanvasAgg(figure).print_png(str(partial))
+    os.replace(partial, path)
+    return True

@@ -1,0 +1,1 @@
+"""Training structured models from scratch."""

@@ -1,0 +1,167 @@
+"""A model that nothing has trained, with structured layers, initialised so that one base rate serves all widths (muP).
+
+    embeddings                      N(0, embedding_std^2), whatever the width
+    linears, cores of structures    N(0, min(1, out/in) / in), of their own fan-in and fan-out
+    last core of what is added to the residual stream (attention's output, mlp's down), and the head: zeros
+    norms and biases                as the model's class begins
+    mixers                          as their class begins; factors of bilinear scores N(0, 1 / fan_in)
+
+(Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang et al. 2022, "Tensor Programs V", Table 3, whose
+output layer has variance 1 / in^2: zeros here.) The first factor V of U V begins like every core with sqrt(rank) / in,
+low_rank_start "spectral", or as in Qiu et al. 2024, appendix E.2, with sqrt(1 / in), "unit": where U is zero, gradients then
+do not vanish with the width. The paper also begins W_Q at zero; here it begins like other linears. The rates that go with it are those of optim.py with a base_width.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from surgery.architectures.linears import Body, is_linear, walk
+from surgery.checkpoint.meta_model import Skeleton, bare_model, model_class
+from surgery.checkpoint.safetensors_io import TensorInfo
+from surgery.checkpoint.source import Source
+from surgery.core.errors import SurgeryError
+from surgery.modeling.attention import install
+from surgery.modeling.modules import FoldedLinear, SplitLinear, empty_standin
+from surgery.planning.plan import Cut, Plan, make_plan
+from surgery.planning.recipe import Recipe
+from surgery.planning.weights import part_name, spec_of
+from surgery.structures import StructuredLinear
+from surgery.structures.base import MuP
+from surgery.structures.low_rank import LowRankLinear
+
+LowRankStart = Literal["spectral", "unit"]
+ADDED = ("attention.output", "mlp.down")  # roles whose linears write into the residual stream
+
+
+def plan_for(folder: Path, recipe: Recipe) -> Plan:
+    """What the recipe replaces in a model of folder/config.json, whose weights are nowhere yet."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = f"a new {config['model_type']}"
+    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
+        raise SurgeryError(
+            "attention.hybrid by sensitivity is measured on a trained model; to train one, say by: every, or layers: [..]"
+        )
+    state = bare_model(Source(name, folder, config, {})).state_dict()
+    tensors = {
+        key: TensorInfo(key, folder / "none", "F32", tuple(t.shape), 0, 4 * t.numel()) for key, t in state.items()
+    }
+    return make_plan(Skeleton(Source(name, folder, config, tensors)), recipe)
+
+
+def fresh_model(
+    config: Any, plan: Plan | None, embedding_std: float, seed: int, low_rank_start: LowRankStart = "spectral"
+) -> Any:
+    """A causal language model in float32; plan: None where all stays dense. It saves itself as `convert`'s do."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)._from_config(config, dtype=torch.float32)
+        body = walk(model)
+        if plan is not None:
+            put_standins(model, plan)
+        initialise(model, body, embedding_std)
+        if low_rank_start == "unit":
+            unit_low_rank(model)
+        if plan is not None and plan.seats:
+            put_mixers(model, plan)
+    return model
+
+
+def put_standins(model: Any, plan: Plan) -> None:
+    """In place, with the table that from_pretrained reads."""
+    from surgery.modeling.quantization_config import SurgeryConfig
+
+    table = {path: entry for path, cuts in plan.cuts.items() if (entry := _entry(cuts))}
+    for path, entry in table.items():
+        model.set_submodule(path, empty_standin(entry, device="cpu", dtype=torch.float32))
+    if table:
+        model.config.quantization_config = SurgeryConfig(modules=table)
+
+
+def _entry(cuts: tuple[Cut, ...]) -> dict[str, Any] | None:
+    """None where the linear stays as it is."""
+    linear, specs = cuts[0].linear, [spec_of(cut, cut.first) for cut in cuts]
+    if all(cut.first is None for cut in cuts):
+        return None
+    if cuts[0].part is None:
+        entry = specs[0]
+    else:
+        names = [part_name(cut.part.role) for cut in cuts if cut.part]
+        entry = {"structure": "split", "parts": dict(zip(names, specs)), "heads": cuts[0].part.heads}
+    return {**entry, **({"transposed": True} if linear.transposed else {})}
+
+
+def put_mixers(model: Any, plan: Plan) -> None:
+    install(model, {seat.path: seat.config for seat in plan.seats.values()})
+    for seat in plan.seats.values():
+        state = model.get_submodule(seat.path).mixer.state_dict()
+        for name, value in seat.fixed.items():
+            state[name].copy_(torch.tensor(value))
+
+
+# -- initialisation --------------------------------------------------------------------------------------
+@torch.no_grad()
+def initialise(model: Any, body: Body, embedding_std: float) -> None:
+    """body: the walk of the model before anything stood in for its linears."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=embedding_std)
+    for linear in body.linears:
+        module = model.get_submodule(linear.path)
+        (silence if linear.path == body.head or set(ADDED) & set(linear.roles) else begin)(module)
+
+
+def begin(module: Any) -> None:
+    """Anew, with the variance of its fans."""
+    if isinstance(module, SplitLinear):
+        for part in module.parts.values():
+            begin(part)
+    elif isinstance(module, StructuredLinear):
+        module.reset_parameters()
+    else:
+        out, in_ = _shape(module)
+        nn.init.normal_(module.weight, std=MuP(in_, out).std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def silence(module: Any) -> None:
+    """Answering zero, with a gradient: one core is zero, the last one. Where rows of the first are stored as they are
+    (pivoted low rank), that one too."""
+    begin(module)
+    if isinstance(module, SplitLinear):
+        for part in module.parts.values():
+            silence(part)
+        return
+    nn.init.zeros_(module.weight)
+    if isinstance(module, StructuredLinear) and bool(module.dense().any()):
+        nn.init.zeros_(module.get_parameter("right"))
+
+
+@torch.no_grad()
+def unit_low_rank(model: Any) -> None:
+    """V of every low rank layer from N(0, 1 / in): the variance that the dense layer would begin with."""
+    for module in model.modules():
+        if isinstance(module, LowRankLinear):
+            nn.init.normal_(module.right, std=module.in_features**-0.5)
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """(out, in)"""
+    if isinstance(module, FoldedLinear) or not is_linear(module):
+        raise TypeError(type(module).__name__)
+    out, in_ = module.weight.shape
+    return (out, in_) if isinstance(module, nn.Linear) else (in_, out)  # Conv1D keeps (in, out)
+
+
+def refuse_tied(config: Any) -> None:
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):
+        raise SurgeryError(
+            "model.tie_word_embeddings: muP wants an output layer of its own, which begins at zero and whose rate falls with "
+            "the width; say tie_word_embeddings: false"
+        )

@@ -1,0 +1,85 @@
+"""A recipe for training from scratch: the model, what its linears and its attention are, the tokenizer; the rest as in a
+healing recipe.
+
+model: {model_type: gpt2, n_embd: 768, n_layer: 12, n_head: 12}      # keys of the family's config in transformers
+layers: {structure: btt, blocks: sqrt, rank: 4, fused: split}         # of a conversion recipe, or its name; null: all dense
+tokenizer: {kind: bpe, vocabulary: 32768}
+common: {optimiser: {base_width: 256}}                                # the width whose best rate `rate` is
+stages:
+  - {kind: lm, tokens: 10B, length: 1024, rate: 2e-3}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from surgery.core.config import Real, Strict, merged, said
+from surgery.core.errors import SurgeryError
+from surgery.planning.recipe import Recipe, load_recipe, recipes_folder, validated
+from surgery.training.pretrain.initialize import LowRankStart
+from surgery.training.pretrain.tokenizer import TokenizerConfig
+from surgery.training.recipe import HealingRecipe, parse_healing, read_recipe
+
+FOLDER = "pretrain"
+
+
+class New(Strict):
+    """The keys that a healing recipe does not have. embedding_std: of token and position embeddings at the start.
+    low_rank_start: the standard deviation of the first factor of low rank layers at the start, "spectral" or "unit" (see
+    training/fresh.py)."""
+
+    model: dict[str, Any]
+    layers: dict[str, Any] | str | None = None
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    embedding_std: Annotated[Real, Field(gt=0)] = 0.02
+    low_rank_start: LowRankStart = "spectral"
+
+
+class PretrainRecipe(Strict):
+    """new: what is made; structure: the conversion recipe of its layers, None where they stay dense; training: how."""
+
+    new: New
+    structure: Recipe | None
+    training: HealingRecipe
+
+
+def folder() -> Path:
+    return recipes_folder() / FOLDER
+
+
+def load_pretrain(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
+    """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
+    return parse_pretrain(*read_recipe(name, folder(), "pretraining", overrides, tiny))
+
+
+def parse_pretrain(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
+    own = {key: data[key] for key in New.model_fields if key in data}
+    rest = {key: value for key, value in data.items() if key not in own}
+    try:
+        new = New.model_validate(own)
+    except ValidationError as error:
+        raise said(error, where, New.model_fields) from None
+    if not isinstance(new.model.get("model_type"), str):
+        raise SurgeryError(f"{where}: model names no model_type; for example model: {{model_type: gpt2, n_embd: 256}}")
+    common = rest.get("common") or {}
+    if isinstance(common, dict):  # else it is refused there
+        common = merged({"trains": ["all"]}, common)
+    training = parse_healing({**rest, "common": common}, where)
+    for stage in training.stages:
+        if stage.kind != "lm":
+            raise SurgeryError(f"{where}: stage {stage.kind}: a model from scratch has no teacher; its stages are lm")
+    structure = _structure(new.layers, where)
+    if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):
+        raise SurgeryError(
+            f"{where}: layers: auto chooses by what fits trained weights best; name a structure, e.g. btt"
+        )
+    return PretrainRecipe(new=new, structure=structure, training=training)
+
+
+def _structure(layers: dict[str, Any] | str | None, where: str) -> Recipe | None:
+    if not layers:
+        return None
+    return load_recipe(layers) if isinstance(layers, str) else validated(layers, f"{where}, layers")

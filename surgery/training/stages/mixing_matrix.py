@@ -1,0 +1,170 @@
+"""The matrices that mix tokens: how far the student's are from the teacher's softmax(Q K^T), squared Frobenius norm.
+
+    loss = mean over heads of |W - W*|_F^2 / |W*|_F^2        W: A . M of a mixer, softmax's where it was kept
+
+This is MOHAWK's first stage, "matrix orientation" (Bick et al. 2024, section 4.1: min |TeacherMixer(u) - StudentMixer(u)|_F
+over the same inputs u), squared and relative like the losses it is added to. What an attention module hands to its
+last projection is linear in its values, O = W V, so W is read by giving it values of our own, through the module's
+own forward, whatever mixer is in it; neither matrix is ever built:
+
+    columns     V = columns of the identity, as many at a time as a head has values: the loss itself, T / V calls
+    probes      V = random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), as many calls as wanted
+
+A norm over a head's numbers is not linear: W is then what stands before it. A convolution of the values or a gate makes W
+another for each of them; the loss is the mean over them.
+
+B batch, T tokens, H heads, G value heads, V value dim, of the values given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.attention import anatomy_for, attention_shape, output_path
+from surgery.core.errors import SurgeryError
+from surgery.training.data.readers import mixed
+from surgery.training.stages.base import Batch
+
+Asked = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module's call
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The attention at `place` of a model: which linear gives its values, and in which of its outputs they lie."""
+
+    model: Any
+    place: str
+    source: str
+    reader: str
+    heads: int
+    groups: int
+    value: int
+    layout: str
+
+    @classmethod
+    def of(cls, model: Any, place: str) -> Mixing:
+        shape, anatomy = attention_shape(model, place), anatomy_for(model)
+        modules = dict(model.named_modules())
+        found = {f"{place}.{end}": "whole" for end in anatomy.value.split("|") if end}
+        found |= {f"{place}.{f.path}": f.layout for f in anatomy.fused if f.roles[-1] == "attention.value"}
+        source = next((path for path in found if path in modules), None)
+        if source is None:
+            raise SurgeryError(
+                f"stage align: matrix_weight: {place} has no projection that gives values alone; set it to 0"
+            )
+        reader = output_path(model, place)
+        return cls(model, place, source, reader, shape.heads, shape.groups, shape.value, found[source])
+
+    def mixed(self, asked: Asked, given_BTV: Tensor) -> Tensor:
+        """(B, T, H, V): what every head makes of these values."""
+        read: list[Tensor] = []
+
+        def values(_: Any, args: Any, out: Tensor) -> Tensor:
+            return self._placed(given_BTV.to(out.device, out.dtype), out)
+
+        def noting(_: Any, args: tuple[Any, ...]) -> None:
+            read.append(args[0])
+
+        module = self.model.get_submodule(self.place)
+        with ExitStack() as stack:
+            stack.callback(self.model.get_submodule(self.source).register_forward_hook(values).remove)
+            stack.callback(self.model.get_submodule(self.reader).register_forward_pre_hook(noting).remove)
+            stack.enter_context(_before_its_norm(getattr(module, "mixer", None)))
+            module.forward(*asked[0], **asked[1])
+        return read[0].unflatten(-1, (self.heads, self.value))
+
+    def _placed(self, given_BTV: Tensor, out_BTX: Tensor) -> Tensor:
+        """The linear's output with the given values in the place of its own."""
+        every_BTGV = given_BTV.unsqueeze(2).expand(-1, -1, self.groups, -1)
+        if self.layout == "whole":
+            return every_BTGV.flatten(2)
+        if self.layout == "per_head":  # q, k, v of a head side by side
+            own = out_BTX.unflatten(-1, (self.groups, -1))
+            return torch.cat([own[..., : -self.value], every_BTGV], dim=-1).flatten(2)
+        return torch.cat([out_BTX[..., : -self.groups * self.value], every_BTGV.flatten(2)], dim=-1)
+
+
+@contextmanager
+def _before_its_norm(mixer: Any) -> Iterator[None]:
+    norm = getattr(mixer, "norm", None)
+    if not isinstance(norm, torch.nn.Module):
+        yield
+        return
+    mixer.norm = None
+    try:
+        yield
+    finally:
+        mixer.norm = norm
+
+
+class Matrices:
+    """probes: of random signs, None for every column."""
+
+    def __init__(self, student: Any, teacher: Any, places: list[str], probes: int | None, seed: int = 0):
+        self.pairs = {place: (Mixing.of(student, place), Mixing.of(teacher, place)) for place in places}
+        self.probes, self.seed = probes, seed
+        self.asked: tuple[Any, list[int]] = (None, [])
+
+    def given(self, batch: Batch, value: int) -> list[Callable[[], Tensor]]:
+        """What makes the values of every call, (B, T, V), on the CPU: the same for an example wherever it is run."""
+        B, T = batch["input_ids"].shape
+        if self.probes is None:
+            return [partial(_columns, B, T, first, value) for first in range(0, T, value)]
+        if self.asked[0] is not batch["index"]:  # the device is asked once a batch, not at every layer
+            self.asked = batch["index"], batch["index"].tolist()
+        indices = self.asked[1]
+        calls = range(-(-self.probes // value))
+        return [partial(self._signs, indices, T, value, call) for call in calls]
+
+    def _signs(self, indices: list[int], T: int, value: int, call: int) -> Tensor:
+        rows = []
+        for index in indices:
+            generator = torch.Generator().manual_seed(mixed(self.seed, "probes", index, call))
+            rows.append(torch.randint(0, 2, (T, value), generator=generator, dtype=torch.int8) * 2 - 1)
+        return torch.stack(rows).float()
+
+    def _share(self, value: int) -> float:
+        """Of a call's squares in |W|_F^2."""
+        return 1.0 if self.probes is None else 1.0 / (-(-self.probes // value) * value)
+
+    @torch.no_grad()
+    def sizes(self, place: str, asked: Asked, batch: Batch, valid_BT1: Tensor) -> Tensor:
+        """The mean over tokens and heads of |W*_t|^2, by its columns' squares."""
+        _, theirs = self.pairs[place]
+        total = torch.zeros((), device=valid_BT1.device)
+        for made in self.given(batch, theirs.value):
+            wide = theirs.mixed(asked, made()).float().square().sum(-1).mean(-1, keepdim=True)
+            total += (wide.to(valid_BT1.device) * valid_BT1).sum() * self._share(theirs.value)
+        return (total / valid_BT1.sum()).clamp_min(1e-12)
+
+    def apart(self, place: str, asked: Asked, taught: Asked, batch: Batch, valid_BT1: Tensor, size: Tensor) -> Tensor:
+        """The sum over tokens. A call's work is done again on the way back, so that one at a time is in memory."""
+        from torch.utils.checkpoint import checkpoint
+
+        ours, theirs = self.pairs[place]
+        device = valid_BT1.device
+
+        def of_call(made: Callable[[], Tensor]) -> Tensor:
+            given = made().to(device)
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                target = theirs.mixed(taught, given).to(device)
+            gap = ours.mixed(asked, given).float() - target.float()
+            return (gap.square().sum(-1).mean(-1, keepdim=True) * valid_BT1).sum()
+
+        sums = [checkpoint(of_call, made, use_reentrant=False) for made in self.given(batch, ours.value)]
+        return torch.stack(sums).sum() * self._share(ours.value) / size.to(device)
+
+
+def _columns(B: int, T: int, first: int, value: int) -> Tensor:
+    """Columns first .. first + value of the identity over tokens."""
+    given_TV = torch.zeros(T, value)
+    count = min(value, T - first)
+    given_TV[first : first + count, :count] = torch.eye(count)
+    return given_TV.expand(B, -1, -1)

@@ -1,0 +1,105 @@
+"""The index of a teacher cache, and its shards, believed only where they fit together."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from surgery.checkpoint.safetensors_io import TensorInfo, read_header
+from surgery.checkpoint.source import is_beside
+from surgery.core.errors import SurgeryError
+from surgery.core.files import read_json
+
+FORMAT, VERSION, INDEX = "surgery-teacher-cache", 1, "index.json"
+Count = Annotated[int, Field(ge=1, lt=2**40)]
+Text = Annotated[str, Field(max_length=10_000)]
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Shard(_Said):
+    file: Text
+    first: Annotated[int, Field(ge=0, lt=2**40)]
+    count: Count
+    bytes: Count
+    sha256: Text
+
+
+class _Index(_Said):
+    format: Literal["surgery-teacher-cache"]
+    version: int
+    top_k: Count
+    length: Count
+    per_shard: Count
+    examples: Count
+    seed: int
+    tokenizer: Text
+    data: Text
+    sources: list[Text]
+    shards: list[_Shard]
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise SurgeryError(f"{folder} is no teacher cache: it has no {INDEX}; `surgery teacher-cache` writes one")
+    try:
+        data = read_json(path)
+    except SurgeryError as error:
+        raise SurgeryError(f"{path} is not the index of a teacher cache: {error}") from None
+    if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+        raise SurgeryError(f"{path} is of version {str(data.get('version'))[:50]}; this surgery reads {VERSION}")
+    try:
+        index = _Index.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "it"
+        raise SurgeryError(f"{path} is not the index of a teacher cache ({place}: {first['msg'].lower()})") from None
+    for shard in index.shards:
+        if not is_beside(shard.file):
+            raise SurgeryError(f"{path} points to {shard.file!r}; shards are .safetensors files beside the index")
+        if shard.first % index.per_shard or shard.count > index.per_shard:
+            raise SurgeryError(
+                f"{path}: shard {shard.file} holds rows {shard.first:,} to {shard.first + shard.count:,}, which is not one "
+                f"of {index.per_shard:,} rows each; write the cache anew"
+            )
+    return dict(data)
+
+
+def is_sound(folder: Path, shard: dict[str, Any]) -> bool:
+    path = folder / shard["file"]
+    return path.is_file() and path.stat().st_size == shard["bytes"] and sha256(path) == shard["sha256"]
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> dict[str, TensorInfo]:
+    """Its tensors; SurgeryError where they are not those that the index says."""
+    path = folder / shard["file"]
+    if not is_sound(folder, shard):
+        raise SurgeryError(
+            f"{path} is {'damaged' if path.is_file() else 'gone'}: it is not what was written (sha256 "
+            f"{shard['sha256'][:12]}); write it again with surgery teacher-cache .. --resume"
+        )
+    tensors, rows = read_header(path), shard["count"]
+    wanted: dict[str, tuple[int, ...]] = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
+    wanted |= {"rest": (rows, length), "input_ids": (rows, length)}
+    for name, shape in wanted.items():
+        found = tensors[name].shape if name in tensors else None
+        if found != shape:
+            raise SurgeryError(
+                f"{path}: {name} is {'not there' if found is None else list(found)}, the index says {list(shape)}; write "
+                "the cache anew"
+            )
+    return tensors

@@ -1,0 +1,246 @@
+"""What a teacher says of every token, on disk: the k likeliest next tokens, their log-probabilities, and that of all
+others together.
+
+    write_teacher_cache(teacher, data, "cache", top_k=64, examples=10_000)
+    cache = TeacherCache("cache")
+    cache.check(data)                             the same tokenizer, text, order and length
+    tokens_TK, log_probs_TK, rest_T = cache.targets(17)
+
+docs/data.md describes the files. A shard is whole or absent, and what the index names is there: an interrupted run
+goes on with `resume`. Entry t is about the token at t + 1, at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.safetensors_io import Entry, TensorInfo, read_tensor, write_shard
+from surgery.core.errors import SurgeryError
+from surgery.core.files import alone, disk_errors, refuse_links_in, write_json
+from surgery.core.progress import Progress
+from surgery.training.data.dataset import Data, Example
+from surgery.training.data.packing import check_rows
+from surgery.training.data.tokenize import tokenizer_fingerprint
+from surgery.training.teacher_cache.index import FORMAT, INDEX, VERSION, is_sound, open_shard, read_index, sha256
+
+TENSORS = ("tokens", "log_probs", "rest", "input_ids")
+LEAST = -80.0  # a log-probability that counts for nothing and is finite
+NUMBERS = 2**26  # of logits looked at in float32 at once
+
+
+# -- writing ---------------------------------------------------------------------------------------
+def write_teacher_cache(
+    model: Any,
+    data: Data,
+    out_dir: str | Path,
+    top_k: int,
+    examples: int,
+    rows: int = 1,
+    per_shard: int = 256,
+    dtype: torch.dtype = torch.float16,
+    resume: bool = False,
+    teacher: str = "",
+    progress: Progress | None = None,
+    weights: str | None = None,
+) -> dict[str, Any]:
+    """Targets of the first `examples` of the data, `rows` of them a forward. teacher: a name for the index; weights: the digest
+    of the teacher's files, which must be the one that the cache was begun with. Returns the index. Without `resume` a folder
+    that holds a cache is refused, with it the same cache is finished: shards that are lost or damaged are written again."""
+    out = Path(out_dir)
+    refuse_links_in(out)
+    size = model.config.get_text_config().vocab_size
+    if not 1 <= top_k <= size:
+        raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}, e.g. 64")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise SurgeryError(f"teacher cache: log-probabilities as {dtype}? float16, bfloat16 or float32")
+    check_rows(model, data.config.packing, rows)
+    about = {
+        "format": FORMAT, "version": VERSION, "teacher": teacher or getattr(model, "name_or_path", ""),
+        "top_k": top_k, "length": data.length, "dtype": str(dtype).removeprefix("torch."), "vocabulary": size,
+        "examples": examples, "per_shard": per_shard, "seed": data.seed,
+        "tokenizer": tokenizer_fingerprint(data.tokenizer), "data": data.fingerprint(),
+        "sources": [source.path for source in data.config.sources], "teacher_digest": weights,
+    }  # fmt: skip
+    with disk_errors(out, "run the same command with --resume"):
+        out.mkdir(parents=True, exist_ok=True)
+        with alone(out, "teacher cache"):
+            return _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
+
+
+def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
+    """The index as far as it goes; more examples than were asked for then may be asked for now."""
+    if not (out / INDEX).is_file():
+        write_json(out / INDEX, {**about, "shards": []})
+        return {**about, "shards": []}
+    if not resume:
+        raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
+    index = read_index(out)
+    if None in (about["teacher_digest"], index.get("teacher_digest")):  # it was not said, then or now
+        about["teacher_digest"] = index.get("teacher_digest")
+    for key, value in about.items():
+        if index.get(key) != value and key not in ("examples", "teacher", "sources"):
+            raise SurgeryError(
+                f"{out} was begun with another {key} ({index.get(key)}, now {value}); resume with what it was begun "
+                "with, or choose another folder"
+            )
+    good = [shard for shard in index["shards"] if is_sound(out, shard)]
+    return {**index, "examples": max(about["examples"], index["examples"]), "shards": good}
+
+
+def _fill(
+    model: Any, data: Data, out: Path, index: dict[str, Any], rows: int, dtype: torch.dtype, progress: Progress
+) -> dict[str, Any]:
+    per, wanted = index["per_shard"], index["examples"]
+    there = {shard["first"]: shard for shard in index["shards"]}
+    missing = [f for f in range(0, wanted, per) if f not in there or there[f]["count"] < min(per, wanted - f)]
+    stream: Iterator[Example] = iter(())
+    at = -1
+    with progress.bar("teacher", len(missing)) as tick:
+        for first in missing:
+            if first != at:
+                stream = data.examples(first)
+            some = [example for _, example in zip(range(min(per, wanted - first)), stream)]
+            if not some:
+                raise SurgeryError(
+                    f"teacher cache: the data ends after {first:,} rows and {wanted:,} are asked for; leave out "
+                    f"data.epochs, or ask for {first:,}"
+                )
+            there[first] = _written(model, some, out, first, index, rows, dtype)
+            index = {**index, "shards": [there[f] for f in sorted(there)]}
+            write_json(out / INDEX, index)
+            at = first + len(some)
+            tick()
+    return index
+
+
+def _written(
+    model: Any, some: list[Example], out: Path, first: int, index: dict[str, Any], rows: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    file = f"targets-{first // index['per_shard']:05d}.safetensors"
+    tokens, log_probs, rest = (torch.cat(parts) for parts in zip(*_targets(model, some, index["top_k"], rows)))
+    tensors = {
+        "tokens": tokens.to(torch.int32),
+        "log_probs": log_probs.to(dtype),
+        "rest": rest,
+        "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
+    }
+    write_shard(out / file, [Entry.of(name, tensor) for name, tensor in tensors.items()])
+    size = (out / file).stat().st_size
+    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": sha256(out / file)}
+
+
+@torch.no_grad()
+def _targets(model: Any, some: list[Example], k: int, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(tokens_BTK, log_probs_BTK, rest_BT), on the CPU, of a few examples at a time."""
+    model.eval()
+    for start in range(0, len(some), rows):
+        both = ({n: e[n] for n in ("input_ids", "position_ids")} for e in some[start : start + rows])
+        inputs = {n: torch.stack(t).to(model.device) for n, t in _transposed(both).items()}
+        logits_BTV = model(**inputs, use_cache=False).logits
+        flat_NV = logits_BTV.flatten(0, 1)
+        parts = [top_of(part, k) for part in flat_NV.split(max(1, NUMBERS // flat_NV.shape[-1]))]
+        tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
+        if not bool(torch.isfinite(log_probs).all()):
+            raise SurgeryError(
+                f"teacher cache: the teacher's logits of rows {start} to {start + rows} are not finite; load it in "
+                "bfloat16 or float32"
+            )
+        yield tokens, log_probs, rest
+
+
+def _transposed(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for row in rows:
+        for name, tensor in row.items():
+            found.setdefault(name, []).append(tensor)
+    return found
+
+
+def top_of(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens_NK, the likeliest first; their log-probabilities; that of all others together)."""
+    logits_NV = logits_NV.float()
+    total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    top_NK, tokens_NK = logits_NV.topk(k, dim=-1)
+    others_NV = logits_NV.scatter(-1, tokens_NK, float("-inf"))
+    rest_N = (others_NV.logsumexp(-1) - total_N1.squeeze(-1)).clamp_min(LEAST)
+    return tokens_NK, top_NK - total_N1, rest_N
+
+
+# -- reading ---------------------------------------------------------------------------------------
+class TeacherCache:
+    """Rows are read when they are asked for; a shard is checked against its checksum when it is first needed."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self.top_k, self.length = self.index["top_k"], self.index["length"]
+        self.shards = {shard["first"] // self.index["per_shard"]: shard for shard in self.index["shards"]}
+        self._opened: dict[int, dict[str, TensorInfo]] = {}
+        self._rows: int | None = None
+
+    def __len__(self) -> int:
+        """Examples that are there, from the first on without a gap."""
+        count = 0
+        while (shard := self.shards.get(count // self.index["per_shard"])) is not None and shard["first"] == count:
+            count += shard["count"]
+            if shard["count"] < self.index["per_shard"]:
+                break
+        return count
+
+    def check(self, data: Data) -> None:
+        """SurgeryError where these are targets of other examples than the data's."""
+        tokenizer = tokenizer_fingerprint(data.tokenizer)
+        for what, theirs, ours in (
+            ("tokenizer", self.index["tokenizer"], tokenizer),
+            ("length", self.length, data.length),
+            ("seed", self.index["seed"], data.seed),
+            ("data", self.index["data"], data.fingerprint()),
+        ):
+            if theirs != ours:
+                raise SurgeryError(
+                    f"teacher cache {self.folder} was written with another {what} ({_short(theirs)}, here {_short(ours)}; "
+                    f"its sources: {', '.join(self.index['sources'])}); train with what it was written with, or write a "
+                    "cache for this run"
+                )
+        if data.config.rows is not None and data.config.rows > len(self):
+            raise SurgeryError(
+                f"teacher cache {self.folder} holds {len(self):,} rows, data.rows is {data.config.rows:,}; lower it, or "
+                "write more with --resume"
+            )
+        self._rows = data.config.rows
+
+    def targets(self, index: int, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens (T, k) int32, log-probabilities (T, k), rest (T,) float32) of that example of the data. input_ids: it,
+        to be sure."""
+        number = index if self._rows is None else index % self._rows
+        at, row = divmod(number, self.index["per_shard"])
+        shard = self.shards.get(at)
+        if shard is None or row >= shard["count"]:
+            raise SurgeryError(
+                f"teacher cache {self.folder} holds {len(self):,} rows and row {number:,} is asked for; write more with "
+                f"--resume, or set data.rows={len(self)} to read those again and again"
+            )
+        tensors = self._open(at, shard)
+        found = {name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSORS if name != "input_ids"}
+        if input_ids is not None:
+            stored = read_tensor(tensors["input_ids"].rows(row, row + 1))[0]
+            if not torch.equal(stored.long(), input_ids.cpu().long()):
+                raise SurgeryError(
+                    f"teacher cache {self.folder}: row {number:,} is of another text than the example trained on; write "
+                    "a cache for this run"
+                )
+        return found["tokens"], found["log_probs"], found["rest"]
+
+    def _open(self, at: int, shard: dict[str, Any]) -> dict[str, TensorInfo]:
+        if at not in self._opened:
+            self._opened[at] = open_shard(self.folder, shard, self.length, self.top_k)
+        return self._opened[at]
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12]

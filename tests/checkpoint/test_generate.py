@@ -1,0 +1,394 @@
+"""generate() with mixers: what is decoded step by step from the small cache is what the whole forward says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers.small import GENERATING, tiny_inputs
+from helpers.small_mixers import Decayed, DecayedMixer, Exact, lively, registered, with_mixers
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, mixer_config
+from surgery.modeling.cache import RECORDED, mixed_modules, record_past
+from surgery.modeling.cache_io import load_cache, save_cache
+
+FAMILIES = [f for f in GENERATING if not f.startswith("t5") and f != "llama-tied"]
+HYBRIDS = [("mistral", 0), ("mistral", 1), ("gemma2", 0), ("gemma2", 1), ("gemma3", 1), ("qwen3", 0), ("gpt2", 1)]
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known():
+    with registered():
+        yield
+
+
+def prompts(rows: int = 2, length: int = 10, seed: int = 3) -> torch.Tensor:
+    return tiny_inputs("llama", rows, length, seed)["input_ids"]
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def decoded(model, ids, new: int, **options):
+    """(tokens, logits of the new ones)"""
+    done = model.generate(
+        ids, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **{**GREEDY, **options}
+    )
+    return done.sequences, torch.stack(done.logits, dim=1)
+
+
+@torch.no_grad()
+def whole(model, tokens, new: int) -> torch.Tensor:
+    """Logits of the last `new` tokens from one forward without a cache."""
+    return model(tokens[:, :-1], use_cache=False).logits[:, -new:]
+
+
+def mixed_model(family: str, mixer, layers=None):
+    changes = {"n_positions": 256} if family == "gpt2" else {"sliding_window": 8} if family == "mistral" else {}
+    return with_mixers(family, mixer, layers, **changes)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return mixed_model("llama", Decayed())
+
+
+def layers_of(cache) -> list[str]:
+    return [type(layer).__name__ for layer in cache.layers]
+
+
+# -- step by step = at once ------------------------------------------------------------------------
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mixer", [Exact(), Decayed()], ids=["exact", "decayed"])
+def test_greedy_is_the_argmax_of_the_whole_forward(family, mixer):
+    model, new = mixed_model(family, mixer), 12
+    tokens, logits = decoded(model, prompts(), new)
+    assert far(logits, whole(model, tokens, new)) < 1e-5
+    assert torch.equal(tokens[:, -new:], logits.argmax(-1))
+
+
+@pytest.mark.parametrize("family, layer", HYBRIDS)
+def test_hybrids_with_sliding_and_full_softmax_layers(family, layer):
+    model, new = mixed_model(family, Decayed(), [layer]), 12
+    tokens, logits = decoded(model, prompts(), new)
+    assert far(logits, whole(model, tokens, new)) < 1e-5
+
+
+def test_two_hundred_tokens_and_a_sabotaged_state(llama, monkeypatch):
+    """On a random model tokens may agree by luck; logits do not, if one step's state is a little off."""
+    tokens, logits = decoded(llama, prompts(), 200)
+    expected = whole(llama, tokens, 200)
+    assert far(logits, expected) < 1e-5 and torch.equal(tokens[:, -200:], expected.argmax(-1))
+    assert len(set(tokens[0].tolist())) > 10
+    honest, calls = DecayedMixer.mix, []
+
+    def sabotaged(self, inputs, state=None):
+        out, after = honest(self, inputs, state)
+        calls.append(1)
+        if after is not None and len(calls) == 21:
+            after.tensors["sums"] = after.tensors["sums"] * 0.99
+        return out, after
+
+    monkeypatch.setattr(DecayedMixer, "mix", sabotaged)
+    tokens, logits = decoded(llama, prompts(), 20)
+    assert far(logits, whole(llama, tokens, 20)) > 1e-4
+
+
+def test_the_cache_stays_small(llama):
+    done = llama.generate(prompts(), max_new_tokens=30, return_dict_in_generate=True, **GREEDY)
+    cache = done.past_key_values
+    assert layers_of(cache) == ["MixerLayer"] * 2
+    assert cache.get_seq_length() == 39 and cache.layers[1].state.seen_B.tolist() == [39, 39]
+    assert cache.layers[0].nbytes() == 2 * 2 * 8 * 8 * 4
+
+
+# -- rows ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family, layers", [("llama", None), ("mistral", [0]), ("mistral", [1]), ("gemma3", [1]), ("gpt2", None), ("gpt_neox", None)])  # fmt: skip
+def test_a_left_padded_row_is_as_alone(family, layers, attention):
+    model = mixed_model(family, Decayed(), layers)
+    model.set_attn_implementation(attention)
+    ids = prompts(3, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :11] = 0, 0
+    _, together = decoded(model, ids.masked_fill(mask == 0, 0), 8, attention_mask=mask)
+    for row, pad in ((0, 0), (1, 5), (2, 11)):
+        assert far(together[row], decoded(model, ids[row : row + 1, pad:], 8)[1][0]) < 1e-5
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_beams_with_and_without_a_cache(layers):
+    model = mixed_model("llama", Decayed(), layers)
+    options = {**GREEDY, "num_beams": 3, "max_new_tokens": 10, "num_return_sequences": 3}
+    assert torch.equal(model.generate(prompts(), **options), model.generate(prompts(), use_cache=False, **options))
+
+
+def test_sampling_with_and_without_a_cache(llama):
+    def sample(**options):
+        torch.manual_seed(5)
+        return llama.generate(
+            prompts(), max_new_tokens=16, do_sample=True, top_k=20, eos_token_id=None, pad_token_id=0, **options
+        )
+
+    assert torch.equal(sample(), sample(use_cache=False))
+
+
+def test_rows_repeated_and_selected(llama):
+    ids, cache = prompts(2, 9), DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        found = llama(prompts(2, 3, seed=8), past_key_values=cache).logits
+        expected = llama(torch.cat([ids[[1, 0]], prompts(2, 3, seed=8)], dim=1)).logits[:, -3:]
+    assert far(found, expected) < 1e-5 and cache.layers[0].batch_size == 2
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+@torch.no_grad()
+@pytest.mark.parametrize("family, layers", [("llama", None), ("gemma2", [0]), ("mistral", [1]), ("gpt2", [0])])
+@pytest.mark.parametrize("make", ["none", "empty", "config"])
+def test_pieces_of_many_lengths(family, layers, make):
+    """Chat turns: the cache is made by the model, by the user, or by the user from the config."""
+    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 24)
+    cache = {"none": lambda: None, "empty": DynamicCache, "config": lambda: DynamicCache(config=model.config)}[make]()
+    if make == "empty" and family != "llama" and family != "gpt2":
+        pytest.skip("a sliding layer's cache is made from the config")
+    outs, start = [], 0
+    for length in (7, 1, 1, 9, 6):
+        done = model(ids[:, start : start + length], past_key_values=cache, use_cache=True)
+        cache, start = done.past_key_values, start + length
+        outs.append(done.logits)
+    assert far(torch.cat(outs, 1), model(ids, use_cache=False).logits) < 1e-5
+    assert layers_of(cache).count("MixerLayer") == len(list(mixed_modules(model)))
+
+
+@torch.no_grad()
+def test_left_padded_pieces(llama):
+    ids = prompts(2, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    alone = llama(ids[1:, 6:], use_cache=False).logits[0]
+    cache = DynamicCache(config=llama.config)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    outs = [
+        llama(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache).logits
+        for a, b in ((0, 4), (4, 9), (9, 10), (10, 14))
+    ]
+    assert far(torch.cat(outs, 1)[1, 6:], alone) < 1e-5
+
+
+def test_turns_of_a_chat_and_prefill_in_chunks(llama):
+    """generate() goes on from the cache of the last call; and prefills piece by piece."""
+    first, cache = decoded(llama, prompts(1), 6)[0], DynamicCache(config=llama.config)
+    llama.generate(prompts(1), max_new_tokens=6, past_key_values=cache, **GREEDY)
+    turn = torch.cat([first, prompts(1, 5, seed=9)], dim=1)
+    assert far(decoded(llama, turn, 6, past_key_values=cache)[1], decoded(llama, turn, 6)[1]) < 1e-5
+    assert far(decoded(llama, turn, 6, prefill_chunk_size=4)[1], decoded(llama, turn, 6)[1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded", "dynamic"])
+@pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [0]), ("llama", [1]), ("mistral", [0])])
+def test_cache_implementations(family, layers, kind):
+    built_for_cuda = torch.version.cuda is not None
+    if kind == "offloaded" and not torch.cuda.is_available() and (layers or built_for_cuda):
+        pytest.skip("softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it")
+    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 11)
+    if kind == "offloaded" and torch.cuda.is_available():
+        model, ids = model.to("cuda"), ids.to("cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found = decoded(model, ids, 8, cache_implementation=kind, attention_mask=mask)[1]
+    assert far(found, decoded(model, ids, 8, attention_mask=mask)[1]) < 1e-5
+
+
+@torch.no_grad()
+def test_a_static_cache_of_one_s_own(llama):
+    cache, ids = StaticCache(config=llama.config, max_cache_len=32), prompts(2, 12)
+    outs = [llama(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 7), (7, 8), (8, 12))]
+    assert far(torch.cat(outs, 1), llama(ids, use_cache=False).logits) < 1e-5
+
+
+# -- going back ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [0]), ("gemma2", [0]), ("mistral", [1])])
+def test_candidates_are_taken_back(family, layers):
+    """Prompt lookup and an assistant that is often wrong: tokens and logits of greedy search."""
+    if family == "mistral" and not hasattr(DynamicCache, "activate_past_recording"):
+        pytest.skip("this transformers cannot crop its own sliding layers")
+    model = mixed_model(family, Decayed(), layers)
+    ids, end = prompts(1, 6).repeat(1, 4), {"eos_token_id": 1}
+    expected, logits = decoded(model, ids, 24, **end)
+    found, other = decoded(model, ids, 24, prompt_lookup_num_tokens=5, **end)
+    same_start(found, expected, other, logits)
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
+    found, other = decoded(model, ids, 24, assistant_model=assistant, **end)
+    same_start(found, expected, other, logits)
+
+
+def same_start(found, expected, other, logits) -> None:
+    """Some versions of the library write past the length asked for."""
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+    assert far(other[:, : logits.shape[1]], logits) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("long, back", [(9, 3), (RECORDED + 40, 7), (RECORDED + 40, RECORDED)])
+def test_crop_is_exact(llama, long, back):
+    ids, cache = prompts(2, long + 6), DynamicCache(config=llama.config)
+    llama(ids[:, :2], past_key_values=cache)
+    record_past(cache, llama)
+    llama(ids[:, 2:long], past_key_values=cache)
+    cache.crop(-back)
+    assert cache.get_seq_length() == long - back
+    stay = long - back
+    assert far(llama(ids[:, stay:], past_key_values=cache).logits, llama(ids).logits[:, stay:]) < 1e-5
+
+
+@torch.no_grad()
+def test_crop_over_several_calls(llama):
+    """An assistant writes tokens one by one, many more than are recorded at once, then takes some back."""
+    ids, cache = prompts(1, 4 * RECORDED), DynamicCache(config=llama.config)
+    record_past(cache, llama)
+    for t in range(3 * RECORDED):
+        llama(ids[:, t : t + 1], past_key_values=cache)
+    assert sum(i.q_BHTK.shape[2] for i in cache.layers[0]._since) <= 2 * RECORDED + 1
+    cache.crop(-RECORDED)
+    expected = llama(ids).logits[:, 2 * RECORDED :]
+    assert far(llama(ids[:, 2 * RECORDED :], past_key_values=cache).logits, expected) < 1e-5
+
+
+@torch.no_grad()
+def test_what_was_not_recorded_cannot_be_taken_back(llama):
+    cache = DynamicCache(config=llama.config)
+    llama(prompts(1, 9), past_key_values=cache)
+    with pytest.raises(SurgeryError, match=r"cannot go back 2 tokens: it recorded 0"):
+        cache.crop(-2)
+    cache.crop(0)
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+    assert llama(prompts(1, 9), past_key_values=cache).logits.shape[1] == 9
+
+
+# -- keeping a state -------------------------------------------------------------------------------
+@torch.no_grad()
+@pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [1]), ("gemma2", [1]), ("mistral", [0])])
+def test_a_saved_state_goes_on_as_the_live_one(family, layers, tmp_path):
+    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 30)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :19], past_key_values=cache)
+    save_cache(cache, tmp_path / "state.safetensors")
+    again = load_cache(tmp_path / "state.safetensors", model)
+    assert layers_of(again) == layers_of(cache) and again.get_seq_length() == 19
+    for a, b in ((19, 20), (20, 30)):
+        assert torch.equal(
+            model(ids[:, a:b], past_key_values=again).logits, model(ids[:, a:b], past_key_values=cache).logits
+        )
+
+
+@torch.no_grad()
+def test_a_state_of_another_model_is_refused(llama, tmp_path):
+    cache = DynamicCache(config=llama.config)
+    llama(prompts(1, 4), past_key_values=cache)
+    save_cache(cache, tmp_path / "state")
+    with pytest.raises(SurgeryError, match=r"was saved by .*6.* here .*half_life=3"):
+        load_cache(tmp_path / "state", mixed_model("llama", Decayed(half_life=3)))
+    with pytest.raises(SurgeryError, match="layer 1 of this cache holds the state of"):
+        load_cache(tmp_path / "state", mixed_model("llama", Decayed(), [0]))
+    with pytest.raises(SurgeryError, match="StaticLayer"):
+        save_cache(StaticCache(config=llama.config, max_cache_len=8), tmp_path / "other")
+    (tmp_path / "nonsense").write_bytes(b"nonsense")
+    with pytest.raises(SurgeryError, match="nonsense is not a saved cache"):
+        load_cache(tmp_path / "nonsense", llama)
+
+
+@torch.no_grad()
+def test_a_cache_is_copied_and_pickled_without_the_model(llama):
+    """A shared prompt: copies of its cache go their own ways."""
+    cache, ids = DynamicCache(config=llama.config), prompts(1, 12)
+    record_past(cache, llama)
+    llama(ids[:, :8], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    assert len(pickle.dumps(cache.layers[0])) < 20_000
+    llama(prompts(1, 5, seed=11), past_key_values=cache)
+    assert far(llama(ids[:, 8:], past_key_values=twin).logits, llama(ids).logits[:, 8:]) < 1e-5
+
+
+# -- refusals --------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_caches_that_cannot_serve(llama):
+    cache = DynamicCache(config=llama.config)
+    lively("llama")(prompts(1, 5), past_key_values=cache)
+    with pytest.raises(SurgeryError, match="layer 0 of this cache holds keys and values of 5 tokens"):
+        llama(prompts(1, 5), past_key_values=cache)
+    cache = DynamicCache(config=llama.config)
+    llama(prompts(1, 5), past_key_values=cache)
+    with pytest.raises(SurgeryError, match="filled by a batch of 1 rows and is now given 2"):
+        llama(prompts(2, 5), past_key_values=cache)
+    with pytest.raises(SurgeryError, match="belongs to the converted model"):
+        lively("llama")(prompts(1, 5), past_key_values=cache)
+
+
+def test_continuous_batching_is_refused(llama):
+    with pytest.raises(SurgeryError, match="continuous batching"):
+        llama.generate_batch(prompts(2).tolist())
+    with pytest.raises(SurgeryError, match="continuous batching"):
+        llama.generate(prompts(2), cache_implementation="paged", **GREEDY)
+    with pytest.raises(SurgeryError, match="called with 'cache'"):
+        llama(prompts(2), cache=object(), use_cache=False)
+
+
+# -- the mixers there are --------------------------------------------------------------------------
+SPECS: list[dict] = [
+    {"mixer": "mlr", "ranks": [4, 4], "extents": [8]},
+    {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [16, 5], "form": "nested"},
+    {"mixer": "window", "window": 4, "sinks": 2},
+    {"mixer": "global_window", "ranks": [4, 4], "window": 6},
+    {"mixer": "bilinear_btt"},
+    {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
+    {"mixer": "bilinear_btt", "norm": "qk"},
+    {"mixer": "linear"},
+    {"mixer": "linear", "mask": "hierarchical", "scores": "delta"},
+    {"mixer": "linear", "mask": "toeplitz_blocks", "features": "elu", "normalise": True},
+    {"mixer": "linear", "mask": {"name": "blocks", "block": 16, "count": 8}, "features": "relu", "normalise": True},
+    {"mixer": "linear", "mask": "decay", "features": "hedgehog", "normalise": True, "window": 8, "sinks": 2, "convolution": 4, "gate": "head", "rope": "drop"},
+    {"mixer": "linear", "mask": "fourier"},
+]  # fmt: skip
+
+
+def test_every_mixer_is_generated_with():
+    assert {spec["mixer"] for spec in SPECS} | {"test-exact", "test-decayed"} == set(MIXERS.names())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_mixers_generate_and_round_trip(spec, family, tmp_path):
+    """Greedy, a padded row, beams, lookup and a state from disk, with the layer beside it as it was on gemma3."""
+    model, ids = mixed_model(family, mixer_config(spec), None if family == "llama" else [1]), prompts(2, 12)
+    tokens, logits = decoded(model, ids, 20)
+    assert far(logits, whole(model, tokens, 20)) < 1e-5
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    assert far(decoded(model, ids, 6, attention_mask=mask)[1][1], decoded(model, ids[1:, 5:], 6)[1][0]) < 1e-5
+    beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 6}
+    assert torch.equal(model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams))
+    again = ids[:1, :6].repeat(1, 3)
+    expected, logits = decoded(model, again, 10, eos_token_id=1)
+    found, other = decoded(model, again, 10, prompt_lookup_num_tokens=5, eos_token_id=1)
+    same_start(found, expected, other, logits)
+    cache = DynamicCache(config=model.config)
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        save_cache(cache, tmp_path / "state")
+        live = model(ids[:, 8:], past_key_values=cache).logits
+        assert torch.equal(loaded(ids[:, 8:], past_key_values=load_cache(tmp_path / "state", loaded)).logits, live)

@@ -1,0 +1,131 @@
+"""The commands as functions: what they return is what --json prints, and a notebook shows it as a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.markup import escape
+
+import surgery
+from surgery import api
+from surgery.cli.main import main
+from surgery.core.errors import SurgeryError
+
+EVIL = "<b>[bold]<script>alert(1)</script>"
+MIXED = {"structure": "btt", "blocks": [2, 2], "keep": 0.5}
+
+
+def printed(capsys, *words: object) -> dict:
+    """What `surgery .. --json` says."""
+    try:
+        main([*map(str, words), "--json"])
+    except SystemExit as left:
+        assert not left.code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_is_the_command(checkpoints, capsys):
+    source = checkpoints("llama")
+    told = api.plan(source, "btt-half", keep=0.75, overrides={"blocks": [2, 2]})
+    assert json.loads(json.dumps(told)) == printed(
+        capsys, "plan", source, "-r", "btt-half", "--set", "keep=0.75", "--set", "blocks=[2, 2]"
+    )
+
+
+class Tags(HTMLParser):
+    """Opened and closed in turn; what a notebook gets has no colours of its own, for it may be dark."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.seen.append(tag)
+        assert "color" not in dict(attrs).get("style", "")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_table_is_shown(checkpoints):
+    told = api.plan(checkpoints("llama"), MIXED)
+    assert "attention.query" in repr(told) and "kept" in repr(told)
+    shown = api.Told(told, lambda: [*told._parts(), escape(EVIL)])._repr_html_()
+    tags = Tags()
+    tags.feed(shown)
+    assert not tags.open and {"table", "caption", "thead", "th", "td"} <= set(tags.seen)
+    assert "attention.query" in shown and "&lt;b&gt;[bold]" in shown and "script" not in tags.seen
+
+
+def test_a_chain(checkpoints, tmp_path):
+    """Converted, opened, measured, packed for the Hub, made ordinary again: every function once."""
+    source, out = checkpoints("llama"), tmp_path / "OUT"
+    report = api.convert(source, MIXED, out, seed=3)
+    assert report["seed"] == 3 and json.loads((out / "surgery_report.json").read_text()) == json.loads(
+        json.dumps(report)
+    )
+    assert api.inspect(out)["checks"]["as_reported"]
+    parcel = api.push(out, "me/small", licence="mit", dry_run=True)
+    assert parcel["dry_run"] and "license: mit" in parcel["card"] and "model.safetensors" in repr(parcel)
+    assert "multiplied out" in repr(api.densify(out, tmp_path / "DENSE"))
+
+
+def test_load_and_evaluate():
+    tiny = Path(api.__file__).parents[1] / "recipes" / "tiny" / "checkpoint"
+    model, tokenizer = api.load(tiny, dtype="float32")
+    assert type(model).__name__ == "LlamaForCausalLM" and tokenizer("Story").input_ids
+    told = api.evaluate(tiny, text=str(tiny / "heldout.txt"), tokens=512, length=256)
+    assert told["rows"] and "ppl" in repr(told)
+
+
+def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
+    import transformers
+
+    from surgery.checkpoint import source
+
+    asked = []
+    loaded = SimpleNamespace(config=None), {"missing_keys": [], "unexpected_keys": []}
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(
+            auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])) or loaded
+        )
+
+    def opened(name, revision):
+        pinned = revision or source.pinned_name(name)[1]
+        return SimpleNamespace(name=name, folder=tmp_path, config={}, revision=pinned)
+
+    monkeypatch.setattr(source, "open_converted", opened)
+    (tmp_path / "me@home").mkdir()
+    for name in ("me/small@v1", "me/small", tmp_path / "me@home"):
+        api.load(name)
+    assert asked[::2] == asked[1::2] == [("me/small", "v1"), ("me/small", "main"), (str(tmp_path / "me@home"), "main")]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda source: api.plan(source, "btt-hlaf"), "did you mean 'btt-half'"),
+        (lambda source: api.plan(source, "btt-half", keeep=0.5), "keeep"),
+        (lambda source: api.plan(source, {"structure": "btt", "keep": 2}), "keep"),
+        (lambda source: api.evaluate(source, tokns=5), "no option 'tokns'; did you mean 'tokens'"),
+    ],
+)
+def test_errors_are_for_people(checkpoints, call, said):
+    with pytest.raises(SurgeryError, match=said):
+        call(checkpoints("llama"))
+
+
+def test_the_package_has_them_under_the_commands_names():
+    """Also after a module of ours was imported that might take such a name."""
+    for module in ("conversion", "planning", "publish", "checkpoint"):
+        importlib.import_module(f"surgery.{module}")
+    assert surgery.plan is api.plan and surgery.convert is api.convert and surgery.load is api.load
+    assert set(surgery.COMMANDS) <= set(dir(surgery))
+    with pytest.raises(AttributeError, match="no attribute 'pln'"):
+        surgery.pln  # noqa: B018

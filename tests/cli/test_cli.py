@@ -1,0 +1,225 @@
+"""The command line: JSON for machines, one clear sentence and exit code 2 for people's slips."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.small import run_python
+from safetensors.torch import load_file, save_file
+
+from surgery.cli.main import main
+from surgery.core.errors import SurgeryError
+
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*words) -> (exit code, stdout, stderr), in this process."""
+
+    def command(*words) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main([str(word) for word in words])
+        return left.value.code or 0, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def run_json(run):
+    def command(*words):
+        code, out, err = run(*words, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return command
+
+
+# -- what each verb gives --------------------------------------------------------------------------
+def test_recipes(run, run_json):
+    assert "btt-half" in run_json("recipes")
+    code, out, _ = run("recipes")
+    assert code == 0 and len(out.splitlines()) == len(run_json("recipes"))
+
+
+def test_plan(run, run_json, checkpoints):
+    words = ("plan", checkpoints("llama"), "-r", "low-rank-half", "--set", "keep=0.75")
+    data = run_json(*words)
+    assert data["recipe"]["keep"] == 0.75 and len(data["cuts"]) == data["totals"]["modules"] == 14
+    assert sum(row["after"] for row in data["rows"]) == data["totals"]["params_after"]
+    code, out, _ = run(*words)
+    assert code == 0 and "mlp.down" in out and "low_rank" in out
+
+
+def test_convert_inspect_densify(run, run_json, checkpoints, calibration, tmp_path):
+    out = tmp_path / "out"
+    words = ("--recipe", "auto-half", "--calibration", calibration("llama"), "--set", "allocate=uniform", "--seed", 3)
+    made = run_json("convert", checkpoints("llama"), *words, "--out", out, "--device", "cpu")
+    assert made["out"] == str(out) and made["report"]["seed"] == 3
+    assert made["report"] == json.loads((out / "surgery_report.json").read_text())
+    seen = run_json("inspect", out)
+    assert seen["checks"] == {
+        "stored_params": seen["totals"]["params_after"],
+        "as_reported": True,
+        "structured_linears": 14,
+    }
+    assert seen["macs_per_token"]["after"] < seen["macs_per_token"]["before"]
+    for more in ((), ("--modules",)):
+        code, text, _ = run("inspect", out, *more)
+        assert code == 0 and "kept" in text
+    assert run_json("densify", out, "--out", tmp_path / "dense")["modules"] == 14
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoints("llama"), tmp_path / "dense"))
+    assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "out"]
+
+
+def test_eval_beside_the_original(run, run_json, tmp_path):
+    """The embedded checkpoint at full rank measures as itself; at half it measures worse."""
+    layer = ("--set", "layers=:1", "--out")
+    run_json("convert", TINY, "-r", "low-rank-half", "--set", "rank=full", *layer, tmp_path / "full")
+    run_json("convert", TINY, "-r", "low-rank-half", *layer, tmp_path / "half")
+    sizes = ("--text", TINY / "heldout.txt", "--tokens", 512, "--length", 128)
+    full = run_json("eval", tmp_path / "full", "--compare", TINY, *sizes)["rows"][0]
+    assert full["ratio"]["change"] == pytest.approx(1, abs=1e-4)
+    half = run_json("eval", tmp_path / "half", "--compare", TINY, *sizes)["rows"][0]
+    assert half["ratio"]["change"] > 1 and half["errors"]["converted"] > 0
+    cosine = run_json("eval", tmp_path / "half", "--suite", "cosine", "--compare", TINY, *sizes)["rows"][0]
+    assert 0 < cosine["values"]["converted"] < 1
+    code, out, _ = run("eval", tmp_path / "full", "--compare", TINY, *sizes)
+    assert code == 0 and "perplexity" in out
+
+
+def test_help_and_version(run):
+    from surgery.core.version import __version__
+
+    assert run("--version")[:2] == (0, f"surgery {__version__}\n")
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(verb in out for verb in ("recipes", "plan", "convert", "inspect", "eval", "densify", "demo"))
+    assert "--resume" in run("convert", "--help")[1]
+
+
+# -- slips -----------------------------------------------------------------------------------------
+def plain(message: str) -> str:
+    """Without the frame and the line breaks that Typer puts around its own messages."""
+    return " ".join(message.replace("│", " ").split())
+
+
+CONVERT = ("convert", "{llama}", "-r", "low-rank-half", "--out", "{tmp}/out")
+SLIPS = [
+    (("plan", "{tmp}/none", "-r", "btt-half"), "{tmp}/none does not exist"),
+    (("plan", "{llama}/config.json", "-r", "btt-half"), "is a file; give the folder of a checkpoint"),
+    (("plan", "{llama}", "-r", "btt-haf"), "did you mean 'btt-half'?"),
+    (("plan", "{llama}", "-r", "{tmp}/none.yaml"), "recipe file {tmp}/none.yaml does not exist"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "kep=0.5"), "unknown key 'kep'; did you mean 'keep'?"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "keep"), "write key=value, for example --set keep=0.75"),
+    (("plan", "{llama}", "-r", "btt-half", "--set", "structure=btu"), "unknown structure 'btu'; did you mean 'btt'?"),
+    (
+        ("plan", "{llama}", "-r", "btt-half", "--set", "rules=[{{match: mlp.dwn}}]"),
+        "unknown role 'mlp.dwn'; did you mean 'mlp.down'?",
+    ),
+    (("plan", "{converted}", "-r", "btt-half"), "is already converted; start from its source, or undo it"),
+    (("plan", "{quantised}", "-r", "btt-half"), "is quantised (gptq)"),
+    (("plan", "{pickled}", "-r", "btt-half"), "has only pickled weights (pytorch_model.bin)"),
+    (("plan", "{truncated}", "-r", "btt-half"), "(a truncated download?)"),
+    (("plan", "{llama}", "-r", "btt-half", "--revision", "v2"), "--revision is of a Hub id; "),
+    (("plan", "{llama}"), "Missing option '--recipe'"),
+    (("pan", "{llama}"), "No such command 'pan'"),
+    ((*CONVERT[:-1], "{tmp}/taken"), "taken exists; choose another --out"),
+    ((*CONVERT[:-1], "{tmp}/a/b/out"), "{tmp}/a/b is not a folder; make it first"),
+    ((*CONVERT, "--device", "cuda:99"), "--device cuda:99: "),
+    ((*CONVERT, "--device", "gpu"), "--device gpu: "),
+    ((*CONVERT, "--seed", "-1"), "seed: "),
+    ((*CONVERT, "--calibration", "{tmp}/none.txt"), "'{tmp}/none.txt' is not a file"),
+    ((*CONVERT, "--calibration", "{tmp}/none.safetensors"), "calibration file {tmp}/none.safetensors does not exist"),
+    ((*CONVERT, "--calibration", "{tmp}/taken/text.txt"), "has no tokenizer that transformers can load"),
+    (("convert", "{nan}", *CONVERT[2:]), "'model.layers.0.mlp.up_proj.weight' in model.safetensors holds 1 NaN or Inf"),
+    (("inspect", "{llama}"), "is not a converted checkpoint"),
+    (("inspect", "{tmp}/none"), "{tmp}/none does not exist"),
+    (("densify", "{llama}", "-o", "{tmp}/out"), "is not a converted checkpoint"),
+    (("densify", "{converted}", "-o", "{tmp}/taken"), "taken exists; choose another --out"),
+    (("densify", "{torn}", "-o", "{tmp}/out"), "lacks tensors 'model.layers.0.mlp.up_proj."),
+    (("eval", "{tmp}/none", "--text", "{tmp}/taken/text.txt"), "{tmp}/none does not exist"),
+    (("eval", "{llama}", "--text", "x", "--suite", "pl"), "unknown suite 'pl'; did you mean 'ppl'?"),
+    (("eval", "{llama}", "--text", "x", "--suite", "cosine"), "compares with an original: --compare SRC"),
+    (("eval", "{llama}", "--text", "x", "--dtype", "bf16"), "--dtype 'bf16'; did you mean 'bfloat16'?"),
+    (("eval", "{tiny}", "--text", "{tmp}/none.txt"), "none.txt' is not a file"),
+    (("eval", "{tiny}", "--text", "{tmp}/taken/text.txt"), "tokens; at least two windows of 1024 are needed"),
+    (("eval", "{llama}", "--text", "x", "--tokens", "many"), "Invalid value for '--tokens'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoints, converted, tmp_path_factory):
+    """Checkpoints with one thing wrong each, made once."""
+    root, llama, ours = tmp_path_factory.mktemp("bad"), checkpoints("llama"), converted("llama")
+    made = {name: root / name for name in ("truncated", "nan", "quantised", "pickled", "torn")}
+    for name, folder in made.items():
+        shutil.copytree(ours if name == "torn" else llama, folder)
+    weights = {name: folder / "model.safetensors" for name, folder in made.items()}
+    weights["truncated"].write_bytes(weights["truncated"].read_bytes()[:-64])
+    weights["pickled"].rename(made["pickled"] / "pytorch_model.bin")
+    tensors = load_file(weights["nan"])
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, weights["nan"])
+    tensors = load_file(weights["torn"])
+    save_file({k: v for k, v in tensors.items() if "layers.0.mlp.up_proj" not in k}, weights["torn"])
+    config = json.loads((llama / "config.json").read_text())
+    (made["quantised"] / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    )
+    return {**made, "llama": llama, "converted": ours, "tiny": TINY}
+
+
+@pytest.mark.parametrize("words, says", SLIPS, ids=[" ".join(words)[:60] for words, _ in SLIPS])
+def test_slips(words, says, run, folders, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "text.txt").write_text("a few words")
+    places = {**folders, "tmp": tmp_path}
+    code, out, err = run(*(word.format(**places) for word in words))
+    assert code == 2, err
+    assert says.format(**places) in plain(err)
+    assert "Traceback" not in err and out == ""
+    assert err.count("error:") + err.count("Error") == 1
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["taken", "text.txt"]
+
+
+def test_debug_shows_where(run, tmp_path):
+    with pytest.raises(SurgeryError, match="does not exist"):
+        main(["--debug", "plan", str(tmp_path / "none"), "-r", "btt-half"])
+    assert run("plan", tmp_path / "none", "-r", "btt-half")[0] == 2
+
+
+def test_as_a_process(tmp_path):
+    done = run_python(
+        f"import surgery.cli.main; surgery.cli.main.main(['plan', {str(tmp_path / 'none')!r}, '-r', 'btt-half'])"
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error, code, says",
+    [
+        (RuntimeError("a defect"), 1, "internal error, RuntimeError: a defect"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "x cannot be written: No space left on device"),
+        (KeyboardInterrupt(), 130, "--resume"),
+    ],
+)
+def test_what_happens_meanwhile(error, code, says, run, checkpoints, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("surgery.conversion.convert.convert_head", fails)
+    found, _, err = run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out")
+    assert found == code and says in plain(err) and "Traceback" not in err
+    monkeypatch.undo()
+    assert run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out")[0] == 2
+    found, _, err = run("convert", checkpoints("llama"), "-r", "low-rank-half", "--out", tmp_path / "out", "--resume")
+    assert found == 0, err
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,113 @@
+"""`surgery demo`: as a newcomer runs it, and with a quick recipe what it says on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from surgery.cli.demo import FOLDER, NEEDLES, ROLES, _fresh
+from surgery.cli.main import app, main
+from surgery.core.errors import SurgeryError
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+QUICK = "structure: low_rank\nkeep: 0.5\ntokens: 1024\nlength: 128\nallocate: uniform\ncurvature: none\nsweeps: 0\n"
+
+
+def dimensions(checkpoint: Path) -> set[int]:
+    """Of the layers' projections: 2 where all are ordinary matrices."""
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        return {len(file.get_slice(n).get_shape()) for n in file.keys() if "_proj.weight" in n}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(working directory, result, seconds of processor time) of `surgery demo --json`."""
+    resource = pytest.importorskip("resource")
+    place = tmp_path_factory.mktemp("demo")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "surgery", "demo", "--json"], cwd=place, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    return place, json.loads(done.stdout), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_what_it_leaves(run):
+    place, result, _ = run
+    assert result["folder"] == "surgery-demo" and (place / result["report"]).is_file()
+    names = {path.name for path in (place / "surgery-demo").iterdir()}
+    assert names == {*ROLES, "calibration.txt", "heldout.txt", "report.md"}
+    assert dimensions(place / "surgery-demo" / "converted") == {4}
+    assert dimensions(place / "surgery-demo" / "densified") == {2}
+
+
+def test_before_and_after(run):
+    rows = {label.split(",")[0]: values for label, *values in run[1]["rows"]}
+    parameters = [int(n.replace(",", "")) for n in rows["parameters"]]
+    assert parameters[0] == parameters[2] and 0.5 < parameters[1] / parameters[0] < 0.6
+    original, converted, densified = (
+        [float(n) for n in value.split(" ± ")] for value in rows["perplexity ± standard error"]
+    )
+    assert original[0] < converted[0] < 1.4 * original[0] and abs(densified[0] - converted[0]) < 0.02
+    assert 0 < original[1] < converted[1] < 0.2
+    assert all(int(n.removesuffix("%")) > 90 for n in rows["needles found"])
+
+
+def test_the_report_shows_the_table_and_the_commands(run):
+    place, result, _ = run
+    text = (place / result["report"]).read_text()
+    assert all(command in text for command in result["commands"]) and len(result["commands"]) == 5
+    assert all(value in text for row in result["rows"] for value in row)
+
+
+def test_it_takes_less_than_two_minutes_of_two_cores(run):
+    """Of their time, so that a busy machine does not matter."""
+    assert run[2] < 200
+
+
+def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("surgery.cli.demo.TOKENS", 2048)
+    for key, few in {"lengths": (128,), "depths": (0.5,), "samples": 1}.items():
+        monkeypatch.setitem(NEEDLES, key, few)
+    (tmp_path / "quick.yaml").write_text(QUICK)
+    app(["demo", "--out", "here", "--recipe", "quick.yaml"], standalone_mode=False)
+    said = capsys.readouterr().out
+    steps = [
+        "surgery plan here/original",
+        "surgery convert here/original",
+        "surgery inspect",
+        "surgery eval",
+        "surgery densify",
+    ]
+    places = [said.find(step) for step in [*steps, "before and after", "report: here/report.md"]]
+    assert -1 not in places and places == sorted(places)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--out", "here"])
+    assert stop.value.code == 2 and "here exists; choose another --out" in capsys.readouterr().err
+
+
+def test_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _fresh(None) == FOLDER and _fresh(tmp_path / "mine") == tmp_path / "mine"
+    FOLDER.mkdir()
+    Path("surgery-demo-2").mkdir()
+    assert _fresh(None) == Path("surgery-demo-3")
+    with pytest.raises(SurgeryError, match="exists"):
+        _fresh(FOLDER)
+
+
+def test_a_slip_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--recipe", "btt-haf"])
+    assert stop.value.code == 2 and "did you mean 'btt-half'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

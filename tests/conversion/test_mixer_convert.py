@@ -1,0 +1,277 @@
+"""`convert` with mixers: every shipped recipe, every family; what is written loads, runs, generates and is as reported."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from helpers.small import FAMILIES, GENERATING, ROOT, outputs_of, recipe_of, tiny_config, tiny_inputs
+from safetensors.torch import save_file
+
+from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.source import open_source
+from surgery.conversion.convert import convert
+from surgery.conversion.densify import densify
+from surgery.core.errors import SurgeryError
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.masks.base import MASKS
+from surgery.planning.plan import make_plan
+from surgery.planning.recipe import load_recipe, shipped_recipes
+from surgery.publish.summary import inspect
+
+CALIBRATION = {"tokens": 64, "length": 32}
+ATTENTION = [name for name in shipped_recipes() if load_recipe(name).attention is not None]
+MIXABLE = [family for family in FAMILIES if not family.startswith("t5")]
+SMALL = {  # what shipped recipes say in hundreds of tokens, for texts of 48
+    "tbm": ["attention.mask.block=8"],
+    "mhla": ["attention.mask.block=8"],
+    "lolcats": ["attention.window=6", "attention.sinks=2"],
+    "sliding-window": ["attention.window=12", "attention.sinks=2"],
+}
+
+
+def source(folder, family):
+    torch.manual_seed(0)
+    cls, config = tiny_config(family)
+    model = cls(config).eval()
+    model.save_pretrained(folder / "source")
+    save_file(tiny_inputs(family, 4, 48), folder / "inputs.safetensors")
+    return model
+
+
+def converted(folder, family, recipe):
+    """(original model, converted model, report)"""
+    original = source(folder, family)
+    report = convert(str(folder / "source"), recipe, folder / "out")
+    return original, type(original).from_pretrained(folder / "out").eval(), report
+
+
+def calibrated(folder, name, *more):
+    keys = [f"{k}={v}" for k, v in CALIBRATION.items()]
+    few = ["attention.steps=2", f"calibration={json.dumps(str(folder / 'inputs.safetensors'))}"]
+    return load_recipe(name, [*keys, *few, *SMALL.get(name, []), *more])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_shipped_recipe(name, tmp_path):
+    original, model, report = converted(tmp_path, "llama", calibrated(tmp_path, name))
+    assert report["mixers"] and report["held_out"]["converted"] < report["held_out"]["original"] * 1.5
+    for record in report["mixers"]:
+        stages = list(record["errors"].values())
+        assert min(stages) <= stages[0]
+    prompt = tiny_inputs("llama", 2, 12, seed=4)["input_ids"]
+    out = model.generate(prompt, max_new_tokens=12, do_sample=False, min_new_tokens=12)
+    logits = outputs_of(model, {"input_ids": out})[:, 11:-1].clone()
+    logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
+    chosen = logits.gather(-1, out[:, 12:, None])[..., 0]
+    assert (chosen >= logits.amax(-1) - 1e-4).all()
+    model.save_pretrained(tmp_path / "again")
+    again = type(original).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs_of(again, {"input_ids": out}), outputs_of(model, {"input_ids": out}))
+    told = inspect(str(tmp_path / "out"))
+    assert sum(len(row["paths"]) for row in told["mixer_rows"]) == len(report["mixers"])
+
+
+REFUSED = {("bert", "lolcats"), ("vit", "lolcats")}  # windows are causal
+
+
+LINEAR = [name for name in ATTENTION if load_recipe(name).attention.mixer == "linear"]
+
+
+def pairs():
+    """Llama has had every recipe. BERT, which sees both ways, has them too; of linear attention, where a family only says
+    what goes in, the others have some in turns: every recipe in two of them or more."""
+    yield from (("bert", name) for name in ATTENTION)
+    for n, family in enumerate(("qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "vit")):
+        in_turn = [LINEAR[(4 * n + k) % len(LINEAR)] for k in range(4)]
+        yield from (
+            (family, name) for name in ATTENTION if name not in LINEAR or name in in_turn or (family, name) in REFUSED
+        )
+    for family in MIXABLE:
+        if family not in ("llama", "bert", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "vit"):
+            yield from ((family, name) for name in ("ssd", "mlr-cache-60"))
+
+
+@pytest.mark.parametrize("family, name", pairs())
+def test_every_family(family, name, tmp_path):
+    if (family, name) in REFUSED:
+        source(tmp_path, family)
+        with pytest.raises(SurgeryError, match="bidirectional"):
+            convert(str(tmp_path / "source"), calibrated(tmp_path, name), tmp_path / "out")
+        return
+    original, model, report = converted(tmp_path, family, calibrated(tmp_path, name))
+    inputs = tiny_inputs(family, 2, 20, seed=3)
+    before, after = outputs_of(original, inputs), outputs_of(model, inputs)
+    exact = name.startswith("bilinear")
+    assert after.isfinite().all() and (exact or not torch.equal(before, after))
+    for record in report["mixers"]:
+        stages = list(record["errors"].values())
+        assert min(stages) <= stages[0] and min(stages) < 1.1
+    model.save_pretrained(tmp_path / "again")
+    again = type(original).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs_of(again, inputs), after)
+    if family in GENERATING:
+        prompt = inputs["input_ids"][:, :9]
+        out = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        logits = outputs_of(model, {"input_ids": out})[:, 8:-1].clone()
+        logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
+        chosen = logits.gather(-1, out[:, 9:, None])[..., 0]
+        assert (chosen >= logits.amax(-1) - 1e-3).all()
+
+
+OPTIONS = [
+    *({"mask": name, "scores": scores} for name in MASKS.names() for scores in ("kernel", "delta")),
+    *({"mask": "ones", "features": name, "normalise": True} for name in FEATURES.names() if name != "identity"),
+    {"convolution": 3, "gate": "value", "norm": "rms", "rope": "drop"},
+    {"window": 5, "sinks": 1, "scores": "delta"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(str(v) for v in options.values()))
+def test_every_mask_and_feature_map(options, tmp_path):
+    source(tmp_path, "llama")
+    attention = {"mixer": "linear", "steps": 1, "layers": "1", **options}
+    recipe = recipe_of(
+        structure="dense", attention=attention, calibration=tmp_path / "inputs.safetensors", **CALIBRATION
+    )
+    _, model, report = converted(tmp_path, "llama", recipe)
+    errors = list(report["mixers"][0]["errors"].values())
+    assert min(errors) <= errors[0] and errors[0] == errors[0]
+    prompt = tiny_inputs("llama", 2, 9, seed=4)["input_ids"]
+    assert model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 12)
+
+
+def test_linears_and_attention_in_one_recipe(tmp_path):
+    """Each linear of a layer is fitted to what the mixer before it gives; undoing leaves the mixer in place."""
+    source(tmp_path, "llama")
+    recipe = recipe_of(
+        structure="low_rank",
+        keep=0.9,
+        attention={"mixer": "linear", "mask": "decay", "steps": 2},
+        calibration=tmp_path / "inputs.safetensors",
+        **CALIBRATION,
+    )
+    original, model, report = converted(tmp_path, "llama", recipe)
+    assert report["totals"]["kept"] < 0.91 and len(report["mixers"]) == 2
+    inputs = tiny_inputs("llama", 2, 20, seed=3)
+    densify(str(tmp_path / "out"), tmp_path / "dense")
+    dense = type(original).from_pretrained(tmp_path / "dense").eval()
+    assert torch.allclose(outputs_of(dense, inputs), outputs_of(model, inputs), atol=1e-4)
+    assert dense.model.layers[0].mlp.up_proj.weight.dim() == 2
+    assert type(dense.model.layers[0].self_attn.mixer).__name__ == "LinearMixer"
+
+
+def test_hybrids_keep_softmax_where_said(tmp_path):
+    source(tmp_path, "llama")
+    by_hand = recipe_of(structure="dense", attention={"mixer": "linear", "hybrid": {"layers": [1]}, "steps": 0})
+    _, model, report = converted(tmp_path, "llama", by_hand)
+    assert [record["name"] for record in report["mixers"]] == ["model.layers.0.self_attn"]
+    assert not hasattr(model.model.layers[1].self_attn, "mixer")
+
+
+def test_sensitivity_is_measured_and_reported(tmp_path):
+    hybrid = "attention.hybrid={keep: 0.5, by: sensitivity}"
+    _, _, report = converted(tmp_path, "llama", calibrated(tmp_path, "ssd", hybrid))
+    told = report["hybrid"]
+    assert set(told["alone"]) == {"model.layers.0", "model.layers.1"} and len(told["softmax"]) == 1
+    assert told[told["kept"]]["converted"] == min(told[name]["converted"] for name in ("sensitivity", "every"))
+    mixed = {f"{record['name']}" for record in report["mixers"]}
+    assert mixed == {f"model.layers.{i}.self_attn" for i in range(2)} - {f"{told['softmax'][0]}.self_attn"}
+
+
+def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
+    source(tmp_path, "llama")
+    recipe = calibrated(tmp_path, "log-linear-mamba2")
+    convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
+    import surgery.conversion.sequential as layerwise
+
+    seats, real = [], layerwise.Layerwise._seat
+
+    def once(self, call, *rest):
+        seats.append(call.path)
+        if len(seats) == 2:
+            raise KeyboardInterrupt
+        return real(self, call, *rest)
+
+    monkeypatch.setattr(layerwise.Layerwise, "_seat", once)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(tmp_path / "source"), recipe, tmp_path / "out")
+    convert(str(tmp_path / "source"), recipe, tmp_path / "out", resume=True)
+    assert len(seats) == 3  # the first layer was not done again
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "attention, said",
+    [
+        ({"mixer": "liner"}, "linear"),
+        ({"mixer": "linear", "maks": "decay"}, "mask"),
+        ({"mixer": "linear", "mask": "decay", "cache": 0.5}, "cache"),
+        ({"mixer": "linear", "hybrid": {"keep": 0.5, "layers": [0]}}, "keep"),
+        ({"mixer": "linear", "layers": "9"}, "selects none"),
+        ({"mixer": "linear", "hybrid": {"keep": 0.5}}, "--calibration"),
+        ({"mixer": "mlr", "ranks": [64]}, "8"),
+    ],
+)
+def test_refusals(attention, said, tmp_path):
+    source(tmp_path, "llama")
+    with pytest.raises(SurgeryError, match=said):
+        convert(str(tmp_path / "source"), recipe_of(structure="dense", attention=attention), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_t5_is_refused_with_the_reason(tmp_path):
+    source(tmp_path, "t5")
+    with pytest.raises(SurgeryError, match="position bias"):
+        convert(str(tmp_path / "source"), load_recipe("ssd"), tmp_path / "out")
+
+
+# -- the table of docs/attention.md -----------------------------------------------------------------
+BEGIN, END = "<!-- support -->", "<!-- /support -->"
+PAGE = ROOT / "docs" / "attention.md"
+
+
+def support(name, folder):
+    """How a recipe's mixer fares in every family: yes, or the reason it is refused, planned from config alone."""
+    cells = []
+    for family in TABLE_FAMILIES:
+        opened = open_source(str(folder / family), False, weights=False)
+        try:
+            make_plan(Skeleton(opened), load_recipe(name))
+            cells.append("yes")
+        except SurgeryError as error:
+            cells.append("no: " + reason(str(error)))
+    return cells
+
+
+def reason(message):
+    return next(short for part, short in REASONS.items() if part in message)
+
+
+REASONS = {
+    "position bias": "position bias",
+    "delay the linear part": "windows are causal",
+    "needs kernel scores": "the delta rule has an order",
+}
+TABLE_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "gpt_neox", "bert", "vit", "t5",
+)  # fmt: skip
+
+
+def test_the_table_of_what_goes_where_is_true(tmp_path):
+    """SURGERY_WRITE_DOCS=1 writes it anew."""
+    for family in TABLE_FAMILIES:
+        cls, config = tiny_config(family)
+        cls(config).save_pretrained(tmp_path / family)
+    lines = ["| recipe | " + " | ".join(TABLE_FAMILIES) + " |", "| --- " * (len(TABLE_FAMILIES) + 1) + "|"]
+    lines += [f"| `{name}` | " + " | ".join(support(name, tmp_path)) + " |" for name in ATTENTION]
+    table = "\n".join(lines)
+    text = PAGE.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    shown, tail = rest.split(END)
+    if os.environ.get("SURGERY_WRITE_DOCS"):
+        PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
+    else:
+        assert shown.strip() == table

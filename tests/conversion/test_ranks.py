@@ -1,0 +1,135 @@
+"""Conversions shared by processes: the bytes that one alone makes, resumed too; an error of one is the end of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from conversion.test_convert import bytes_of
+from helpers.forked import processes
+from helpers.small import recipe_of
+
+import surgery.calibration.partition
+from surgery.conversion.convert import convert
+from surgery.conversion.sequential import Layerwise
+from surgery.core.errors import SurgeryError
+from surgery.core.files import partial_of
+from surgery.core.journal import Journal
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+MIXED = {
+    "structure": "btt",
+    "blocks": [2, 2],
+    "rules": [{"match": "attention.value", "structure": "pivoted_low_rank"}],
+    "sweeps": 1,
+}
+HYBRID = {
+    "structure": "dense",
+    "attention": {
+        "mixer": "linear",
+        "mask": "gates",
+        "features": "hedgehog",
+        "steps": 1,
+        "hybrid": {"keep": 0.5, "by": "sensitivity"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """As if the windows were many."""
+    monkeypatch.setattr(surgery.calibration.partition, "TOKENS", 48)
+
+
+def converted(checkpoint, inputs, out, recipe, count=1, resume=False):
+    keys = recipe if inputs is None else {**recipe, "calibration": inputs}
+    run = lambda rank=0: convert(str(checkpoint), recipe_of(**keys), out, device="cpu", resume=resume)  # noqa: E731
+    if count == 1:
+        run()
+    else:
+        assert processes(count, run) == [0] * count
+    assert not partial_of(out).exists()
+    return bytes_of(out)
+
+
+@pytest.mark.parametrize(
+    "recipe, family, count",
+    [(MIXED, None, 2), (HYBRID, "llama", 2)],
+    ids=["without text", "hybrid"],
+)
+def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
+    checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None
+    alone = converted(checkpoint, inputs, tmp_path / "alone", recipe)
+    assert converted(checkpoint, inputs, tmp_path / "shared", recipe, count) == alone
+
+
+def dying(rank, at, signalled):
+    """Process `rank` ends like this as soon as it has written down its `at`-th piece."""
+    add, pieces = Journal.add, []
+
+    def adding(self, step, **what):
+        add(self, step, **what)
+        pieces.extend([step] if step == "piece" else [])
+        if self.ranks.index == rank and len(pieces) == at:
+            os.kill(os.getpid(), signalled)
+
+    Journal.add = adding
+
+
+def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path):
+    checkpoint, inputs = checkpoints("llama"), calibration("llama")
+    recipe, out = recipe_of(**MIXED, calibration=inputs), tmp_path / "out"
+    alone = converted(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
+
+    def killed(rank):
+        dying(1, 1, signal.SIGKILL)
+        convert(str(checkpoint), recipe, out, device="cpu")
+
+    began = time.monotonic()
+    assert processes(2, killed) == [1, -signal.SIGKILL], "the other ends with a sentence"
+    assert time.monotonic() - began < 60
+    kept = partial_of(out)
+    assert (kept / "pieces" / "model.layers.1.safetensors").is_file() and (kept / "journal-1.jsonl").is_file()
+
+    def once(self, path, finished=Layerwise._convert):
+        assert path.path != "model.layers.1", "process 1 has written it down"
+        return finished(self, path)
+
+    Layerwise._convert, before = once, Layerwise._convert
+    try:
+        resumed = converted(checkpoint, inputs, out, MIXED, count=3, resume=True)
+    finally:
+        Layerwise._convert = before
+    assert resumed == alone
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints, tmp_path):
+    """What would be refused again leaves nothing; after anything else --resume goes on."""
+    from surgery.conversion import data_free as datafree
+
+    checkpoint, out = checkpoints("llama"), tmp_path / "out"
+
+    def run(rank):
+        if rank == 1:
+
+            def fails(*_):
+                raise SurgeryError("tensor 'x' holds 3 NaN") if refused else OSError(28, "No space left on device", "y")
+
+            datafree._layer = fails
+        try:
+            convert(str(checkpoint), recipe_of(**MIXED), out, device="cpu")
+        except Exception as error:
+            (tmp_path / f"said-{rank}").write_text(f"{getattr(error, 'elsewhere', False)} {error}")
+            raise
+
+    began = time.monotonic()
+    assert processes(2, run) == [1, 1]
+    assert time.monotonic() - began < 30
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    sentence = "tensor 'x' holds 3 NaN" if refused else "No space left on device"
+    assert said[0].startswith("True ") and said[1].startswith("False ") and all(sentence in one for one in said)
+    assert partial_of(out).exists() is not refused
+    assert not out.exists()

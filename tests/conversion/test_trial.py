@@ -1,0 +1,79 @@
+"""Trials of spreads: what they gather, what they score, and when the dearer kind decides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.small import recipe_of, tiny_config, tiny_inputs
+from safetensors.torch import save_file
+
+from surgery.conversion import trial
+from surgery.conversion import trial as budget
+from surgery.conversion.convert import convert
+from surgery.conversion.score import Score
+
+
+def conversion(family, checkpoints, tmp_path, padded=False, **keys):
+    inputs = tiny_inputs(family, 8)
+    if padded:
+        mask = torch.ones(8, inputs["input_ids"].shape[1], dtype=torch.int64)
+        mask[::2, 15:] = 0
+        inputs["attention_mask"] = mask
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    recipe = recipe_of(structure="low_rank", holdout=0.25, calibration=tmp_path / "inputs.safetensors", **keys)
+    return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
+
+
+@pytest.mark.parametrize("family, padded", [("llama", False), ("bert", True), ("gpt2", False)])
+def test_a_quick_trial_gathers_the_original_inputs(family, padded, checkpoints, tmp_path, monkeypatch):
+    seen, fit = {}, trial.quick_fit
+
+    def look(cut, configs, weight_OI, metric, sweeps):
+        seen[cut.linear.path] = metric.c_II.double()
+        return fit(cut, configs, weight_OI, metric, sweeps)
+
+    monkeypatch.setattr(trial, "quick_fit", look)
+    inputs, _ = conversion(family, checkpoints, tmp_path, padded, keep=0.6, damping=1e-6)
+    rows = round(6 * budget.TRIAL_SHARE)
+    model = tiny_config(family)[0].from_pretrained(checkpoints(family), dtype=torch.float32).eval()
+    found = {}
+    for path in seen:
+        hook = lambda _, args, path=path: found.update({path: args[0].detach().double()})  # noqa: E731
+        model.get_submodule(path).register_forward_pre_hook(hook)
+    with torch.no_grad():
+        model(**{name: value[:rows] for name, value in inputs.items()})
+    assert len(seen) >= 8
+    for path, c_II in seen.items():
+        x = found[path]
+        x = x[inputs["attention_mask"][:rows].bool()] if padded else x.flatten(0, -2)
+        expected = x.mT @ x / len(x)
+        assert float((c_II - expected).norm() / expected.norm()) < 1e-4, path
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_on_all_the_text_a_quick_trial_is_an_independent_conversion(family, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "TRIAL_SHARE", 1.0)
+    _, report = conversion(family, checkpoints, tmp_path, family == "bert", keep=0.5, calibrate="independent")
+    found, expected = report["allocation"][report["allocation"]["kept"]], report["held_out"]
+    assert "quick trials" in report["allocation"]["why"]
+    assert found["original"] == pytest.approx(expected["original"], rel=1e-5)
+    assert found["converted"] == pytest.approx(expected["converted"], rel=1e-4)
+
+
+@pytest.mark.parametrize("rise, kind", [(0.5, "sequential trials"), (0.001, "quick trials")])
+def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
+    rise, kind, checkpoints, tmp_path, monkeypatch
+):
+    def run(self):
+        return {
+            name: Score("nats per token", 2.0, 2.0 * (1 + share * rise), None, 10)
+            for name, share in (("uniform", 0.9), ("spread", 1.0))
+        }
+
+    monkeypatch.setattr(trial.QuickTrial, "run", run)
+    _, report = conversion("llama", checkpoints, tmp_path, keep=0.5)
+    allocation = report["allocation"]
+    assert kind in allocation["why"]
+    assert (allocation["spread"]["tokens"] == 10) == (kind == "quick trials")
+    best = min(("uniform", "spread"), key=lambda name: allocation[name]["converted"])
+    assert allocation["kept"] == best

@@ -1,0 +1,196 @@
+"""The interval covers the truth as often as it says; sums agree with those done by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surgery.core.errors import SurgeryError
+from surgery.eval.results import statistics
+from surgery.eval.results.compare import rows_of, units_of
+from surgery.eval.results.statistics import Units, estimate, interval, mcnemar
+from surgery.eval.suite import Metric, Sample, SuiteResult
+
+SIMULATIONS = 400
+
+
+def units(values, weights=None) -> Units:
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
+    return Units(np.asarray(values, float) * weights, weights)
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+def test_values_and_errors():
+    value, error = estimate(units([1, 2, 6]), None, "mean")
+    assert value == 3 and error == pytest.approx(np.std([1, 2, 6], ddof=1) / 3**0.5)
+    value, error = estimate(units([1, 3], [3, 1]), None, "mean")
+    assert value == 1.5 and error == pytest.approx(math.sqrt(2 * (1.5**2 + 1.5**2)) / 4)
+    value, error = estimate(units([1.0, 1.2]), None, "exp")
+    assert value == pytest.approx(math.exp(1.1)) and error == pytest.approx(math.exp(1.1) * 0.1)
+
+
+def test_all_right_is_not_certain():
+    """(k + 1) / (n + 2), as for every share."""
+    value, error = estimate(units([1] * 8), 1.0, "mean")
+    assert value == 1 and error == pytest.approx(math.sqrt(0.9 * 0.1 / 10))
+
+
+@pytest.mark.parametrize("gained, lost, p", [(0, 0, 1), (1, 5, 14 / 64), (5, 1, 14 / 64), (0, 6, 2 / 64), (3, 3, 1)])
+def test_mcnemar(gained, lost, p):
+    ours = np.array([1] * gained + [0] * lost + [1, 0])
+    base = np.array([0] * gained + [1] * lost + [1, 0])
+    assert mcnemar(ours, base) == pytest.approx(p)
+
+
+def test_documents_are_units():
+    """A document cut into ten samples is not ten documents."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=12)
+    whole = [Sample("t", str(i), {"m": v}, weight=10, unit=str(i)) for i, v in enumerate(values)]
+    cut = [Sample("t", f"{i} {j}", {"m": v}, unit=str(i)) for i, v in enumerate(values) for j in range(10)]
+    assert estimate(units_of(cut, "m"), None, "mean") == pytest.approx(estimate(units_of(whole, "m"), None, "mean"))
+    assert len(units_of([Sample("t", str(i), {"m": 0}) for i in range(5)], "m")) == 5
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40))
+def test_of_shares_the_interval_holds_the_change(pairs):
+    ours, base = (units([float(pair[i]) for pair in pairs]) for i in (0, 1))
+    found = interval(ours, base, 1.0, "mean")
+    assert -1 <= found.low <= found.change + 1e-9 and found.change - 1e-9 <= found.high <= 1
+    mirrored = interval(base, ours, 1.0, "mean")
+    assert mirrored.change == pytest.approx(-found.change)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(5, 30), st.integers(0, 1000))
+def test_equal_scores_change_by_nothing(n, seed):
+    rng = np.random.default_rng(seed)
+    same = units(rng.normal(size=n), rng.integers(1, 50, n))
+    for shape in ("mean", "exp"):
+        found = interval(same, same, None, shape)
+        assert (found.change, found.low, found.high) == (0, 0, 0)
+    assert interval(units(np.ones(n)), units(np.ones(n)), 1.0, "mean").change == 0
+
+
+def test_few_units_have_no_interval():
+    few, base = units([1.0, 1.1, 1.3, 1.2]), units([1.0, 1.0, 1.0, 1.1])
+    assert interval(few, base, None, "mean").low is None and interval(few, base, None, "mean").change > 0
+
+
+# -- simulation ------------------------------------------------------------------------------------
+def covered(draw, truth: float, top: float | None, shape, monkeypatch) -> float:
+    monkeypatch.setattr(statistics, "DRAWS", 400)
+    rng = np.random.default_rng(7)
+    found = [interval(*draw(rng), top, shape, seed) for seed in range(SIMULATIONS)]
+    return sum(i.low <= truth <= i.high for i in found) / SIMULATIONS
+
+
+def losses(rng, n=60):
+    """Documents of many lengths; the harder the document, the more is lost, and few lose much."""
+    tokens = rng.integers(50, 500, n)
+    base = rng.gamma(4, 0.5, n)
+    return units(base + 0.1 * rng.gamma(2, 0.5, n), tokens), units(base, tokens)
+
+
+def test_interval_of_losses_covers(monkeypatch):
+    share = covered(losses, 0.1, None, "mean", monkeypatch)
+    assert 0.92 <= share <= 0.98, share
+
+
+def test_interval_of_perplexities_covers(monkeypatch):
+    share = covered(losses, math.exp(2.1) - math.exp(2), None, "exp", monkeypatch)
+    assert 0.91 <= share <= 0.98, share
+
+
+@pytest.mark.parametrize("lost, gained", [(0.15, 0.05), (0.04, 0.0)])
+def test_interval_of_accuracies_covers(lost, gained, monkeypatch):
+    """Where almost all pairs agree it is wider than it must be, never narrower."""
+
+    def draw(rng, n=80):
+        u, easy = rng.random(n), rng.random(n) < 0.6
+        ours = np.where(u < lost, 0, np.where(u < lost + gained, 1, easy))
+        base = np.where(u < lost, 1, np.where(u < lost + gained, 0, easy))
+        return units(ours), units(base)
+
+    share = covered(draw, gained - lost, 1.0, "mean", monkeypatch)
+    assert share >= 0.925, share
+
+
+def test_pairing_is_what_narrows():
+    rng = np.random.default_rng(0)
+    ours, base = losses(rng)
+    paired = interval(ours, base, None, "mean")
+    mixed = np.random.default_rng(1).permutation(len(base))
+    apart = interval(ours, Units(base.sums_U[mixed], base.weights_U[mixed]), None, "mean")
+    assert paired.high - paired.low < 0.3 * (apart.high - apart.low)
+
+
+# -- rows ------------------------------------------------------------------------------------------
+ACCURACY = Metric("accuracy", "accuracy", scale=100)
+
+
+def result(values: dict[str, list[float]], **more) -> SuiteResult:
+    samples = [
+        Sample(task, str(i), {"accuracy": v}, {"length": 64 << i % 2})
+        for task, each in values.items()
+        for i, v in enumerate(each)
+    ]
+    return SuiteResult(samples, {"accuracy": ACCURACY}, **more)
+
+
+def test_rows_are_tasks_and_groups():
+    base, ours = result({"a": [1] * 20, "b": [1] * 20}), result({"a": [1, 0] * 10, "b": [1] * 20})
+    rows = rows_of("s", {"base": base, "converted": ours}, same=False)
+    assert [(r.task, r.group) for r in rows][:3] == [("a", {}), ("a", {"length": 64}), ("a", {"length": 128})]
+    whole, short, long = rows[:3]
+    assert (whole.values, whole.difference.change) == ({"base": 100, "converted": 50}, -50)
+    assert short.values["converted"] == 100 and long.values["converted"] == 0
+    assert whole.p == pytest.approx(2 / 2**10) and short.p == 1
+    assert rows[3].difference.change == 0 and rows[3].difference.high > 0
+
+
+def test_order_does_not_matter():
+    base, ours = result({"a": [1, 0, 1, 1] * 5}), result({"a": [1, 1, 0, 1] * 5})
+    mixed = SuiteResult(ours.samples[::-1], ours.metrics)
+    one, two = (rows_of("s", {"base": base, "converted": o}, same=False)[0] for o in (ours, mixed))
+    assert one.values == two.values and one.difference.change == two.difference.change and one.p == two.p
+
+
+def test_one_model_is_itself_for_certain():
+    rows = rows_of("s", {"base": result({"a": [1, 0] * 10}), "converted": result({"a": [1, 0] * 10})}, same=True)
+    assert all((r.difference.change, r.difference.low, r.difference.high) == (0, 0, 0) for r in rows)
+
+
+def test_a_base_that_guesses_is_flagged():
+    floors = {"a": {"accuracy": 0.25}}
+    guessing = result({"a": [1, 0, 0, 0] * 10}, floors=floors)
+    assert "no better than guessing" in rows_of("s", {"base": guessing}, same=False)[0].flags[0]
+    knowing = result({"a": [1] * 40}, floors=floors)
+    assert rows_of("s", {"base": knowing}, same=False)[0].flags == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e6])
+def test_a_broken_model_is_flagged_not_fatal(loss):
+    metric = Metric("nll", "ppl", higher_is_better=False)
+    base, ours = ([Sample("a", str(i), {"nll": v}) for i in range(20)] for v in (1.0, loss))
+    ours[3] = Sample("a", "3", {"nll": 2.0})
+    results = {role: SuiteResult(s, {"nll": metric}) for role, s in (("base", base), ("converted", ours))}
+    row = rows_of("s", results, same=False)[0]
+    assert row.values["base"] == pytest.approx(math.e) and ("not a finite number" in row.flags) == (loss != 1e6)
+    assert not row.ratio.change <= 2
+
+
+def test_other_samples_are_no_pairs():
+    with pytest.raises(SurgeryError, match=r"different samples \(base 20, converted 10, 10 in common\)"):
+        rows_of("s", {"base": result({"a": [1] * 20}), "converted": result({"a": [1] * 10})}, same=False)
+
+
+def test_accuracies_are_zeros_and_ones():
+    with pytest.raises(SurgeryError, match="zeros and ones"):
+        rows_of("s", {"base": result({"a": [0.5] * 9}), "converted": result({"a": [1] * 9})}, same=False)

@@ -1,0 +1,64 @@
+"""Processes of one group over gloo, forked where everything is imported already: what `accelerate launch` would start
+(one test does so, of test_training_processes.py), without the seconds that each would import for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def processes(count: int, run: Callable[[int], object]) -> list[int]:
+    """`run(rank)` in so many processes of one group; their exit codes."""
+    import transformers.modeling_utils  # noqa: F401  once, for all children
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                _grouped(rank, count, port)
+                run(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+def _grouped(rank: int, count: int, port: int) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    if count > 1:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        os.environ.update({name: str(value) for name, value in told.items()})
+
+
+def command(count: int, folder: Path, words: list[str]) -> str:
+    """`surgery WORDS` in so many processes, run in `folder`; what the first of them said."""
+    from surgery.cli.main import main
+
+    def run(rank: int) -> None:
+        os.chdir(folder)
+        with open(folder / f"said-{rank}", "w") as said, contextlib.redirect_stdout(said):
+            try:
+                main(words)
+            except SystemExit as left:
+                if left.code:
+                    raise
+
+    assert processes(count, run) == [0] * count
+    return (folder / "said-0").read_text()

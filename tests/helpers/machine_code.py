@@ -1,0 +1,196 @@
+"""What kernels become for a Hopper GPU, without one: compiled for it on a machine that has none, launched nowhere.
+
+    python tests/helpers/machine_code.py two            the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
+    python tests/helpers/machine_code.py mixing mlr     surgery's kernels, forward and backward, by the ptxas that surgery takes
+
+prints a line for each that reads a uniform register before anything has written it: addresses of products' operands lie
+there. Run as a process of its own: not under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+
+class Instruction(NamedTuple):
+    """One line of machine code: whether under a condition, its name, and what stands behind it."""
+
+    guarded: bool
+    name: str
+    operands: str
+
+    def writes(self) -> set[int]:
+        """Uniform registers, the first operand of uniform instructions."""
+        into = re.match(r"UR(\d+)\b", self.operands)
+        if not into or not re.match(r"U|R2UR|S2UR|VOTEU|REDUX", self.name):
+            return set()
+        wide = 4 if ".128" in self.name else 2 if re.search(r"\.(64|WIDE)", self.name) else 1
+        return set(range(int(into[1]), int(into[1]) + wide))
+
+    def reads(self) -> set[int]:
+        found = set()
+        rest = self.operands.split(",", 1)[-1] if self.writes() else self.operands
+        for kind, number in re.findall(r"(gdesc\[|desc\[)?\bUR(\d+)\b", rest):
+            start, count = int(number), 1
+            if kind == "gdesc[" and self.name.startswith("HGMMA"):
+                in_registers = re.match(
+                    r"R\d+,\s*R\d+", self.operands
+                )  # the left operand: half of the four describe it
+                start, count = (start + 2, 2) if in_registers else (start, 4)
+            elif kind or f"UR{number}.64" in rest or (".64" in self.name and self.name.startswith("U")):
+                count = 2
+            found |= set(range(start, start + count))
+        return found
+
+
+def parsed(code: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions, and where labels stand."""
+    lines, labels = [], {}
+    for line in code.splitlines():
+        line = re.sub(r"/\*[0-9a-fx]*\*/", "", line).strip()
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line):
+            lines.append(Instruction(bool(found[1]), found[2], found[3]))
+    return lines, labels
+
+
+def after(at: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
+    """Where it may go on from an instruction."""
+    one = lines[at]
+    ends = one.name.startswith(("EXIT", "RET")) and not one.guarded
+    jumps = re.search(r"\.L_x_\d+", one.operands) if one.name.startswith(("BRA", "BRX", "JMP", "CALL")) else None
+    falls = one.guarded or jumps is None or one.name.startswith("CALL") or re.match(r"!?U?P", one.operands)
+    places = [labels[jumps[0]]] if jumps else []
+    return [place for place in [*places, *([at + 1] if falls and not ends else [])] if place < len(lines)]
+
+
+def unwritten(code: str) -> list[str]:
+    """Instructions that some way through the code leads to with a uniform register nothing has written."""
+    lines, labels = parsed(code)
+    before: dict[int, set[int]] = {0: set(range(63))}
+    work, found = [0], {}
+    while work:
+        at = work.pop()
+        blank = before[at] & lines[at].reads()
+        if blank:
+            found[at] = f"UR{min(blank)} in {lines[at].name} {lines[at].operands}"
+        left = before[at] - lines[at].writes()
+        for place in after(at, lines, labels):
+            if place not in before or not left <= before[place]:
+                before[place] = before.get(place, set()) | left
+                work.append(place)
+    return [found[at] for at in sorted(found)]
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.nvdisasm.path
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+class Hopper:
+    """Triton's driver of a GPU that is not there: loads nothing, launches nothing, and keeps machine code."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, bytes]] = []
+        properties = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+        self.utils = SimpleNamespace(get_device_properties=lambda _: properties, load_binary=self.load)
+
+    def load(self, name: str, cubin: bytes, *_: Any) -> tuple[int, int, int, int, int]:
+        self.made.append((name, cubin))
+        return 0, 0, 0, 0, 1024
+
+    def launcher_cls(self, *_: Any) -> Any:
+        return lambda *_: None
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+@triton.jit
+def two(x, y, z, w, out, T, F, V, BT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr):
+    """(x y^T where seen) z + x w: three products, whose right operands share an address and differ in width."""
+    t, f, v = tl.arange(0, BT), tl.arange(0, BF), tl.arange(0, BV)
+    left = tl.load(x + t[:, None] * F + f[None, :], mask=(f < F)[None, :], other=0.0)
+    total = tl.zeros((BT, BV), tl.float32)
+    for s in range(0, T, BT):
+        right = tl.load(y + (s + t)[:, None] * F + f[None, :], mask=(f < F)[None, :], other=0.0)
+        scores = tl.dot(left, tl.trans(right))
+        scores = tl.where(s + t[None, :] <= t[:, None] + 192, scores, 0.0)
+        values = tl.load(z + (s + t)[:, None] * V + v[None, :], mask=(v < V)[None, :], other=0.0)
+        total = tl.dot(scores.to(tl.bfloat16), values, total)
+    right = tl.load(w + f[:, None] * V + v[None, :], mask=(f < F)[:, None] & (v < V)[None, :], other=0.0)
+    total = tl.dot(left, right, total)
+    tl.store(out + t[:, None] * V + v[None, :], total, mask=(v < V)[None, :])
+
+
+def products() -> None:
+    numbers = torch.empty(256, 18, dtype=torch.bfloat16)
+    two[(1,)](numbers, numbers, numbers, numbers, numbers.float(), 256, 18, 3, BT=64, BF=32, BV=16)
+
+
+def mixing() -> None:
+    """Narrow heads, in a block of more than a tile."""
+    from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_causal
+
+    sizes = (1, 2, 2, 70, 18), (1, 2, 70, 18), (1, 2, 70, 3)
+    q, k, v = (torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes)
+    zero_B = torch.zeros(1, dtype=torch.int64)
+    out, _ = toeplitz_causal(q, k, v, torch.rand(2, 2), torch.rand(2, 2, 2), None, zero_B, zero_B + 70, 70, 70)
+    out.sum().backward()
+
+
+def mlr() -> None:
+    """Three levels, with biases."""
+    from surgery.mixers import AttentionShape
+    from surgery.mixers.common.kv_layout import Frame
+    from surgery.mixers.common.softmax import Term, attend
+
+    ranks, extents, length = (32, 16, 16), (1024, 256), 2048
+    q, k, v = (torch.randn(1, 1, 1, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    biases = torch.zeros(len(extents), 1, 1, requires_grad=True)
+    parts = zip(q.split(ranks, -1), k[:, :, 0].split(ranks, -1), (None, *extents), (None, *biases))
+    terms = [Term(a, b, extent, "sliding", bias) for a, b, extent, bias in parts]
+    shape = AttentionShape(64, 1, 1, 64, 64, 0.125, True, None, None)
+    attend(terms, v[:, :, 0], Frame(torch.tensor([length]), length, length, False), shape).sum().backward()
+
+
+def main(names: list[str]) -> None:
+    from surgery.core.dispatch import choose
+    from surgery.kernels import ptxas as assembler
+
+    gpu = Hopper()
+    triton.runtime.driver.set_active(gpu)
+    nvidia = assembler.knobs()
+    if names != ["two"] and nvidia.ptxas.version == assembler.WRONG:
+        assembler.take(nvidia, next(assembler.sound(nvidia)))
+    with choose("kernel"):
+        for name in names:
+            {"two": products, "mixing": mixing, "mlr": mlr}[name]()
+    for name, cubin in gpu.made:
+        for what in unwritten(disassembled(cubin)):
+            print(f"{name}: {what}")
+    print(f"{len(gpu.made)} kernels, ptxas {nvidia.ptxas.version}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,120 @@
+"""A random Llama of a real one's shape, written a tensor at a time, for measuring conversions.
+
+python tests/helpers/random_llama.py OUT --shape 1b        also OUT-calibration.safetensors with 8,192 tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from surgery.checkpoint.safetensors_io import Entry, write_shard
+from surgery.checkpoint.source import INDEX
+from surgery.core.files import write_json
+
+# layers, width, MLP width, heads, key/value heads, vocabulary, tied
+SHAPES = {
+    "tiny": (2, 256, 512, 8, 4, 1000, True),
+    "1b": (16, 2048, 8192, 32, 8, 128256, True),
+    "7b": (32, 4096, 11008, 32, 32, 32000, False),
+}
+
+
+def config_of(shape: str) -> dict:
+    layers, width, mlp, heads, groups, vocabulary, tied = SHAPES[shape]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": width // heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (mlp, width),
+        "mlp.up_proj": (mlp, width),
+        "mlp.down_proj": (width, mlp),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+
+
+def shards(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Name -> shape, a shard a layer and one for the rest."""
+    for i in range(config["num_hidden_layers"]):
+        yield {f"model.layers.{i}.{name}.weight": shape for name, shape in layer_shapes(config).items()}
+    table = (config["vocab_size"], config["hidden_size"])
+    rest = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
+    yield rest if config["tie_word_embeddings"] else {**rest, "lm_head.weight": table}
+
+
+def make(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0) -> None:
+    """Weights of variance 1/in with a spectrum that decays, as trained ones do; norms of one. layers: other
+    than the shape's."""
+    config = config_of(shape)
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    out.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+
+    def write(i: int, shapes: dict[str, tuple[int, ...]]) -> int:
+        generator = torch.Generator().manual_seed(seed * 1000 + i)
+        entries = [Entry.of(k, random_weight(s, generator)) for k, s in shapes.items()]
+        write_shard(out / shard_name(i), entries)
+        return sum(e.nbytes for e in entries)
+
+    def shard_name(i: int) -> str:
+        return f"model-{i + 1:05d}-of-{config['num_hidden_layers'] + 1:05d}.safetensors"
+
+    every = list(shards(config))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        total = sum(pool.map(write, range(len(every)), every))
+    for i, shapes in enumerate(every):
+        weight_map.update(dict.fromkeys(shapes, shard_name(i)))
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, config["vocab_size"], (tokens // length, length), generator=generator)
+    write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [Entry.of("input_ids", ids)])
+
+
+def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    weight = torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5)
+    weight *= torch.linspace(2.0, 0.25, shape[1])
+    return weight.to(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=0, help="other than the shape's")
+    arguments = parser.parse_args()
+    make(arguments.out, arguments.shape, arguments.tokens, layers=arguments.layers)

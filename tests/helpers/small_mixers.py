@@ -1,0 +1,158 @@
+"""Two mixers to judge the machinery by: one that is softmax attention itself, and a recurrence."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from surgery.mixers import MIXERS, Mixer, MixerConfig, State
+
+
+@dataclass(frozen=True)
+class Exact(MixerConfig):
+    name: ClassVar[str] = "test-exact"
+
+
+@dataclass(frozen=True)
+class Decayed(MixerConfig):
+    name: ClassVar[str] = "test-decayed"
+    half_life: int = 6
+    rotated: bool = True
+
+
+class ExactMixer(Mixer):
+    """Softmax over all keys seen; the state is the keys, the values and which of them are real."""
+
+    config_type = Exact
+
+    def empty_state(self, batch, device):
+        shape = self.shape
+        tensors = {
+            "k": torch.zeros(batch, shape.groups, 0, shape.key, device=device),
+            "v": torch.zeros(batch, shape.groups, 0, shape.value, device=device),
+            "valid": torch.zeros(batch, 0, dtype=torch.bool, device=device),
+        }
+        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
+
+    def mix(self, inputs, state=None):
+        B, _, T, _ = inputs.q_BHTK.shape
+        valid = inputs.valid_BT
+        valid = torch.ones(B, T, dtype=torch.bool, device=inputs.x_BTD.device) if valid is None else valid
+        wide = torch.promote_types(inputs.q_BHTK.dtype, torch.float32)
+        k, v = inputs.k_BGTK.to(wide), inputs.v_BGTV.to(wide)
+        after = None
+        if state is not None:
+            k = torch.cat([state.tensors["k"], k], dim=2)
+            v = torch.cat([state.tensors["v"], v], dim=2)
+            after = State(
+                state.seen_B + valid.sum(1),
+                {"k": k, "v": v, "valid": torch.cat([state.tensors["valid"], valid], dim=1)},
+            )
+            valid = after.tensors["valid"]
+        S, per = k.shape[2], self.shape.heads // self.shape.groups
+        scores = inputs.q_BHTK.to(wide) @ k.repeat_interleave(per, 1).mT * self.shape.scaling
+        if self.shape.softcap:
+            scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
+        allowed = valid[:, None, None, :]
+        if self.shape.causal:
+            positions = torch.arange(S, device=k.device)
+            behind = positions[S - T :, None] - positions
+            allowed = allowed & (behind >= 0) & (behind < (self.shape.window or S))
+        weights = torch.softmax(scores.masked_fill(~allowed, -1e30), dim=-1)
+        return (weights @ v.repeat_interleave(per, 1)).to(inputs.q_BHTK.dtype), after
+
+
+class DecayedMixer(Mixer):
+    """state = decay state + k v^T, out = q state, decay = exp(-rate); padding leaves the state as it is."""
+
+    config_type = Decayed
+
+    def __init__(self, config, shape):
+        super().__init__(config, shape)
+        self.rotated = config.rotated
+        self.rate_G = nn.Parameter(torch.full((shape.groups,), 0.7 / config.half_life))
+        self.gate = nn.Linear(shape.dim, shape.heads)
+        self.register_buffer("order_K", torch.arange(shape.key).flip(0))
+        self.register_buffer("ones_1", torch.ones(1), persistent=False)
+
+    def empty_state(self, batch, device):
+        shape = self.shape
+        sums = torch.zeros(batch, shape.groups, shape.key, shape.value, device=device)
+        return State(torch.zeros(batch, dtype=torch.int64, device=device), {"sums": sums})
+
+    def mix(self, inputs, state=None):
+        B, _, T, _ = inputs.q_BHTK.shape
+        valid = inputs.valid_BT
+        valid = torch.ones(B, T, dtype=torch.bool, device=inputs.x_BTD.device) if valid is None else valid
+        q, k, v = (
+            inputs.q_BHTK[..., self.order_K].float(),
+            inputs.k_BGTK[..., self.order_K].float(),
+            inputs.v_BGTV.float(),
+        )
+        start = self.empty_state(B, k.device) if state is None else state
+        sums, decay, outs = start.tensors["sums"], torch.exp(-self.rate_G.float())[:, None, None], []
+        for t in range(T):
+            new = decay * sums + k[:, :, t, :, None] * v[:, :, t, None, :] * self.ones_1.float()
+            sums = torch.where(valid[:, t, None, None, None], new, sums)
+            outs.append(
+                torch.einsum("bgjk,bgkv->bgjv", q[:, :, t].unflatten(1, (self.shape.groups, -1)), sums).flatten(1, 2)
+            )
+        gate = torch.sigmoid(self.gate(inputs.x_BTD)).float().transpose(1, 2)[..., None]
+        out = (torch.stack(outs, dim=2) * self.shape.scaling * gate).to(inputs.q_BHTK.dtype)
+        after = None if state is None else State(state.seen_B + valid.sum(1), {"sums": sums})
+        return out, after
+
+    def dense(self, inputs):
+        return self.mix(replace(inputs))[0]
+
+
+@contextmanager
+def registered():
+    """Known to MIXERS while a test module runs, and to no other test's walk over the registry."""
+    before = dict(MIXERS._by_config), dict(MIXERS._by_name)
+    for config, mixer in ((Exact, ExactMixer), (Decayed, DecayedMixer)):
+        MIXERS.register(config)(mixer)
+    try:
+        yield
+    finally:
+        for config in (Exact, Decayed):
+            MIXERS._by_config.pop(config)
+            MIXERS._by_name.pop(config.name)
+    assert set(before[1]) <= set(MIXERS._by_name)
+
+
+def lively(family: str, **changes):
+    """A tiny model whose layers matter, in evaluation mode."""
+    from helpers.small import tiny_config
+
+    torch.manual_seed(0)
+    cls, config = tiny_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20.0 if "embed" in name or "wte" in name else 4.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def with_mixers(family: str, config: MixerConfig, layers=None, **changes):
+    """The same with that mixer in the layers of those numbers, or in all; its parameters stirred."""
+    from surgery.architectures.attention import attention_paths
+    from surgery.modeling.attention import install
+
+    model = lively(family, **changes)
+    paths = attention_paths(model)
+    install(model, {paths[i]: config for i in (range(len(paths)) if layers is None else layers)})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mixer." in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model

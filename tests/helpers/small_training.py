@@ -1,0 +1,115 @@
+"""A tiny converted checkpoint with text, and short runs over it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.small import DECODER, recipe_of
+
+EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+LM = {"kind": "lm", "trains": ["all"], "length": 16, "tokens": 128, "batch": 4, "rows": 2, "rate": 1e-2}
+LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens": 64, "batch": 4, "rows": 4}
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """Documents to train on, a JSON line each."""
+    path = tmp_path_factory.mktemp("texts") / "stories.jsonl"
+    parts = (EMBEDDED / "calibration.txt").read_text(encoding="utf-8").splitlines()
+    stories = [part for part in parts if len(part) > 40][:150]
+    path.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
+    return path
+
+
+def conversion(folder: Path, name: str, *overrides: str) -> Path:
+    from surgery.conversion.convert import convert
+    from surgery.planning.recipe import load_recipe
+
+    out = folder / name
+    quick = [f"calibration={EMBEDDED / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    convert(str(EMBEDDED), load_recipe(name, [*quick, "curvature=none", *overrides]), out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def btt(tmp_path_factory) -> Path:
+    return conversion(tmp_path_factory.mktemp("btt"), "btt-half")
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory) -> Path:
+    """Attention with mixers."""
+    return conversion(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    path = tmp_path_factory.mktemp("words") / "text.txt"
+    path.write_text((EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def student(tmp_path_factory):
+    """One layer of structured linears, random, with a tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from surgery.conversion.convert import convert
+
+    folder = tmp_path_factory.mktemp("student")
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    torch.manual_seed(0)
+    shape = {**DECODER, "vocab_size": len(tokenizer), "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder / "source")
+    tokenizer.save_pretrained(folder / "source")
+    convert(str(folder / "source"), recipe_of(structure="low_rank"), folder / "converted")
+    return folder / "converted"
+
+
+@pytest.fixture
+def without_curves(monkeypatch) -> None:
+    """Drawing one takes a quarter of a short run's time; test_training_recipes.py has them drawn."""
+    monkeypatch.setattr("surgery.training.runner.draw", lambda lines, path: False)
+
+
+def recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
+    from surgery.training.recipe import parse_healing
+
+    data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 4}
+    common = {"length": 64, "batch": 4, "rows": 2, "tokens": 1024, "rate": 1e-4}
+    told = {"precision": "float32", "log": 1, "checkpoint": 2, "data": data, "common": common}
+    told |= {"evaluate": 0, "deliver": "last"}  # what the last step leaves is what tests compare
+    return parse_healing({**told, **keys, "stages": list(stages)})
+
+
+def losses(folder: Path) -> list[tuple[int, int, float]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(line["stage"], line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def tensors(out):
+    """Of the result and of its adapter."""
+    from safetensors.torch import load_file
+
+    return {(path.parent.name == "adapter", name): t for path in sorted(out.rglob("*.safetensors")) for name, t in load_file(path).items()}  # fmt: skip
+
+
+def same(out, whole):
+    ours, theirs = tensors(out), tensors(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def spread(rank):
+    """In a child: FSDP2, as `accelerate launch` asks for it."""
+    told = {"USE_FSDP": "true", "FSDP_VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    names = {"USE_FSDP": "ACCELERATE_USE_FSDP", "AUTO_WRAP_POLICY": "FSDP_AUTO_WRAP_POLICY"}
+    os.environ |= {names.get(key, key): value for key, value in told.items()}
+    os.environ |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}

@@ -1,0 +1,85 @@
+"""Steps captured in a graph generate what single calls do. Where there is no GPU a graph is the recorded function itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.small import tiny_inputs
+from helpers.small_mixers import with_mixers
+
+from surgery.mixers import mixer_config
+from surgery.modeling import cuda_graph as captured
+from surgery.modeling.cache import MixerLayer
+
+CUDA = torch.cuda.is_available()
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+MIXERS = [
+    {"mixer": "linear", "mask": "hierarchical"},
+    {"mixer": "linear", "mask": "gates", "scores": "delta"},
+    {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "convolution": 3, "gate": "value", "norm": "rms"},
+]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts what is recorded."""
+    made, real = [], captured.recorded
+
+    def recorded(step):
+        made.append(step)
+        return real(step) if CUDA else step
+
+    monkeypatch.setattr(captured, "recorded", recorded)
+    if not CUDA:
+        monkeypatch.setattr(captured, "here", lambda model: True)
+    return made
+
+
+def model_of(config, layers=None):
+    torch.manual_seed(0)
+    model = with_mixers("llama", mixer_config(config), layers).eval()
+    return model.to("cuda" if CUDA else "cpu")
+
+
+def generated(model, new=14, **options):
+    ids = tiny_inputs("llama", 2, 9, 3)["input_ids"].to(model.device)
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    prompt["attention_mask"][0, :3] = 0
+    done = model.generate(
+        **prompt, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **GREEDY, **options
+    )
+    return done.sequences, torch.stack(done.logits, 1), done.past_key_values
+
+
+@pytest.mark.parametrize("config", MIXERS, ids=str)
+def test_the_same_tokens(config, graphs):
+    """Through powers of two, where a log-linear state gets more buckets, and with padding on the left."""
+    model = model_of(config)
+    right, logits, plain = generated(model)
+    assert not graphs
+    tokens, ours, cache = generated(model, cache_implementation="static")
+    assert len(graphs) == 1 and torch.equal(tokens, right)
+    assert (ours - logits).abs().max() < 1e-5 * logits.abs().max()
+    for one, other in zip(cache.layers, plain.layers):
+        assert type(one) is MixerLayer and one.seen == other.seen and one.state.most == other.state.most
+        assert torch.equal(one.state.seen_B, other.state.seen_B)
+
+
+def test_when_it_is_not_asked(graphs):
+    model = model_of(MIXERS[0])
+    generated(model, 4, cache_implementation="static", disable_compile=True)
+    generated(model_of(MIXERS[0], layers=[1]), 4, cache_implementation="static")
+    generated(model_of({"mixer": "linear", "mask": "toeplitz"}), 4, cache_implementation="static")
+    generated(model_of({"mixer": "linear", "window": 4}), 4, cache_implementation="static")
+    assert not graphs
+
+
+def test_what_cannot_be_captured_runs_step_by_step(monkeypatch, graphs):
+    def refused(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = model_of(MIXERS[0])
+    right = generated(model)[0]
+    monkeypatch.setattr(captured, "recorded", refused)
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        assert torch.equal(generated(model, cache_implementation="static")[0], right)

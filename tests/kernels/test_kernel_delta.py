@@ -1,0 +1,232 @@
+"""Kernels with the delta rule's scores against the references in float64: outputs and every gradient."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.kernel_rows import DEVICE, SIZES, gpu
+
+from surgery.core.dispatch import choose, watched
+from surgery.mixers.masks.log_linear import log_linear
+from surgery.mixers.masks.semiseparable import semiseparable
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
+
+
+# B, G, J, T, F, V, keys shared by the groups
+SMALL = [(1, 1, 1, 1, 16, 16, False), (1, 2, 1, 21, 16, 17, True), (2, 1, 2, 37, 24, 16, False)]
+
+
+def draw(B, G, J, T, F, V, shared, gates="mild", dtype=torch.float32, seed=0):
+    """q, k, v, beta, gates: every one a leaf, k of unit norm, strided as mixers hand them over. Values are those of
+    `dtype`."""
+    torch.manual_seed(seed)
+    q = torch.randn(B, T, G, J, F)
+    k = torch.nn.functional.normalize(torch.randn(B, T, 1 if shared else G, F) + 0.5, dim=-1)
+    v, beta = torch.randn(B, T, G, V), torch.rand(B, T, G)
+    rate = {"none": torch.zeros(B, T, G), "mild": -0.1 * torch.rand(B, T, G)}
+    sudden = torch.where(torch.rand(B, T, G) < 0.2, -1e4, -1e-3 * torch.rand(B, T, G))
+    g = {**rate, "extreme": torch.where(torch.rand(B, T, G) < 0.2, 0.0, sudden)}[gates]
+    half = lambda x: x.to(dtype).to(DEVICE)  # noqa: E731
+    return {"q": half(q), "k": half(k), "v": half(v), "beta": beta.to(DEVICE), "gates": g.to(DEVICE)}
+
+
+def laid_out(leaves, G):
+    """As the ops take them."""
+    k = leaves["k"].transpose(1, 2)
+    k = k.expand(-1, G, -1, -1)
+    return leaves["q"].permute(0, 2, 3, 1, 4), k, leaves["v"].transpose(1, 2), leaves["beta"].mT, leaves["gates"].mT
+
+
+def run(call, leaves, dtype, choice):
+    """(outputs, gradients) of `call(leaves)`, a fixed random direction back."""
+    leaves = {
+        n: t.detach().to(dtype[n] if isinstance(dtype, dict) else dtype).requires_grad_() for n, t in leaves.items()
+    }
+    with choose(choice):
+        outs = [o for o in call(leaves) if o is not None]
+    torch.manual_seed(1)
+    total = sum((o.double() * torch.randn(o.shape, dtype=torch.float64).to(DEVICE)).sum() for o in outs)
+    total.backward()
+    grads = {n: t.grad for n, t in leaves.items()}
+    return dict(zip(["out", "state"], outs)) | {f"d{n}": t for n, t in grads.items()}
+
+
+def judge(call, leaves, tolerance, kernel=None):
+    right = run(call, leaves, torch.float64, "reference")
+    with watched() as taken:
+        ours = run(kernel or call, leaves, {n: t.dtype for n, t in leaves.items()}, "kernel")
+    assert taken or kernel
+    errors = {}
+    for name, want in right.items():
+        got = ours[name].double()
+        assert got.isfinite().all(), name
+        errors[name] = (got - want).norm().item() / max(want.norm().item(), 1e-9 * want.numel() ** 0.5)
+    print({n: float(f"{e:.2g}") for n, e in errors.items()})  # pytest -rP shows it
+    wrong = {n: e for n, e in errors.items() if e > tolerance * (10 if n == "dgates" and tolerance < 1e-4 else 1)}
+    assert not wrong, (wrong, errors)
+
+
+def gated(G, chunk):
+    def call(leaves):
+        q, k, v, beta, gates = laid_out(leaves, G)
+        return semiseparable(q, k, v, beta, gates.unsqueeze(1), leaves.get("weight"), leaves.get("first"), chunk)
+
+    return call
+
+
+def check_gated(shape, gates, dtype, first, chunk=64):
+    leaves = draw(*shape, gates, dtype)
+    B, G, _, _, F, V, _ = shape
+    if first:
+        leaves["first"] = torch.randn(B, 1, G, F, V, device=DEVICE)
+    judge(gated(G, chunk), leaves, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape, gates", [*zip(SMALL, ["none", "mild", "extreme"])])
+def test_gated_delta(shape, gates):
+    check_gated(shape, gates, torch.float32, gates != "none", chunk=16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gates", ["mild", "extreme"])
+@pytest.mark.parametrize("shape", SIZES)
+def test_gated_delta_large(shape, gates, dtype):
+    check_gated(shape, gates, dtype, first=gates == "mild")
+
+
+def log_linear_call(G, starts, chunk, levels):
+    def call(leaves):
+        q, k, v, beta, gates = laid_out(leaves, G)
+        start = torch.tensor(starts, device=DEVICE)
+        count = torch.full_like(start, v.shape[2])
+        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves.get("buckets"), count, chunk)
+
+    return call
+
+
+def check_log_linear(shape, gates, dtype, starts, levels=12, chunk=64):
+    leaves = draw(*shape, gates, dtype)
+    B, G, J, T, _, _, _ = shape
+    leaves["level"] = 0.1 + torch.rand(B, T, G, J, levels, device=DEVICE)
+    judge(log_linear_call(G, starts[:B], chunk, levels), leaves, TOLERANCE[dtype])
+
+
+TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
+    ((1, 1, 1, 1, 16, 16, False), 4, (5,), "mild"),
+    ((1, 1, 1, 100, 16, 17, True), 12, (0,), "extreme"),
+    ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
+    ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
+]
+
+
+@pytest.mark.parametrize("shape, levels, starts, gates", TREES)
+def test_log_linear_delta(shape, levels, starts, gates):
+    check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
+
+
+def test_levels_in_groups(monkeypatch):
+    """Where there is little memory."""
+    from surgery.kernels.log_linear_delta import plan as launch
+
+    monkeypatch.setattr(launch, "FORWARD", 0)
+    monkeypatch.setattr(launch, "BACKWARD", 0)
+    check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("starts", [(0, 0), (4090, 77)])
+@pytest.mark.parametrize("shape", SIZES)
+def test_log_linear_delta_large(shape, starts, dtype):
+    check_log_linear(shape, "mild" if starts[0] else "extreme", dtype, starts)
+
+
+def check_buckets(shape, dtype, starts, counts, levels=12, chunk=64, gates="mild"):
+    """Rows that go on: buckets of all that came before, of which some are empty."""
+    leaves = draw(*shape, gates, dtype)
+    B, G, J, T, features, V, _ = shape
+    leaves["level"] = 0.1 + torch.rand(B, T, G, J, levels, device=DEVICE)
+    there = torch.tensor([[start >> bit & 1 for bit in range(max(starts).bit_length())] for start in starts])
+    there = there[..., None, None, None].to(DEVICE)
+    leaves["buckets"] = torch.randn(*there.shape[:2], G, features, V, device=DEVICE)
+    silent = (torch.arange(T) < torch.tensor(counts).unsqueeze(1)).to(DEVICE)
+
+    def call(leaves):
+        tokens = {
+            n: t * silent.view(B, T, *[1] * (t.dim() - 2)) for n, t in leaves.items() if n not in ("level", "buckets")
+        }
+        q, k, v, beta, gates = laid_out({**leaves, **tokens}, G)
+        start, count = (torch.tensor(x, device=DEVICE) for x in (starts, counts))
+        return log_linear(q, k, v, beta, gates, leaves["level"], start, leaves["buckets"] * there, count, chunk)
+
+    judge(call, leaves, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("T, starts, counts", [(5, (3, 0), (5, 2)), (37, (21, 80), (37, 16))])
+def test_log_linear_delta_goes_on(T, starts, counts):
+    check_buckets((2, 1, 1, T, 16, 16, False), torch.float32, starts, counts, chunk=16)
+
+
+def unread(leaves):
+    """So that each leaf has a gradient."""
+    return 0 * (leaves["first"].sum() + leaves["level"].sum())
+
+
+def check_packed(shape, dtype, borders, tree, chunk=64):
+    """Sequences packed in one row: as each of them alone."""
+    leaves = draw(*shape, "mild", dtype)
+    _, G, J, T, features, V, _ = shape
+    leaves["level"] = 0.1 + torch.rand(1, T, G, J, 9, device=DEVICE)
+    leaves["first"] = torch.randn(len(borders) - 1, G, features, V, device=DEVICE)
+
+    def kernel(leaves):
+        from surgery.kernels.gated_delta import gated_delta
+        from surgery.kernels.log_linear_delta import log_linear_delta
+
+        tokens, cu = laid_out(leaves, G), torch.tensor(borders, device=DEVICE)
+        if tree:
+            return [log_linear_delta(*tokens, leaves["level"], cu_seqlens=cu, chunk=chunk) + unread(leaves)]
+        out, last = gated_delta(*tokens, leaves["first"], cu, chunk)
+        return [out + unread(leaves), last]
+
+    def reference(leaves):
+        outs, lasts = [], []
+        for i, (a, b) in enumerate(pairwise(borders)):
+            q, k, v, beta, g = laid_out({n: x[:, a:b] for n, x in leaves.items() if n not in ("first", "level")}, G)
+            zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+            if tree:
+                out = log_linear(q, k, v, beta, g, leaves["level"][:, a:b], zero, None, zero + b - a, 64)[0]
+            else:
+                out, last = semiseparable(q, k, v, beta, g.unsqueeze(1), None, leaves["first"][i, None, None], 64)
+                lasts.append(last[:, 0])
+            outs.append(out)
+        return [torch.cat(outs, 3) + unread(leaves), *([torch.cat(lasts)] if lasts else [])]
+
+    judge(reference, leaves, TOLERANCE[dtype], kernel=kernel)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_packed_sequences(tree):
+    check_packed((1, 1, 1, 60, 16, 16, False), torch.float32, (0, 17, 18, 60), tree, chunk=16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tree", [False, True])
+def test_packed_sequences_large(tree, dtype):
+    check_packed((1, 3, 1, 1000, 128, 64, True), dtype, (0, 1, 130, 642, 1000), tree)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_linear_delta_goes_on_large(dtype):
+    check_buckets((2, 2, 1, 1000, 128, 64, False), dtype, (130, 64), (1000, 700))

@@ -1,0 +1,115 @@
+"""Kernels of masks of gates against the reference in float64: outputs, states and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, log_gates, misses, tokens
+
+from surgery.core.dispatch import choose
+from surgery.kernels.ssd import layout as ssd_launch
+from surgery.mixers.masks.semiseparable import semiseparable
+
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
+
+
+SMALL = [(1, 1, 1, 1, 16, 16, False), (2, 2, 1, 37, 16, 17, True), (1, 2, 2, 70, 24, 16, False)]
+
+
+def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, chunk=16) -> float:
+    *shape, shared = sizes
+    B, G, J, _, F, V = shape
+    leaves = tokens(*shape, shared=shared, dtype=dtype, gates=gates)
+    leaves += [torch.randn(B, 1, G, F, V, device=DEVICE)] if first else []
+    leaves += [torch.rand(1, G, J, device=DEVICE)] if weight else []
+
+    def call(q, k, v, g, *rest):
+        q, k = q.expand(-1, G, -1, -1, -1), k.expand(-1, G, -1, -1)
+        rest = list(rest)
+        state = rest.pop(0) if first else None
+        return semiseparable(q, k, v, None, g.unsqueeze(1), rest.pop() if weight else None, state, chunk)
+
+    def ours(*given):
+        with choose("kernel"):
+            assert semiseparable.stand_in(given[0], *given[1:3], None, given[3].unsqueeze(1), None, None, chunk)
+            return call(*given)
+
+    def exact(*given):
+        with choose("reference"):
+            return call(*given)
+
+    return max(misses(ours, exact, leaves))
+
+
+@pytest.mark.parametrize("sizes", SMALL)
+def test_small(sizes):
+    assert worst(sizes) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("gates", ["none", "wild", "any"])
+def test_gates_of_any_size(gates):
+    assert worst((1, 2, 1, 40, 16, 16, True), gates=gates) < 2e-5
+
+
+def test_in_parts(monkeypatch):
+    """Of features and values, where all do not fit."""
+    monkeypatch.setattr(ssd_launch, "MOST_FEATURES", 32)
+    monkeypatch.setattr(ssd_launch, "MOST_VALUES", 16)
+    assert worst((1, 2, 1, 37, 24, 17, True)) < TOLERANCE[torch.float32]
+
+
+def test_without_a_state_and_with_a_weight():
+    assert worst((1, 2, 2, 20, 16, 16, False), first=False, weight=True) < TOLERANCE[torch.float32]
+
+
+def test_sequences_in_one_row():
+    """Each as if alone."""
+    from surgery.kernels.ssd import ssd
+
+    ends = [0, 5, 5, 38, 54]
+    leaves = tokens(1, 2, 1, ends[-1], 16, 16)
+    leaves.append(torch.randn(len(ends) - 1, 2, 16, 16, device=DEVICE))
+    cu_seqlens = torch.tensor(ends, device=DEVICE)
+
+    def alone(q, k, v, g, first):
+        outs, states = [], []
+        for i, (a, b) in enumerate(itertools.pairwise(ends)):
+            if a == b:
+                states.append(first[i : i + 1])
+                continue
+            parts = q[:, :, :, a:b], k[:, :, a:b], v[:, :, a:b], None, g[:, None, :, a:b]
+            out, state = semiseparable.reference(*parts, None, first[None, i : i + 1], 16)
+            outs.append(out)
+            states.append(state[0])
+        return torch.cat(outs, 3), torch.cat(states)
+
+    assert max(misses(lambda *x: ssd(*x, cu_seqlens, 16), alone, leaves)) < 1e-5
+
+
+@gpu
+@pytest.mark.parametrize("gates", ["mild", "wild", "any"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_half_precision(sizes, dtype, gates):
+    assert worst(sizes, dtype, gates, chunk=64) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_float32(sizes):
+    assert worst(sizes, chunk=64) < TOLERANCE[torch.float32]
+
+
+def test_gates_shared_by_all():
+    """B and G of the log-gates are 1, as those of linear attention."""
+    q, k, v, _ = tokens(2, 2, 1, 20, 16, 16)
+    gates = log_gates("mild", 1, 1, 1, 20)
+    with choose("kernel"):
+        out, _ = semiseparable(q, k, v, None, gates, None, None, 16)
+    exact, _ = semiseparable.reference(*(x.double() for x in (q, k, v)), None, gates.double(), None, None, 16)
+    assert (out - exact).norm() < 1e-6 * exact.norm()

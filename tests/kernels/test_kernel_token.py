@@ -1,0 +1,94 @@
+"""One token through a whole linear mixer, two launches against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.kernel_rows import DEVICE
+
+from surgery.core.dispatch import choose
+from surgery.mixers import MIXERS, AttentionShape, Inputs, State
+from surgery.mixers.linear import LinearAttention, one_token
+
+SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
+MASKS = ["gates", "decay", "ones", "hierarchical", {"name": "hierarchical", "levels": 3, "gates": "decay"}]
+
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
+
+
+def mixer_of(config: LinearAttention):
+    """With every parameter moved off its start."""
+    torch.manual_seed(0)
+    mixer = MIXERS[config](config, SHAPE).double()
+    for parameter in mixer.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return mixer.to(DEVICE)
+
+
+def tokens(batch: int, length: int, valid_BT=None, dtype=torch.float64) -> Inputs:
+    torch.manual_seed(length)
+    sizes = [(4, length, 24), (2, length, 24), (2, length, 17), (length, 40)]
+    drawn = (torch.randn(batch, *size, dtype=torch.float64).to(dtype).to(DEVICE) for size in sizes)
+    return Inputs(*drawn, None if valid_BT is None else torch.tensor(valid_BT, device=DEVICE))
+
+
+def narrowed(state: State) -> State:
+    return State(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.most)
+
+
+def miss(a, b) -> float:
+    assert a.shape == b.shape
+    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@torch.no_grad()
+def test_token(mask, scores):
+    """From nothing, from a few tokens, and where a row has none."""
+    mixer = mixer_of(LinearAttention(mask=mask, scores=scores))
+    state = mixer.empty_state(3, DEVICE)
+    for length, valid_BT in [(0, None), (5, [[True] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])]:
+        if length:
+            state = mixer.mix(tokens(3, length, valid_BT), state)[1]
+        for step_B1 in ([[True], [False], [True]], None):
+            inputs = tokens(3, 1, step_B1)
+            right, after = one_token.reference(inputs.q_BHTK, mixer, inputs, state)
+            with choose("kernel"):
+                given = tokens(3, 1, step_B1, torch.float32)
+                assert one_token.stand_in(given.q_BHTK, mixer.float(), given, narrowed(state))
+                ours, left = mixer.mix(given, narrowed(state))
+            mixer.double()
+            real_B = torch.tensor([True] * 3 if step_B1 is None else [b for (b,) in step_B1], device=DEVICE)
+            assert miss(ours[real_B], right[real_B]) < 2e-6
+            assert torch.equal(left.seen_B, after.seen_B) and left.most == after.most
+            assert all(miss(left.tensors[n], t) < 1e-6 for n, t in after.tensors.items() if t.numel())
+            state = after
+
+
+@torch.no_grad()
+def test_half_precision_and_strides():
+    """Of q, k, v as attention hands them over: rows of one projection's output."""
+    mixer = mixer_of(LinearAttention(mask="hierarchical", scores="delta"))
+    state = mixer.mix(tokens(1, 5), mixer.empty_state(1, DEVICE))[1]
+    inputs = tokens(1, 1, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16)
+    inputs.q_BHTK = inputs.q_BHTK.transpose(1, 2).contiguous().transpose(1, 2)
+    exact = Inputs(*(x.double() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)))
+    right, after = one_token.reference(exact.q_BHTK, mixer, exact, state)
+    with choose("kernel"):
+        ours, left = mixer.float().mix(inputs, narrowed(state))
+    assert ours.dtype == inputs.v_BGTV.dtype and miss(ours, right) < 5e-3
+    assert all(miss(left.tensors[n], t) < 1e-5 for n, t in after.tensors.items())
+
+
+@pytest.mark.parametrize("options", [{"features": "relu"}, {"window": 4}, {"convolution": 3}, {"gate": "head"}])
+@torch.no_grad()
+def test_what_is_left_to_the_reference(options):
+    mixer = mixer_of(LinearAttention(**options)).float()
+    inputs = tokens(1, 1, dtype=torch.float32)
+    state = mixer.empty_state(1, DEVICE)
+    with choose("kernel"):
+        assert one_token.stand_in(inputs.q_BHTK, mixer, inputs, state) is None

@@ -1,0 +1,485 @@
+"""Linear-type mixers: laws over masks x feature maps x score rules, in float64, and what stands around them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape, Inputs, State, mixer_config
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.linear import BOTH_WAYS, SIGNED, LinearAttention, LinearMixer, unit
+from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.chunking import affine
+
+SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5)
+ENCODER = replace(SHAPE, causal=False)
+SMALL = {  # options at which 20 tokens are many
+    "toeplitz": {"length": 18},
+    "fourier": {"period": 50},
+    "toeplitz_blocks": {"block": 3, "components": 2},
+    "blocks": {"block": 3, "count": 14},
+    "hierarchical": {"levels": 5},
+    "cosformer": {"length": 40},
+    "favor": {"features": 16},
+    "lara": {"features": 7},
+    "rfa": {"features": 9},
+}
+MASK_NAMES, FEATURE_NAMES = MASKS.names(), FEATURES.names()
+HYBRIDS = [
+    {"window": 5},
+    {"window": 5, "sinks": 2, "mask": "hierarchical"},
+    {"window": 4, "sinks": 3, "features": "hedgehog", "normalise": True},
+    {"window": 1, "sinks": 2, "features": "cosformer", "normalise": True, "mask": "toeplitz_blocks"},
+    {"sinks": 3, "mask": "decay"},
+    {"window": 6, "scores": "delta"},
+    {"window": 3, "sinks": 1, "scores": "delta", "mask": "hierarchical"},
+    {"window": 30, "sinks": 2, "mask": "ones"},
+    {"convolution": 4, "gate": "head", "norm": "rms"},
+    {"convolution": 3, "gate": "value", "window": 2, "sinks": 1, "scores": "delta", "norm": "rms"},
+]
+
+
+def small(name: str) -> dict:
+    return {"name": name, **SMALL.get(name, {})}
+
+
+def config_of(mask: str = "gates", features: str = "identity", **options) -> LinearAttention:
+    """Normalised wherever that has a meaning, unless said."""
+    if "normalise" not in options:
+        phi = FEATURES[FEATURES.config_type(features)]
+        may = (phi.positive or phi.least > 0) and mask not in SIGNED and options.get("scores") != "delta"
+        options["normalise"] = may
+    map_options = small(features)
+    if features in ("favor", "lara") and not options["normalise"]:
+        map_options["queries"] = "exact"
+    return LinearAttention(mask=small(mask), features=map_options, **{"chunk": 8, **options})
+
+
+def pairs() -> list[LinearAttention]:
+    kernel = [config_of(mask, features) for mask in MASK_NAMES for features in FEATURE_NAMES]
+    return kernel + [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
+
+
+def named(config: LinearAttention) -> str:
+    extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
+    return "-".join([config.mask.name, config.features.name, config.scores, *extras])
+
+
+def made(config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> LinearMixer:
+    """With every parameter moved off its start."""
+    torch.manual_seed(1)
+    mixer = LinearMixer(config, shape).to(dtype)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return mixer
+
+
+def drawn(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> Inputs:
+    torch.manual_seed(seed)
+    sizes = [(SHAPE.heads, length, 6), (SHAPE.groups, length, 6), (SHAPE.groups, length, 5), (length, 12)]
+    return Inputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
+
+
+def piece(inputs: Inputs, start: int, end: int) -> Inputs:
+    q, k, v, x, valid = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, inputs.valid_BT
+    cut = slice(start, end)
+    return Inputs(q[:, :, cut], k[:, :, cut], v[:, :, cut], x[:, cut], None if valid is None else valid[:, cut])
+
+
+def row(inputs: Inputs, b: int) -> Inputs:
+    """The real tokens of one row, alone."""
+    real = slice(None) if inputs.valid_BT is None else inputs.valid_BT[b]
+    q, k, v, x = inputs.q_BHTK[b], inputs.k_BGTK[b], inputs.v_BGTV[b], inputs.x_BTD[b]
+    return Inputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real])
+
+
+def pieces(mixer: LinearMixer, inputs: Inputs, ends: list[int], state: State | None = None) -> tuple[Tensor, State]:
+    state, outs = state or mixer.empty_state(len(inputs.x_BTD), "cpu"), []
+    for start, end in zip([0, *ends], ends):
+        out, state = mixer.mix(piece(inputs, start, end), state)
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-11) -> None:
+    assert a.shape == b.shape and torch.isfinite(a).all()
+    assert (a - b).norm() <= tolerance * b.norm().clamp_min(1e-3), float((a - b).norm() / b.norm())
+
+
+# -- the definition, written out token by token ----------------------------------------------------------------
+def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: Tensor | None) -> Tensor:
+    """A_HTT; the delta rule by its products of reflections."""
+    heads, length = q_HTF.shape[:2]
+    a_HTT = torch.zeros(heads, length, length, dtype=torch.float64)
+    for h in range(heads):
+        g = h // (heads // len(k_GTF))
+        for t in range(length):
+            q_F = q_HTF[h, t]
+            for s in range(t, -1, -1):
+                k_F, beta = k_GTF[g, s], 1.0 if beta_TG is None else beta_TG[s, g]
+                a_HTT[h, t, s] = beta * (q_F @ k_F)
+                if beta_TG is not None:
+                    q_F = q_F - beta * (q_F @ k_F) * k_F
+    return a_HTT
+
+
+def by_loops(mixer: LinearMixer, inputs: Inputs) -> Tensor:
+    """One row without padding: far tokens by (A . M), near ones and sinks by softmax, as the config's words say."""
+    config, length = mixer.config, inputs.x_BTD.shape[1]
+    q_HTK, k_GTK, v_GTV, x_1TD = inputs.q_BHTK[0], inputs.k_BGTK[0], inputs.v_BGTV[0], inputs.x_BTD
+    window, sinks, at_1T = config.window, config.sinks, torch.arange(length)[None]
+    q_HTF = mixer.feature_map.queries(q_HTK[None] * SHAPE.scaling**0.5, at_1T)[0]
+    k_GTF = mixer.feature_map.keys(k_GTK[None] * SHAPE.scaling**0.5, at_1T)[0]
+    beta_TG = None
+    if config.scores == "delta":
+        q_HTF, k_GTF, beta_TG = unit(q_HTF), unit(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
+    count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
+    lag, write = slice(length - count, None), slice(sinks, sinks + count)
+    far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
+    if count:
+        signals = mixer.mask.signals(x_1TD)
+        signals = {n: t[:, write if n in mixer.mask.written else lag] for n, t in signals.items()}
+        m_HTT = mixer.mask.dense(torch.zeros(1, dtype=torch.long), count, signals)
+        m_HTT = m_HTT.expand(1, SHAPE.groups, SHAPE.heads // SHAPE.groups, -1, -1).flatten(0, 2)
+        beta_TG = None if beta_TG is None else beta_TG[write]
+        far_HTT[:, lag, write] = m_HTT * scores_by_loops(mixer, q_HTF[:, lag], k_GTF[:, write], beta_TG)
+    v_HTV, k_HTK = (t.repeat_interleave(SHAPE.heads // SHAPE.groups, 0) for t in (v_GTV, k_GTK))
+    score_HTT, distance_TT = q_HTK @ k_HTK.mT * SHAPE.scaling, at_1T.mT - at_1T
+    near_TT = (distance_TT >= 0) & ((distance_TT < window) | (at_1T < sinks))
+    score_HTT = score_HTT.masked_fill(~near_TT, -torch.inf)
+    near = linear = torch.ones(())
+    if mixer.near_weight_H is not None:
+        near = mixer.near_weight_H[:, None, None]
+    if mixer.linear_weight_H is not None:
+        linear = mixer.linear_weight_H[:, None, None]
+    if not (window or sinks):
+        weights_HTT = linear * far_HTT
+    elif config.normalise:
+        weights_HTT = linear * far_HTT + near * (score_HTT - score_HTT.amax(-1, keepdim=True)).exp()
+    else:
+        weights_HTT = linear * far_HTT + near * score_HTT.softmax(-1)
+    if config.normalise:
+        weights_HTT = weights_HTT / weights_HTT.sum(-1, keepdim=True).clamp_min(mixer.feature_map.least or 1e-30)
+    return (weights_HTT @ v_HTV)[None]
+
+
+# -- laws ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", pairs(), ids=named)
+def test_dense_chunked_and_step_agree(config):
+    """On padded rows, each at its own position; their gradients too."""
+    torch.manual_seed(3)
+    valid_BT = torch.rand(2, 21) > 0.25
+    mixer, inputs = made(config), drawn(21, 2, valid_BT)
+    leaves = [t.requires_grad_() for t in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)]
+    direction = torch.randn(2, 4, 21, 5, dtype=torch.float64)
+    truth = mixer.dense(inputs)
+    slopes = torch.autograd.grad((truth * direction).sum(), leaves, allow_unused=True)
+    for out in (mixer.mix(inputs)[0], pieces(mixer, inputs, [16, 18, 19, 20, 21])[0]):
+        close(out, truth)
+        for a, b in zip(torch.autograd.grad((out * direction).sum(), leaves, allow_unused=True), slopes):
+            assert (a is None) == (b is None)
+            if b is not None:
+                close(a, b, 1e-9)
+
+
+FULL = [config_of(mask, "elu") for mask in MASK_NAMES] + [config_of(mask, scores="delta") for mask in MASK_NAMES]
+FULL += [
+    config_of(**options) if "normalise" in options else config_of(normalise=False, **options) for options in HYBRIDS
+]
+
+
+@pytest.mark.parametrize("config", FULL, ids=named)
+def test_laws(config):
+    """The definition; causality; a ragged batch = each alone, however it is padded; pieces = at once; NaN in padding
+    stays there; chunks of any length; states are values, and rows of them are sequences."""
+    mixer, length = made(config), 19
+    torch.manual_seed(4)
+    valid_BT = torch.rand(4, length) > 0.3
+    valid_BT[1] = torch.arange(length) >= 8  # left padding
+    valid_BT[2], valid_BT[3] = True, torch.arange(length) < 11  # none; right padding
+    inputs = drawn(length, 4, valid_BT)
+    with torch.no_grad():
+        whole = mixer.mix(inputs)[0]
+        for b in range(4):
+            alone = row(inputs, b)
+            close(whole[b : b + 1, :, valid_BT[b]], mixer.mix(alone)[0])
+            assert not whole[b, :, ~valid_BT[b]].any()
+        if not (config.convolution or config.gate or config.norm):
+            close(mixer.mix(alone)[0], by_loops(mixer, alone))
+        spoilt = replace(inputs, x_BTD=inputs.x_BTD.masked_fill(~valid_BT.unsqueeze(-1), torch.nan))
+        close(mixer.mix(spoilt)[0], whole)
+        later = drawn(length, 4, valid_BT, seed=9)
+        mixed = [
+            torch.cat([a[..., :12, :], b[..., 12:, :]], -2)
+            for a, b in zip(vars(inputs).values(), list(vars(later).values())[:4])
+        ]
+        close(mixer.mix(Inputs(*mixed, valid_BT))[0][:, :, :12], whole[:, :, :12])
+        close(pieces(mixer, inputs, [1, 5, 6, 13, length])[0], whole)
+        mixer.config = replace(config, chunk=3)
+        close(mixer.mix(inputs)[0], whole)
+        states_are_values(mixer, inputs, whole)
+
+
+def states_are_values(mixer: LinearMixer, inputs: Inputs, whole: Tensor) -> None:
+    out, state = pieces(mixer, inputs, [9])
+    before = {name: t.clone() for name, t in state.tensors.items()}
+    rest, _ = mixer.mix(piece(inputs, 9, 19), state)
+    close(torch.cat([out, rest], 2), whole)
+    assert all(torch.equal(t, state.tensors[name]) for name, t in before.items())
+    index = torch.tensor([3, 0, 0])
+    picked = replace(
+        piece(inputs, 9, 19),
+        **{name: t[index] for name, t in vars(piece(inputs, 9, 19)).items() if isinstance(t, Tensor)},
+    )
+    close(mixer.mix(picked, state.rows(index))[0], rest[index])
+
+
+@pytest.mark.parametrize("config", [config_of(m, "elu") for m in MASK_NAMES] + [config_of(), FULL[-2]], ids=named)
+def test_both_ways(config):
+    """Bidirectional: dense = chunked, ragged rows = each alone, no state."""
+    mixer, length = made(config, ENCODER), 14
+    valid_BT = torch.arange(length) < torch.tensor([[14], [9]])
+    valid_BT[1] = valid_BT[1].flip(0)
+    inputs = drawn(length, 2, valid_BT)
+    with torch.no_grad():
+        out = mixer.mix(inputs)[0]
+        close(out, mixer.dense(inputs))
+        alone = row(inputs, 1)
+        close(out[1:, :, valid_BT[1]], mixer.mix(alone)[0])
+    with pytest.raises(SurgeryError, match="bidirectional attention has no state"):
+        mixer.empty_state(1, "cpu")
+
+
+@pytest.mark.parametrize("scores", ["kernel", "delta"])
+@pytest.mark.parametrize("mask", [n for n in MASK_NAMES if n not in BOTH_WAYS])
+def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
+    """What a token adds to its own output is what a causal pass loses without its value."""
+    config, length = config_of(mask, scores=scores), 9
+    causal, inputs = made(config), drawn(length, 1)
+    turned = Inputs(*(t.flip(1 if t.dim() == 3 else 2) for t in list(vars(inputs).values())[:4]))
+    with torch.no_grad():
+        back = causal.mix(turned)[0]
+        truth = causal.mix(inputs)[0] + back.flip(2)
+        for t in range(length):
+            without = turned.v_BGTV.clone()
+            without[:, :, t] = 0
+            truth[:, :, length - 1 - t] -= (back - causal.mix(replace(turned, v_BGTV=without))[0])[:, :, t]
+        close(made(config, ENCODER).mix(inputs)[0], truth)
+
+
+@pytest.mark.parametrize("features", ["elu", "hedgehog", "favor", "lara"])
+@pytest.mark.parametrize("extra", [{}, {"window": 4, "sinks": 2}], ids=["linear", "hybrid"])
+def test_normalised_rows_sum_to_one(features, extra):
+    """v = 1 comes out as 1, where all scores are positive. (relu and cosFormer may see nothing at all.)"""
+    for mask in [n for n in MASK_NAMES if n not in SIGNED]:
+        mixer, inputs = made(config_of(mask, features, **extra)), drawn(17, 2)
+        out = mixer.mix(replace(inputs, v_BGTV=torch.ones_like(inputs.v_BGTV)))[0]
+        close(out, torch.ones_like(out), 1e-9)
+
+
+@pytest.mark.parametrize("config", [*FULL[-len(HYBRIDS) :], config_of("hierarchical", scores="delta")], ids=named)
+def test_gradients_by_finite_differences(config):
+    """Of outputs in q, k, v, x, every parameter, and the state that the call began with."""
+    mixer, valid_BT = made(config), torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
+    inputs = drawn(9, 2, valid_BT)
+    with torch.no_grad():
+        state = pieces(mixer, inputs, [5])[1]
+    rest = piece(inputs, 5, 9)
+    names = list(state.tensors)
+    parameters = dict(mixer.named_parameters())
+    leaves = [t.clone().requires_grad_() for t in (rest.q_BHTK, rest.k_BGTK, rest.v_BGTV, rest.x_BTD)]
+    leaves += [state.tensors[n].double().requires_grad_() for n in names] + list(parameters.values())
+
+    def out(*t: Tensor) -> Tensor:
+        begun = State(state.seen_B, dict(zip(names, t[4 : 4 + len(names)])))
+        return mixer.mix(Inputs(*t[:4], rest.valid_BT), begun)[0]
+
+    assert torch.autograd.gradcheck(out, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("config", FULL, ids=named)
+def test_against_float64(config, dtype, tolerance):
+    """From the same rounded numbers, prefill and steps. States are float32, waiting keys and values as they came."""
+    mixer, inputs = made(config), drawn(40, 1)
+    wide, half = ([t.to(dtype).to(d) for t in list(vars(inputs).values())[:4]] for d in (torch.float64, dtype))
+    mixer.to(dtype).double()
+    with torch.no_grad():
+        truth = mixer.dense(Inputs(*wide))
+        mixer.to(dtype)
+        out, state = pieces(mixer, Inputs(*half), [33, 38, 39, 40])
+        at_once, _ = mixer.mix(Inputs(*half))
+    assert out.dtype == at_once.dtype == dtype
+    close(out.double(), truth, tolerance)
+    close(at_once.double(), truth, tolerance)
+    for name, t in state.tensors.items():
+        waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
+        assert t.dtype == (dtype if waits else torch.float32), name
+
+
+@pytest.mark.parametrize("config", FULL, ids=named)
+def test_cost_is_the_live_state(config):
+    mixer = made(config)
+    with torch.no_grad():
+        _, state = pieces(mixer, drawn(19, 1), [19])
+    cost = LinearMixer.cost(config, SHAPE, 19)
+    assert cost.cache == sum(t.numel() for t in state.tensors.values())
+    assert cost.params == sum(t.numel() for t in mixer.state_dict().values()) and cost.macs > 0
+
+
+# -- around ------------------------------------------------------------------------------------------------------
+def test_a_window_over_everything_is_softmax_attention():
+    mixer, inputs = LinearMixer(LinearAttention(window=40, linear_weight=0.0), SHAPE).double(), drawn(23)
+    k, v = (t.repeat_interleave(2, 1) for t in (inputs.k_BGTK, inputs.v_BGTV))
+    truth = F.scaled_dot_product_attention(inputs.q_BHTK, k, v, is_causal=True, scale=SHAPE.scaling)
+    close(mixer.mix(inputs)[0], truth)
+    close(pieces(mixer, inputs, [1, 2, 9, 23])[0], truth)
+    sliding = LinearMixer(LinearAttention(window=6, linear_weight=0.0), SHAPE).double()
+    distance = torch.arange(23).unsqueeze(1) - torch.arange(23)
+    band = (distance >= 0) & (distance < 6)
+    truth = F.scaled_dot_product_attention(inputs.q_BHTK, k, v, attn_mask=band, scale=SHAPE.scaling)
+    close(sliding.mix(inputs)[0], truth)
+    capped = LinearMixer(LinearAttention(window=40, linear_weight=0.0), replace(SHAPE, softcap=0.7)).double()
+    score = 0.7 * torch.tanh(inputs.q_BHTK @ k.mT * SHAPE.scaling / 0.7)
+    close(capped.mix(inputs)[0], score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v)
+
+
+def test_extras_start_as_the_identity():
+    inputs = drawn(23)
+    plain = LinearMixer(LinearAttention(mask="decay"), SHAPE).double().mix(inputs)[0]
+    for options in ({"gate": "head"}, {"gate": "value"}, {"convolution": 4}):
+        mixer = LinearMixer(LinearAttention(mask="decay", **options), SHAPE).double()
+        assert torch.equal(mixer.mix(inputs)[0], plain), options
+        close(pieces(mixer, inputs, [3, 4, 23])[0], plain)
+    normed = LinearMixer(LinearAttention(mask="decay", norm="rms"), SHAPE).double().mix(inputs)[0]
+    close(normed, F.rms_norm(plain, (5,), eps=1e-6))
+
+
+def test_linear_attention_and_the_delta_rule_are_their_recurrences():
+    """Katharopoulos et al. 2020, eqs. 16-20; Yang et al. 2024 (DeltaNet), eq. 3, with gates (Gated DeltaNet, eq. 10)."""
+    inputs, out, out_delta = drawn(15, 1), [], []
+    kernel = made(config_of("ones", "elu"))
+    delta = made(config_of("gates", scores="delta"))
+    gate_TG = delta.mask.signals(inputs.x_BTD)["gate"][0].exp()
+    beta_TG = delta.beta_proj(inputs.x_BTD)[0].sigmoid()
+    s, z, d = (torch.zeros(2, *size, dtype=torch.float64) for size in ((6, 5), (6,), (5, 6)))
+    for t in range(15):
+        q, k, v = inputs.q_BHTK[0, :, t], inputs.k_BGTK[0, :, t], inputs.v_BGTV[0, :, t]
+        phi_q, phi_k = (1 + F.elu(x * SHAPE.scaling**0.5) for x in (q, k))
+        s, z = s + phi_k[:, :, None] * v[:, None], z + phi_k
+        groups = torch.tensor([0, 0, 1, 1])
+        out.append(torch.einsum("hk,hkv->hv", phi_q, s[groups]) / (phi_q * z[groups]).sum(-1, keepdim=True))
+        k, q = unit(k * SHAPE.scaling**0.5), unit(q * SHAPE.scaling**0.5)
+        turn = torch.eye(6) - beta_TG[t, :, None, None] * k[:, :, None] * k[:, None]
+        d = gate_TG[t, :, None, None] * d @ turn + beta_TG[t, :, None, None] * v[:, :, None] * k[:, None]
+        out_delta.append(torch.einsum("hvk,hk->hv", d[groups], q) * delta.linear_weight_H[:, None])
+    close(kernel.mix(inputs)[0], torch.stack(out, 1)[None])
+    close(delta.mix(inputs)[0], torch.stack(out_delta, 1)[None])
+
+
+def test_a_row_of_padding_changes_nothing():
+    """And gives zeros, with a window and without."""
+    for options in ({}, {"window": 3, "sinks": 2, "convolution": 3, "scores": "delta"}):
+        mixer, inputs = made(config_of("hierarchical", **options)), drawn(6, 2)
+        with torch.no_grad():
+            _, state = pieces(mixer, inputs, [6])
+            for length in (1, 3):
+                valid_BT = torch.tensor([[True] * length, [False] * length])
+                out, after = mixer.mix(drawn(length, 2, valid_BT, seed=5), state)
+                assert not out[1].any() and after.seen_B.tolist() == [6 + length, 6]
+                more = drawn(5, 2, seed=6)
+                close(mixer.mix(more, after)[0][1:], mixer.mix(more, state)[0][1:])
+
+
+def test_lengths_around_a_chunk():
+    """At the default chunk, T = 1 .. 1000."""
+    for options in ({}, {"scores": "delta"}, {"window": 64, "sinks": 4, "features": "hedgehog", "normalise": True}):
+        mixer = made(LinearAttention(**options))
+        for length in (1, 2, 63, 64, 65, 1000):
+            inputs = drawn(length, 1)
+            with torch.no_grad():
+                close(mixer.mix(inputs)[0], mixer.dense(inputs), 1e-10)
+
+
+def test_autocast_leaves_the_sums_alone():
+    inputs = Inputs(*(t.float() for t in list(vars(drawn(70)).values())[:4]))
+    mixer = made(config_of("gates", "elu", window=4), dtype=torch.float32)
+    truth = mixer.mix(inputs)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mixer.mix(inputs)[0], truth)
+        close(mixer.dense(inputs), truth, 1e-5)
+
+
+# -- configs -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", [*pairs(), *FULL], ids=named)
+def test_configs_round_trip(config):
+    data = json.loads(json.dumps(config.to_dict()))
+    assert data["mixer"] == "linear" and mixer_config(data) == config and hash(config) is not None
+    assert MIXERS[config] is LinearMixer
+
+
+def test_how_recipes_write_it():
+    short = mixer_config({"mixer": "linear", "mask": "hierarchical", "features": None, "scores": "delta"})
+    assert short == LinearAttention(mask={"name": "hierarchical"}, features="identity", scores="delta")
+    nested = LinearAttention(mask={"name": "hierarchical", "gates": {"name": "decay"}})
+    assert mixer_config(nested.to_dict()) == nested and nested.mask.gates.name == "decay"
+    assert LinearMixer(LinearAttention(rope="drop"), SHAPE).rotated is False
+    assert LinearMixer(LinearAttention(), SHAPE).rotated is True
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"mask": "gate"}, "unknown mask 'gate'; did you mean 'gates'"),
+        ({"mask": {"name": "decay", "gama": 1}}, "'decay' has no option 'gama'"),
+        ({"features": "hedgehogs"}, "unknown feature map 'hedgehogs'; did you mean 'hedgehog'"),
+        ({"scores": "dela"}, "scores 'dela'; valid: kernel, delta"),
+        ({"gate": True}, "gate True; valid: None, head, value"),
+        ({"chunk": 0}, "chunk 0 must be 1 or more"),
+        ({"window": -1}, "window -1 must be 0 or more"),
+        ({"mask": 3}, "mask 3 is no mask"),
+        ({"features": "favor"}, "favor with queries: scaled divides each query"),
+        ({"normalise": True}, "identity scores may be negative"),
+        ({"normalise": True, "features": "elu", "scores": "delta"}, "the delta rule's scores may be negative"),
+        ({"normalise": True, "features": "elu", "mask": "fourier"}, "a fourier mask may be negative"),
+    ],
+)
+def test_refusals(options, said):
+    with pytest.raises(SurgeryError, match=said):
+        LinearMixer.refuse(LinearAttention(**options), SHAPE)
+
+
+def test_refused_shapes():
+    with pytest.raises(SurgeryError, match="window 4 and sinks 0 delay the linear part"):
+        LinearMixer.refuse(LinearAttention(window=4), ENCODER)
+    with pytest.raises(SurgeryError, match="4 query heads cannot share 3"):
+        LinearMixer.refuse(LinearAttention(), replace(SHAPE, groups=3))
+
+
+def test_checkpoints():
+    """A mixer made on the meta device takes what another saved, and is it."""
+    config = config_of("hierarchical", "lara", window=3, sinks=1, convolution=2, gate="value", norm="rms")
+    mixer, inputs = made(config), drawn(11)
+    with torch.device("meta"):
+        other = LinearMixer(config, SHAPE)
+    assert all(t.is_meta for t in other.state_dict().values())
+    other.load_state_dict(mixer.state_dict(), assign=True)
+    assert torch.equal(other.mix(inputs)[0], mixer.mix(inputs)[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 on a GPU has a way of its own")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_maps_of_bfloat16_are_as_good_as_float32(stored):
+    linear = torch.nn.Linear(2048, 96).to("cuda", stored)
+    x = torch.randn(2, 33, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, wanted = affine(linear, x), linear.double()(x.double())
+    assert got.dtype == torch.float32
+    assert (got - wanted).norm() <= 1e-5 * wanted.norm()

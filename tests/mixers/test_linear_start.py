@@ -1,0 +1,154 @@
+"""The calibrated start of linear-type attention beside a softmax window: never worse than the window by itself."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from surgery.calibration.attention_samples import Window
+from surgery.conversion.mixer_init.base import relative_error
+from surgery.conversion.mixer_init.linear import SHARPNESS, WEIGHTS, LinearStart, sharpened_by, solved, weighed
+from surgery.core.errors import SurgeryError
+from surgery.mixers import AttentionShape, Inputs
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.linear import LinearAttention, LinearMixer
+from surgery.mixers.masks.base import MASKS
+from surgery.planning.attention_recipe import Attention
+from surgery.planning.recipe import load_recipe, shipped_recipes
+
+SHAPE = AttentionShape(dim=16, heads=4, groups=2, key=8, value=8, scaling=8**-0.5)
+WINDOW, SINKS = 6, 2
+
+
+class Rows:
+    """Windows with random inputs and given targets."""
+
+    def __init__(self, target, seed, count=1, length=28):
+        self.seat = SimpleNamespace(shape=SHAPE)
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = []
+        for _ in range(count):
+            draw = lambda *size: torch.randn(1, *size, generator=generator)  # noqa: E731
+            inputs = Inputs(
+                2 * draw(SHAPE.heads, length, SHAPE.key),
+                2 * draw(SHAPE.groups, length, SHAPE.key),
+                draw(SHAPE.groups, length, SHAPE.value),
+                draw(length, SHAPE.dim),
+            )
+            self.rows.append(Window(inputs, inputs, target(inputs)))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i % len(self.rows)]
+
+    def output_OI(self):
+        return torch.eye(SHAPE.heads * SHAPE.value)
+
+
+def softmax(inputs, window=None, sinks=0):
+    """Attention by its definition in float64, over all earlier tokens or over the last `window` and the first `sinks`."""
+    k, v = (t.double().repeat_interleave(SHAPE.heads // SHAPE.groups, 1) for t in (inputs.k_BGTK, inputs.v_BGTV))
+    t = torch.arange(k.shape[2])
+    behind = t[:, None] - t
+    seen = (behind >= 0) & ((behind < window) | (t < sinks) if window else torch.ones_like(behind, dtype=torch.bool))
+    score = SHAPE.scaling * inputs.q_BHTK.double() @ k.mT
+    return (score.masked_fill(~seen, -torch.inf).softmax(-1) @ v).float()
+
+
+def started(config, target=softmax, steps=2):
+    torch.manual_seed(0)
+    seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
+    settings = Attention(mixer="linear", steps=steps)
+    held = Rows(target, seed=1)
+    return LinearStart().start(seat, settings, Rows(target, seed=0), held), held
+
+
+def own_window(held, norm):
+    """Relative error of the window by itself."""
+    wrong = whole = 0.0
+    for row in held:
+        out = softmax(row.inputs, WINDOW, SINKS)
+        if norm:
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        wrong += float((out - row.target_BHTV).square().sum())
+        whole += float(row.target_BHTV.square().sum())
+    return (wrong / whole) ** 0.5
+
+
+def configs():
+    """Every mask and feature map with a window that may stand together, normalised or not, with a norm or without."""
+    near = {"window": WINDOW, "sinks": SINKS, "chunk": 8}
+    for features in FEATURES.names():
+        for normalise in (True, False):
+            yield {"mask": "ones", "features": features, "normalise": normalise, **near}
+    for mask in MASKS.names():
+        for more in ({"scores": "delta"}, {"features": "hedgehog", "normalise": True}):
+            yield {"mask": mask, **more, **near}
+    yield {"mask": "gates", "norm": "rms", **near}
+    for name in shipped_recipes():
+        attention = load_recipe(name).attention
+        if attention is not None and attention.mixer == "linear" and (attention.model_extra or {}).get("window"):
+            yield {**attention.model_extra, **near}
+
+
+def accepted():
+    for options in configs():
+        try:
+            config = LinearAttention(**options)
+            LinearMixer.refuse(config, SHAPE)
+        except SurgeryError:
+            continue
+        yield config
+
+
+@pytest.mark.parametrize(
+    "config", list(accepted()), ids=lambda c: f"{c.mask.name}-{c.features.name}-{c.scores}-{c.normalise}-{c.norm}"
+)
+def test_item_4_4_a_start_is_never_worse_than_its_own_window(config):
+    found, held = started(config)
+    assert relative_error(found.mixer, held) <= own_window(held, config.norm) * (1 + 1e-5)
+    assert min(found.errors.values()) == pytest.approx(relative_error(found.mixer, held), rel=1e-5)
+    assert found.errors["window"] == pytest.approx(own_window(held, config.norm), rel=1e-4)
+
+
+def test_item_4_4_a_teacher_that_sees_only_the_window_switches_the_linear_part_off():
+    config = LinearAttention(mask="ones", features="hedgehog", normalise=True, window=WINDOW, sinks=SINKS)
+    found, held = started(config, lambda inputs: softmax(inputs, WINDOW, SINKS))
+    assert relative_error(found.mixer, held) < 1e-5
+    assert torch.equal(found.mixer.linear_weight_H, torch.zeros(SHAPE.heads))
+
+
+@pytest.mark.parametrize("more", [{"normalise": True}, {"norm": "rms"}])
+def test_item_4_4_weight_and_sharpness_are_found_head_by_head(more):
+    """A teacher of the mixer's own kind, whose heads differ."""
+    config = LinearAttention(mask="ones", features="hedgehog", window=WINDOW, sinks=SINKS, **more)
+    blank = LinearMixer(config, SHAPE)
+    teacher = sharpened_by(blank, torch.tensor([SHARPNESS[1], SHARPNESS[3]]))
+    with torch.no_grad():
+        teacher.linear_weight_H.copy_(torch.tensor([WEIGHTS[0], WEIGHTS[5], WEIGHTS[9], WEIGHTS[12]]))
+    with torch.no_grad():
+        fit = Rows(lambda inputs: teacher.mix(inputs)[0], seed=0)
+    found = weighed(copy.deepcopy(blank), fit, 0)
+    torch.testing.assert_close(found.state_dict(), teacher.state_dict())
+
+
+@pytest.mark.parametrize("mask", ["hierarchical", "toeplitz_blocks", "ones"])
+def test_item_4_4_least_squares_does_not_depend_on_the_weight_before_it(mask):
+    """What is solved for is each term with the linear part's weight at one, whatever the recipe set it to."""
+    near = {"mask": mask, "window": WINDOW, "sinks": SINKS}
+    fit = Rows(softmax, seed=0)
+    errors = []
+    for weight in (1.0, 0.25):
+        torch.manual_seed(0)
+        errors.append(
+            relative_error(solved(LinearMixer(LinearAttention(linear_weight=weight, **near), SHAPE), fit, 0), fit)
+        )
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)

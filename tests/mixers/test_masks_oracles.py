@@ -1,0 +1,241 @@
+"""Masks against their papers' own equations, written here token by token from the text, in float64."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.mask_rows import SHAPE, definition, in_pieces, masked, miss, some_rows
+
+from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.delta_rule import dense_scores
+
+LENGTH = 41
+EITHER = pytest.mark.parametrize("scores", ["kernel", "delta"])
+
+
+def chosen(name: str, **options):
+    return masked(MASKS.config_type(name)(**options))
+
+
+def both_forms(mask, rows, expected):
+    """The mask's chunks and steps give what the equations do."""
+    for chunk in (8, 64):
+        assert miss(mask.chunked(rows, None, chunk)[0], expected, rows) < 1e-13
+    assert miss(in_pieces(mask, rows, list(range(rows.v_BGTV.shape[2] + 1)), 0)[0], expected, rows) < 1e-13
+    assert miss(definition(mask, rows), expected, rows) < 1e-13
+
+
+def heads(rows):
+    """(b, g, j) of every query head, with its q, k, v and beta by tokens."""
+    for b, g, j in torch.cartesian_prod(*(torch.arange(n) for n in rows.q_BGJTF.shape[:3])).tolist():
+        beta = None if rows.beta_BGT is None else rows.beta_BGT[b, g]
+        yield (b, g, j), rows.q_BGJTF[b, g, j], rows.k_BGTF[b, g], rows.v_BGTV[b, g], beta
+
+
+def moved(state_FV, k_F, v_V, beta, alpha):
+    """One token of gated delta (Yang et al. 2025, eq. 10) or, without beta, of SSD: the state after it."""
+    if beta is None:
+        return alpha * state_FV + torch.outer(k_F, v_V)
+    eye = torch.eye(len(k_F), dtype=k_F.dtype)
+    return alpha * (eye - beta * torch.outer(k_F, k_F)) @ state_FV + beta * torch.outer(k_F, v_V)
+
+
+@torch.no_grad()
+@EITHER
+def test_gates_are_the_recurrences_of_ssd_and_gated_delta(scores):
+    mask = chosen("gates")
+    rows = some_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
+    expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
+    for at, q, k, v, beta in heads(rows):
+        alpha = rows.signals["gate"][at[0], :, at[1]].exp()
+        state = torch.zeros(5, 3, dtype=torch.float64)
+        for t in range(LENGTH):
+            state = moved(state, k[t], v[t], None if beta is None else beta[t], alpha[t])
+            expected[(*at, t)] = q[t] @ state
+    both_forms(mask, rows, expected)
+
+
+@torch.no_grad()
+def test_gates_are_ssd_s_quadratic_form():
+    """Dao and Gu 2024, eq. 6: L_ts = a_t .. a_s+1, Y = (L . C B^T) X; products taken one by one."""
+    mask = chosen("gates")
+    rows = some_rows(mask, "kernel", 17, [0], [17])
+    alpha = rows.signals["gate"].exp()[0]
+    mask_BGJTT = mask.dense(rows.start_B, 17, rows.signals)
+    for g in range(SHAPE.groups):
+        for t in range(17):
+            for s in range(17):
+                product = math.prod(float(a) for a in alpha[s + 1 : t + 1, g]) if s <= t else 0.0
+                assert abs(float(mask_BGJTT[0, g, 0, t, s]) - product) < 1e-14
+
+
+@torch.no_grad()
+def test_decay_is_retention():
+    """Sun et al. 2023, eq. 5: D_nm = gamma^(n - m); heads start at gamma = 1 - 2^(-5 - head)."""
+    mask = MASKS[MASKS.config_type("decay")](MASKS.config_type("decay")(), SHAPE)
+    at = torch.arange(9)
+    for g, gamma in enumerate([1 - 2**-5, 1 - 2**-6]):
+        expected = (gamma ** (at[:, None] - at)).tril()
+        torch.testing.assert_close(mask.dense(torch.tensor([0]), 9, {})[0, g, 0], expected)
+
+
+@torch.no_grad()
+def test_delta_scores_are_products_of_reflections():
+    """A_ts = q_t (I - b_t k_t k_t^T) .. (I - b_s+1 k_s+1 k_s+1^T) b_s k_s."""
+    rows = some_rows(chosen("ones"), "delta", 12, [0], [12])
+    scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
+    for at, q, k, _, beta in heads(rows):
+        for t in range(12):
+            for s in range(12):
+                key = beta[s] * k[s] if s <= t else torch.zeros(5, dtype=torch.float64)
+                for r in range(s + 1, t + 1):
+                    key = key - beta[r] * k[r] * (k[r] @ key)
+                assert abs(float(scores[(*at, t, s)] - q[t] @ key)) < 1e-13
+
+
+def lssb(t: int) -> int:
+    """The place of the least significant bit that is set."""
+    return (t & -t).bit_length() - 1
+
+
+def buckets(t: int) -> dict[int, range]:
+    """Guo et al. 2025, section 3.1: t itself, then what each step t -> t - 2^lssb(t) leaves behind."""
+    found = {0: range(t, t + 1)}
+    while t:
+        place = lssb(t)
+        found[place + 1] = range(t - (1 << place), t)
+        t -= 1 << place
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"levels": 3}, {"gates": "decay"}, {"gates": "ones"}])
+def test_hierarchical_entries_are_lambdas_of_fenwick_buckets(options):
+    mask = chosen("hierarchical", **options)
+    start, length = 21, 50
+    rows = some_rows(mask, "kernel", length, [start], [length])
+    gates = mask.gates.dense(rows.start_B, length, rows.signals).expand(1, 2, 1, -1, -1)
+    given = mask.dense(rows.start_B, length, rows.signals)
+    expected = torch.zeros_like(given)
+    for t in range(length):
+        for level, bucket in buckets(start + t).items():
+            for s in (s - start for s in bucket if s >= start):
+                weight_GJ = rows.signals["level"][0, t, :, :, min(level, mask.config.levels - 1)]
+                expected[0, :, :, t, s] = weight_GJ * gates[0, :, 0, t, s].unsqueeze(1)
+    torch.testing.assert_close(given, expected, rtol=1e-13, atol=0)
+
+
+@torch.no_grad()
+@EITHER
+def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
+    """Section 3.2 and the appendix's `hattention`: at token t the states up to lssb(t) merge into level lssb(t) + 1,
+    all pass the token, and the token is level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
+    mask = chosen("hierarchical", levels=5)
+    rows = some_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
+    expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
+    for at, q, k, v, beta in heads(rows):
+        b, g, j = at
+        states: dict[int, torch.Tensor] = {}
+        nothing = torch.zeros(5, dtype=torch.float64)
+        for t in range(LENGTH):
+            if t:
+                low = [states.pop(level) for level in range(lssb(t) + 1) if level in states]
+                states[lssb(t) + 1] = sum(low)
+            alpha, strength = rows.signals["gate"][b, t, g].exp(), None if beta is None else beta[t]
+            states = {
+                n: moved(s, nothing if beta is None else k[t], 0 * v[t], strength, alpha) for n, s in states.items()
+            }
+            states[0] = (1 if beta is None else beta[t]) * torch.outer(k[t], v[t])
+            lambdas = rows.signals["level"][b, t, g, j]
+            expected[(*at, t)] = sum(lambdas[min(level, 4)] * (q[t] @ state) for level, state in states.items())
+    both_forms(mask, rows, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normalise", ["softmax", "sum"])
+def test_blocks_are_explicit_sums_of_blocks(normalise):
+    """MHLA: query t of block i reads sum_j<=i W_ij S_j, S_j = sum of k v^T in block j, up to t in its own."""
+    mask = chosen("blocks", block=7, count=6, normalise=normalise)
+    rows = some_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
+    w = mask.weight_GJMM
+    w = w.exp() if normalise == "softmax" else torch.log1p(w.exp())
+    expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
+    for at, q, k, v, _ in heads(rows):
+        for t in range(LENGTH):
+            i, total = t // 7, 0.0
+            for j in range(i + 1):
+                tokens = slice(7 * j, min(7 * j + 7, t + 1))
+                total += w[at[1], at[2], i, j] / w[at[1], at[2], i, : i + 1].sum() * (k[tokens].T @ v[tokens])
+            expected[(*at, t)] = q[t] @ total
+    both_forms(mask, rows, expected)
+
+
+@torch.no_grad()
+def test_blocks_both_ways_mix_all_sums():
+    config = MASKS.config_type("blocks")(block=7, count=6)
+    mask = masked(config, replace(SHAPE, causal=False))
+    rows = some_rows(mask, "kernel", LENGTH, [0], [LENGTH])
+    out, _ = mask.chunked(rows, None, 16)
+    for at, q, k, v, _ in heads(rows):
+        w = mask.weight_GJMM[at[1], at[2]].softmax(-1)
+        sums = [k[7 * j : 7 * j + 7].T @ v[7 * j : 7 * j + 7] for j in range(6)]
+        for t in range(LENGTH):
+            mixed = sum(w[t // 7, j] * sums[j] for j in range(6))
+            torch.testing.assert_close(out[(*at, t)], q[t] @ mixed, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("components", [1, 3, 16])
+def test_toeplitz_blocks_are_sums_of_exponentials(components):
+    """TBM: K(delta) = sum_r a_r exp(-lambda_r delta); eq. 4's quotient by a column of ones, any number of blocks."""
+    mask = chosen("toeplitz_blocks", block=7, components=components)
+    softplus = torch.nn.functional.softplus
+    a_RGJ, rate_RG = softplus(mask.amplitude_RGJ), softplus(mask.rate_RG)
+    rows = some_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
+    rows.q_BGJTF, rows.k_BGTF = rows.q_BGJTF.abs(), rows.k_BGTF.abs()
+    ones = torch.nn.functional.pad(rows.v_BGTV, (0, 1), value=1.0)
+    out = mask.chunked(replace(rows, v_BGTV=ones), None, 16)[0]
+    quotient = out[..., :-1] / out[..., -1:]
+    expected = torch.zeros_like(quotient)
+    for at, q, k, v, _ in heads(rows):
+        for t in range(int(rows.count_B[at[0]])):
+            distance = t // 7 - torch.arange(t + 1) // 7
+            kernel = (a_RGJ[:, at[1], at[2], None] * torch.exp(-rate_RG[:, at[1], None] * distance)).sum(0)
+            weights = kernel * (k[: t + 1] @ q[t])
+            expected[(*at, t)] = weights @ v[: t + 1] / weights.sum()
+    assert miss(quotient, expected, rows) < 1e-13
+
+
+@torch.no_grad()
+def test_fourier_entries_are_powers_of_omega():
+    mask = chosen("fourier", period=37)
+    given = mask.dense(torch.tensor([1000]), 20, {})[0, 0, 0]
+    omega = cmath.exp(2j * math.pi / 37)
+    for t in range(20):
+        for s in range(20):
+            expected = (omega ** ((1000 + t) * (1000 + s) % 37)).real if s <= t else 0.0
+            assert abs(float(given[t, s]) - expected) < 1e-12
+
+
+@torch.no_grad()
+def test_toeplitz_entries_are_coefficients_of_distance():
+    mask = chosen("toeplitz", length=6)
+    given = mask.dense(torch.tensor([3]), 20, {})[0]
+    for t in range(20):
+        for s in range(20):
+            expected = mask.coefficient_GJL[:, :, t - s] if 0 <= t - s < 6 else torch.zeros(2, 2)
+            assert torch.equal(given[:, :, t, s], expected.to(given.dtype))
+
+
+@torch.no_grad()
+def test_a_start_is_what_was_asked_for():
+    mask = chosen("toeplitz_blocks", components=2)
+    a_RGJ, rate_RG = torch.rand(2, 2, 2).double() + 0.1, torch.tensor([[0.5, 0.1], [0.02, 0.0]]).double()
+    mask.start(a_RGJ, rate_RG)
+    distance = torch.arange(5.0).double()
+    expected = torch.einsum("rgj,drg->dgj", a_RGJ, torch.exp(-distance[:, None, None] * rate_RG))
+    torch.testing.assert_close(mask.kernel(distance), expected, rtol=1e-9, atol=1e-9)

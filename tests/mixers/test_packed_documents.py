@@ -1,0 +1,293 @@
+"""A packed row is each of its documents alone, for every mixer: outputs and gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.small_mixers import Decayed, Exact, registered, with_mixers
+
+from surgery.architectures.attention import attention_paths
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers.common.packed_documents import Documents, Known, borders
+from surgery.modeling.attention import install
+
+LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row; with 32 tokens a row
+LINEAR = {"mixer": "linear", "chunk": 8}
+CONFIGS = {
+    "linear": LINEAR | {"mask": {"name": "ones"}, "features": {"name": "hedgehog"}, "normalise": True},
+    "retnet": LINEAR | {"mask": {"name": "decay"}},
+    "ssd": LINEAR | {"mask": {"name": "gates"}, "convolution": 4, "gate": "head", "norm": "rms"},
+    "delta": LINEAR | {"mask": {"name": "gates"}, "scores": "delta", "convolution": 3},
+    "log-linear": LINEAR | {"mask": {"name": "hierarchical", "levels": 7}},
+    "log-linear delta": LINEAR | {"mask": {"name": "hierarchical", "levels": 7}, "scores": "delta"},
+    "tbm": LINEAR | {"mask": {"name": "toeplitz_blocks", "block": 4, "components": 2}},
+    "mhla": LINEAR | {"mask": {"name": "blocks", "block": 4, "count": 10}},
+    "toeplitz": LINEAR | {"mask": {"name": "toeplitz", "length": 40}},
+    "fourier": LINEAR | {"mask": {"name": "fourier", "period": 80}},
+    "with a window": LINEAR | {"mask": {"name": "gates"}, "window": 5, "sinks": 2, "features": {"name": "hedgehog"}},
+    "mlr": {"mixer": "mlr", "ranks": [4, 4], "extents": [6]},
+    "mlr, nested": {"mixer": "mlr", "ranks": [4, 2, 2], "extents": [8, 4], "form": "nested"},
+    "mlr, plain": {"mixer": "mlr", "ranks": [8]},
+    "window": {"mixer": "window", "window": 6, "sinks": 2},
+    "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
+    "bilinear btt": {"mixer": "bilinear_btt"},
+    "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
+    "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
+    "exact": {"mixer": "test-exact"},
+    "recurrence": {"mixer": "test-decayed"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known():
+    with registered():
+        yield
+
+
+def model_of(config, family="llama", layers=None, **changes):
+    return with_mixers(family, mixer_config(dict(config)), layers, **changes).double()
+
+
+def packed(lengths=LENGTHS, seed=3):
+    """(ids_BT, position_BT)"""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(3, 96, (len(lengths), sum(lengths[0])), generator=generator)
+    return ids_BT, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+def one_by_one(model, ids_BT, lengths):
+    """The logits of every document in a call of its own, side by side again."""
+    rows = []
+    for ids_T, row in zip(ids_BT, lengths):
+        parts = ids_T.split(list(row))
+        rows.append(torch.cat([model(part[None], use_cache=False).logits[0] for part in parts]))
+    return torch.stack(rows)
+
+
+def far(got, wanted):
+    return ((got - wanted).norm() / wanted.norm()).item()
+
+
+def test_every_mixer_is_among_them():
+    assert {config["mixer"] for config in CONFIGS.values()} == set(MIXERS.names())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_row_is_each_document_alone(name):
+    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    got, wanted = model(ids, position_ids=positions, use_cache=False).logits, one_by_one(model, ids, LENGTHS)
+    assert far(got, wanted) < 1e-9
+    leaking = model(ids, use_cache=False).logits
+    assert far(leaking, wanted) > 1e-3  # so that the test sees what it looks for
+
+
+@pytest.mark.parametrize("name", ["ssd", "log-linear delta", "mlr, nested", "bilinear btt", "with a window"])
+def test_gradients_are_those_of_each_document(name):
+    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    weights = torch.randn(*ids.shape, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for logits in (model(ids, position_ids=positions, use_cache=False).logits, one_by_one(model, ids, LENGTHS)):
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() and any(".mixer." in n for n in grads[0])
+    for n in grads[0]:
+        assert far(grads[0][n], grads[1][n]) < 1e-7 or grads[1][n].norm() < 1e-9, n
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3", "gemma2", "gemma3", "phi3", "mistral", "olmo2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_families(family, attention):
+    """Softmax in the first layer, where transformers keeps documents apart, a mixer in the second."""
+    model, (ids, positions) = model_of(CONFIGS["ssd"], family, [1]), packed()
+    if attention == "sdpa" and family == "gemma2":
+        pytest.skip("its scores have a cap, which transformers computes in eager attention")
+    model.set_attn_implementation(attention)
+    got = model(ids, position_ids=positions, use_cache=False).logits
+    assert far(got, one_by_one(model, ids, LENGTHS)) < (1e-9 if attention == "sdpa" else 1e-5)  # a float32 softmax
+
+
+def test_borders_in_a_mask_of_flex_attention():
+    """Which says for any two tokens whether one sees the other."""
+    (_, positions), x_BTD = packed(), torch.zeros(3, 32, 2)
+    number = (positions == 0).cumsum(1)
+    apart = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (number[b, q] == number[b, k]))
+    plain = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (b >= 0))
+    wanted = (positions == 0) & (torch.arange(32) > 0)
+    assert torch.equal(borders(positions, apart, None, x_BTD), wanted)
+    assert not borders(positions, plain, None, x_BTD).any()
+
+
+@pytest.mark.parametrize("name", ["ssd", "log-linear", "mlr, nested"])
+def test_checkpointed_training(name):
+    model, (ids, positions) = model_of(CONFIGS[name]), packed()
+    grads = []
+    for again in (False, True):
+        model.train().zero_grad()
+        if again:
+            model.gradient_checkpointing_enable()
+        model(ids, position_ids=positions, use_cache=False).logits.square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1]) and all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_bfloat16_is_as_near_as_alone():
+    model, (ids, positions) = model_of(CONFIGS["delta"]), packed()
+    exact = one_by_one(model, ids, LENGTHS)
+    model.bfloat16()
+    alone = far(one_by_one(model, ids, LENGTHS).double(), exact)
+    together = far(model(ids, position_ids=positions, use_cache=False).logits.double(), exact)
+    assert together < 1.5 * alone
+
+
+def test_very_unequal_documents_are_laid_out_in_groups():
+    """Never more than twice the tokens, and a few calls."""
+    lengths = [(100, *[1] * 60, *[2] * 20), (3, 150, 40, 7)]
+    model, (ids, positions) = model_of(CONFIGS["delta"], max_position_embeddings=256), packed(lengths)
+    documents = Documents.of(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
+    assert sum(group.index_DU.numel() for group in documents.groups) <= 2 * ids.numel()
+    assert 1 < len(documents.groups) <= 8
+    got = model(ids, position_ids=positions, use_cache=False).logits
+    assert far(got, one_by_one(model, ids, lengths)) < 1e-9
+
+
+# -- where positions begin anew and nothing is packed ------------------------------------------------
+def test_padded_batches_stay_as_they_are():
+    """Their positions begin anew where padding ends; the mask says that this is no border."""
+    model, ids = model_of(CONFIGS["ssd"]), packed()[0]
+    mask = torch.ones_like(ids)
+    mask[0, :7], mask[1, 25:] = 0, 0
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        got = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        assert far(got[0, 7:], model(ids[:1, 7:], use_cache=False).logits[0]) < 1e-9
+        assert far(got[1, :25], model(ids[1:2, :25], use_cache=False).logits[0]) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["ssd", "mlr"])
+def test_positions_that_jump_under_a_mask_that_does_not(name):
+    """Skipped positions (PoSE) with a mask of ones: one document, as transformers has it."""
+    model, (ids, _) = model_of(CONFIGS[name]), packed()
+    positions = torch.cat([torch.arange(16), torch.arange(30, 46)])[None]
+    mask = torch.ones(3, 1, 32, 32).tril().bool()
+    with torch.no_grad():
+        got = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        changed = ids.clone()
+        changed[:, 3] = (changed[:, 3] + 1) % 96
+        moved = model(changed, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert far(got[:, 16:], moved[:, 16:]) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["delta", "mlr"])
+def test_masks_that_say_more_than_documents(name):
+    """Documents, and inside one a token that is hidden: read by mixers that read masks, refused by the others."""
+    model, (ids, positions) = model_of(CONFIGS[name], num_hidden_layers=1), packed(LENGTHS[1:2])
+    mask = torch.ones(32, 32).tril().bool()
+    mask[20:, :20], mask[23:, 22] = False, False
+    ask = lambda ids: model(ids, attention_mask=mask[None, None], position_ids=positions, use_cache=False).logits  # noqa: E731
+    if name == "delta":
+        with pytest.raises(SurgeryError, match="not causal over the real tokens"):
+            ask(ids)
+        return
+    changed = ids.clone()
+    changed[:, 22] = (changed[:, 22] + 1) % 96
+    moved = (ask(ids) - ask(changed)).abs().amax((0, 2)) > 1e-9
+    assert moved.nonzero().flatten().tolist() == [22]
+
+
+def test_what_is_remembered_is_of_this_call():
+    """Positions changed in place, and other positions under the same mask."""
+    mask, x = torch.ones(1, 1, 6, 6).tril().bool(), torch.zeros(1, 6, 2)
+    mask[..., 3:, :3] = False
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    known = Known(Documents.of(borders(positions, mask, None, x))).remember(mask, positions)
+    assert known.documents is not None and Known.recalled(mask, positions) is known
+    assert Known.recalled(mask, positions.clone()) is None and Known.recalled(None, positions) is None
+    positions += 1
+    assert Known.recalled(mask, positions) is None
+    alone = torch.arange(6)[None]
+    Known(None).remember(None, alone)
+    assert Known.recalled(None, alone).documents is None
+    alone += 1
+    assert Known.recalled(None, alone) is None
+    with torch.inference_mode():
+        untracked = torch.arange(6)[None]
+        Known(None).remember(None, untracked)
+        assert Known.recalled(None, untracked) is None
+
+
+def test_inference_mode_and_calls_one_after_the_other():
+    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed()
+    wanted = one_by_one(model, ids, LENGTHS)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert far(model(ids, position_ids=positions, use_cache=False).logits, wanted) < 1e-9
+        whole = model(ids, use_cache=False).logits
+        assert far(model(ids, position_ids=torch.arange(32)[None], use_cache=False).logits, whole) < 1e-12
+
+
+def test_compiled_models_say_what_they_cannot():
+    model, (ids, positions) = model_of(CONFIGS["retnet"]), packed()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        whole = torch.arange(32).expand(3, 32)
+        assert far(compiled(ids, position_ids=whole, use_cache=False).logits, model(ids, use_cache=False).logits) < 1e-9
+        with pytest.raises(RuntimeError, match="one document a row"):
+            compiled(ids, position_ids=positions, use_cache=False)
+
+
+def test_a_mask_that_is_kept_from_call_to_call():
+    """What is known of it without a cache is nothing for a call with one, which has no packed rows, and the other way."""
+    model, (ids, positions) = model_of(CONFIGS["ssd"]), packed(LENGTHS[1:2])
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    mask[..., 20:, :20] = False
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        for _ in range(2):
+            assert far(model(**inputs, use_cache=False).logits, one_by_one(model, ids, LENGTHS[1:2])) < 1e-9
+            with pytest.raises(SurgeryError, match="not causal over the real tokens"):
+                model(**inputs, use_cache=True)
+
+
+def test_one_mask_for_all_rows():
+    model, (ids, _) = model_of(CONFIGS["ssd"]), packed()
+    mask = torch.ones(1, 1, 32, 32).tril().bool()
+    ask = lambda: model(ids, attention_mask=mask, use_cache=False).logits  # noqa: E731
+    with torch.no_grad():
+        assert far(ask(), model(ids, use_cache=False).logits) < 1e-9
+        mask[..., 9, 3] = False
+        with pytest.raises(SurgeryError, match="not causal"):
+            ask()
+
+
+def test_two_kinds_of_mixers_in_one_model():
+    """One that reads masks and one that does not share what is found out about a mask."""
+    for kinds in (["mlr", "ssd"], ["ssd", "mlr"]):
+        model, (ids, positions) = model_of({"mixer": Exact.name}), packed()
+        paths = attention_paths(model)
+        install(model, {path: mixer_config(dict(CONFIGS[kind])) for path, kind in zip(paths, kinds)})
+        model.double()
+        got = model(ids, position_ids=positions, use_cache=False).logits
+        assert far(got, one_by_one(model, ids, LENGTHS)) < 1e-9
+    assert Decayed().name == "test-decayed"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype, within", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_on_a_gpu_whatever_kernels_are_taken(name, dtype, within):
+    lengths = [(100, 300, 1, 111), (512,), (37, 256, 219)]
+    longer = {"count": 128, "levels": 11, "period": 2000} | ({"length": 600} if name == "toeplitz" else {})
+    config = dict(CONFIGS[name])
+    if "mask" in config:
+        config["mask"] = {key: longer.get(key, value) for key, value in config["mask"].items()}
+    model, (ids, positions) = model_of(config, max_position_embeddings=512), packed(lengths)
+    model = model.to("cuda", dtype)
+    ids, positions = ids.cuda(), positions.cuda()
+    with torch.no_grad():
+        got = model(ids, position_ids=positions, use_cache=False).logits.double()
+        assert far(got, one_by_one(model, ids, lengths).double()) < within

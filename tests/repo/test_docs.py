@@ -1,0 +1,163 @@
+"""The pages are true: their ```bash and ```python blocks run, one after the other, in a folder of their own.
+
+There `SRC` is the embedded checkpoint's first layers, `DATA` the small mirror of data sets, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
+converted checkpoint, `OUT` is one. Blocks marked ```console are shown only.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.quick_python import QuickPython
+from safetensors.torch import load_file, save_file
+
+from surgery.conversion.convert import convert
+from surgery.planning.recipe import Recipe, Rule, load_recipe
+from surgery.structures import STRUCTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASURED: set[str] = set()  # pages whose commands take hours
+TAUGHT = [page for page in PAGES if page.name not in MEASURED]
+NEED_OUT = {"benchmarks.md", "checkpoint.md", "evaluate.md", "finetune.md", "push.md", "report.md"}
+TEXTS = ("calibration.txt", "heldout.txt")
+# Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
+# windows of them.
+LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "SRC"
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS))
+    config = json.loads((folder / "config.json").read_text())
+    more = tuple(f"model.layers.{n}." for n in range(LAYERS, config["num_hidden_layers"]))
+    kept = {k: v for k, v in load_file(folder / "model.safetensors").items() if not k.startswith(more)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(source):
+    quick = [f"calibration={EMBEDDED / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    convert(str(source), load_recipe("low-rank-half", [*quick, "curvature=none"]), source.parent / "OUT")
+    return source.parent / "OUT"
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    python = QuickPython(tmp_path_factory.mktemp("quick"), ENVIRONMENT)
+    yield python
+    python.close()
+
+
+@pytest.fixture
+def desk(tmp_path, source, quick):
+    """Where a page's commands run, and their environment; `surgery` and `python` are this checkout's."""
+    (tmp_path / "desk").mkdir()
+    (tmp_path / "desk" / "SRC").symlink_to(source)
+    (tmp_path / "desk" / "DATA").symlink_to(ROOT / "eval" / "mirror")
+    for text in TEXTS:
+        (tmp_path / "desk" / text).write_text((EMBEDDED / text).read_text(encoding="utf-8")[:CHARACTERS])
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    quick.write(commands / "surgery", "-m surgery")
+    quick.write(commands / "python")
+    path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
+    return tmp_path / "desk", {**ENVIRONMENT, "PATH": path}
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.name)
+def test_commands_run(page, desk, request):
+    place, environment = desk
+    if page.name in NEED_OUT:
+        (place / "OUT").symlink_to(request.getfixturevalue("converted"))
+    shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": ["python", "-c"]}
+    runnable = [(language, text) for language, text in blocks(page) if language in shells]
+    assert runnable, f"{page.name} has no command that a test runs"
+    for language, text in runnable:
+        done = subprocess.run([*shells[language], text], cwd=place, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{page.name}:\n{text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_are_of_a_known_kind(page):
+    assert {language for language, _ in blocks(page)} <= {"bash", "python", "console", "text", "yaml"}
+    assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page))
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        target = (page.parent / link.partition("#")[0]).resolve()
+        assert target.exists() or target.name in MEASURED, f"{page.name} points at {link}"
+
+
+def test_the_readme_leads_to_every_page():
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(links(ROOT / "README.md"))
+    assert [language for language, _ in blocks(ROOT / "README.md")].count("text") == 1
+
+
+def test_the_site_has_every_page_once():
+    """mkdocs.yml; `mkdocs build --strict` itself needs an extra that is not installed here."""
+    listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    groups = [[entry] if isinstance(entry, str) else next(iter(entry.values())) for entry in listed]
+    assert sorted(page for group in groups for page in group) == sorted(page.name for page in PAGES[1:]), (
+        "every page of docs/ is in mkdocs.yml's nav, once"
+    )
+
+
+def test_pages_stay_within_the_site():
+    for page in PAGES[1:]:
+        out = [link for link in links(page) if link.startswith("..")]
+        assert not out, f"{page.name}: {out} work on GitHub, not on the site; name the file instead"
+
+
+def test_the_tree_names_every_file():
+    (tree,) = (text for language, text in blocks(ROOT / "README.md") if language == "text")
+    named = set(re.findall(r"[\w/]+\.py", tree))
+    there = {path.name for path in (ROOT / "surgery").glob("*.py")}
+    assert there <= named, "the README's tree lacks a line for these"
+    assert named - there <= {"test_docs.py"}, "the README's tree names files that are gone"
+
+
+def rows(page: str) -> set[str]:
+    """First cells of a page's tables."""
+    return set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M))
+
+
+def test_every_key_and_every_structure_is_explained():
+    assert rows("recipes.md") == set(Recipe.model_fields)
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in text for key in Rule.model_fields)
+    assert rows("structures.md") == set(STRUCTURES.names())
+
+
+def test_defaults_are_as_documented():
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    for key, field in Recipe.model_fields.items():
+        if isinstance(field.default, (int, float, str)) and key != "description":
+            cell = re.search(rf"^\| `{key}` \| (.*?) \|", text, re.M)
+            assert cell and cell.group(1).strip('`"') == str(field.default), key

@@ -1,0 +1,116 @@
+"""The layout of the code: who may import whom, which imports wait, and that `import surgery` is light."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import check_imports
+
+from surgery.architectures import known_families
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("surgery", "kernels", "eval", "recipes")
+HEAVY = {"triton", "lm_eval", "datasets", "matplotlib"}  # imported inside the functions that need them
+FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_kernel(path: Path) -> bool:
+    return path.relative_to(ROOT).parts[0] == "kernels"
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            names = [alias.name for alias in node.names]
+            yield from (f"surgery.{name}" for name in names) if node.module == "surgery" else [str(node.module)]
+
+
+def test_the_import_contract_holds():
+    """The layers of pyproject.toml, no cycles; `make lint` runs the same."""
+    assert check_imports.main() == 0
+
+
+def test_kernels_are_not_imported_by_name():
+    """Kernels register themselves; only benchmarks and notes on speed may import one by its name."""
+    allowed = ("kernels/", "eval/speed/", "surgery/publish/speed_notes.py", "surgery/cli/")
+    below = [path for path in FILES if not str(path.relative_to(ROOT)).startswith(allowed)]
+    wrong = [p for p in below if any(name.startswith("surgery.kernels") for name in imported(ast.walk(tree(p))))]
+    assert not wrong
+
+
+def test_heavy_modules_wait_for_their_function():
+    """Kernels themselves are only imported where Triton is installed, so they may import it at the top."""
+    for path in FILES:
+        heavy = HEAVY - {"triton"} if is_kernel(path) else HEAVY
+        at_once = {name.split(".")[0] for name in imported(iter(tree(path).body))}
+        assert not heavy & at_once, path
+
+
+def test_no_branch_on_a_model_s_name():
+    """What differs between model families is data, in surgery/architectures."""
+    for path in FILES:
+        compared = [n for n in ast.walk(tree(path)) if isinstance(n, (ast.Compare, ast.MatchValue))]
+        words = {n.value for c in compared for n in ast.walk(c) if isinstance(n, ast.Constant)}
+        assert "architectures" in path.parts or not words & set(known_families()), path
+
+
+def test_architectures_are_data():
+    """A family's file holds a docstring, imports and assignments, no code."""
+    families = [p for p in (ROOT / "surgery/architectures").glob("*.py") if tree(p).body and "ANATOMY" in p.read_text()]
+    families = [p for p in families if p.stem not in ("__init__", "base", "linears", "attention")]
+    assert len(families) >= 13
+    for path in families:
+        kinds = {type(node) for node in tree(path).body}
+        assert kinds <= {ast.Import, ast.ImportFrom, ast.Assign, ast.Expr}, path.name
+
+
+@pytest.mark.parametrize("name", ["kernels", "eval", "recipes", "recipes/papers"])
+def test_packages_at_the_root_have_no_init_file(name):
+    """With an __init__.py, `kernels` would hide the library of that name from the repository's root."""
+    assert (ROOT / name).is_dir() and not (ROOT / name / "__init__.py").exists()
+
+
+def in_a_new_interpreter(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    ).stdout
+
+
+def test_importing_is_light():
+    """`import surgery` adds a few modules of ours and of Python's to torch, some hundredths of a second; a second is allowed."""
+    code = (
+        "import torch, time, sys; there, before = set(sys.modules), time.perf_counter(); import surgery; "
+        "print(time.perf_counter() - before, *(set(sys.modules) - there))"
+    )
+    seconds, *new = in_a_new_interpreter(code).split()
+    others = {name.partition(".")[0] for name in new} - {"surgery"} - sys.stdlib_module_names
+    assert float(seconds) < 1.0 and not others, others
+    assert len([name for name in new if name.startswith("surgery")]) < 15, sorted(new)
+
+
+def test_the_command_line_starts_before_torch():
+    """Its help is quick, and what it tells torch's threads comes in time."""
+    printed = in_a_new_interpreter("import surgery.cli.main, sys; print('torch' in sys.modules)")
+    assert printed.strip() == "False"
+
+
+def test_packages_are_found_from_a_checkout():
+    """Where surgery is not installed, the repository's root on the path is enough."""
+    printed = in_a_new_interpreter(
+        "import surgery.eval, surgery.recipes, surgery.kernels, surgery.recipes.papers; print('found')"
+    )
+    assert printed.strip() == "found"

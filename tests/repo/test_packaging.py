@@ -1,0 +1,115 @@
+"""What a source distribution and a wheel contain, and that the wheel works where there is no checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("surgery", "kernels", "eval", "recipes")
+BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-cpu.txt")
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_editable("editable")
+"""
+WORKS = """
+import surgery, surgery.eval.run, surgery.kernels, surgery.recipes.tiny.train
+from surgery.planning.recipe import shipped_recipes
+assert "site" in surgery.__file__, surgery.__file__
+print(*shipped_recipes())
+"""
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """Built from a copy, for setuptools leaves its traces where it builds."""
+    place = tmp_path_factory.mktemp("sdist")
+    for name in (*PACKAGES, *BESIDE, "docs", "tests"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, place / name)
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = (place / "dist").glob("transformer_surgery-*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Built from the source distribution, as pip does where it finds no wheel."""
+    place = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(place)]
+    done = subprocess.run([*command, str(sdist)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = place.glob("transformer_surgery-*.whl")
+    return built
+
+
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def in_the_checkout(room: str) -> set[str]:
+    """Every file of a room, as it is called where it is installed."""
+    files = [p for p in (ROOT / room).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return {str(p.relative_to(ROOT) if room == "surgery" else Path("surgery") / p.relative_to(ROOT)) for p in files}
+
+
+def test_everything_is_in_the_wheel(wheel):
+    """Modules, recipes, the embedded checkpoint, the page's style, timings, the small mirror of data sets."""
+    ours = set().union(*(in_the_checkout(room) for room in PACKAGES))
+    assert len(ours) > 300 and ours <= names_in(wheel), ours - names_in(wheel)
+
+
+def test_the_source_distribution_can_be_read_and_tested(sdist):
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    beside = {str(p.relative_to(ROOT)) for room in ("tests", "docs") for p in (ROOT / room).rglob("*") if p.is_file()}
+    beside = {name for name in beside if "__pycache__" not in name} | set(BESIDE)
+    assert beside <= files, beside - files
+    assert not [name for name in files if name.endswith(".pyc")]
+
+
+def test_data_marker_and_licence(wheel):
+    files = names_in(wheel)
+    tiny = {f"recipes/tiny/checkpoint/{p.name}" for p in (ROOT / "recipes/tiny/checkpoint").iterdir() if p.is_file()}
+    assert len(tiny) >= 9 and tiny <= files
+    assert {"surgery/py.typed", "surgery/kernels/README.md"} <= files
+    assert [name for name in files if name.endswith("licenses/LICENSE")]
+    assert not [name for name in files if name.split("/")[0] in ("kernels", "eval", "recipes", "tests")]
+
+
+def test_an_editable_install_is_a_path(sdist):
+    """Not a finder, which a folder called surgery in the working directory (a clone) would come before."""
+    place = sdist.parents[1]
+    (built,) = (place / "editable").glob("*.whl")
+    archive = zipfile.ZipFile(built)
+    inside = {name: archive.read(name).decode() for name in archive.namelist() if "dist-info" not in name}
+    assert [Path(text.strip()) for text in inside.values()] == [place] and next(iter(inside)).endswith(".pth")
+
+
+def test_it_works_without_a_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{WORKS}"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {"btt-half", "low-rank-half", "monarch-half", "auto-half"} <= set(done.stdout.split())
+
+
+def test_triton_is_an_extra(wheel):
+    """A CPU-only machine or a Mac installs and runs without it."""
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    needs = [line for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
+    assert len(needs) > 10
+    assert all("extra ==" in line for line in needs if "triton" in line or "lm_eval" in line)

@@ -1,0 +1,187 @@
+"""Issue item 2.7: matrices that cannot be factored, or not the fast way, end in a plain sentence or in the right result."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import recipe_of, tiny_inputs
+from safetensors.torch import load_file, save_file
+
+from surgery.conversion.convert import convert
+from surgery.conversion.fit import Attempt, _fitted
+from surgery.core.errors import NumbersError, SurgeryError, naming
+from surgery.core.files import number_of
+from surgery.structures import linalg
+from surgery.structures.metric import spd_factor
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTORING = {
+    "eig",
+    "eigh",
+    "eigvalsh",
+    "svd",
+    "svdvals",
+    "qr",
+    "cholesky",
+    "cholesky_ex",
+    "lu",
+    "lu_factor",
+    "solve",
+    "inv",
+}
+FACTORING |= {"solve_triangular", "cholesky_solve", "lstsq", "pinv", "inverse"}
+# The first call on a GPU, inside a try; and a step of a mixer's forward, which is differentiated and compiled.
+DIRECT = {("surgery/core/device.py", "eigh"), ("surgery/mixers/masks/delta_rule.py", "solve_triangular")}
+
+
+def test_2_7_every_factorisation_goes_through_one_helper():
+    found = set()
+    for path in sorted((ROOT / "surgery").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in FACTORING
+                and ast.unparse(node.value).startswith("torch")
+            ):
+                found.add((path.relative_to(ROOT).as_posix(), node.attr))
+    assert {each for each in found if each[0] != "surgery/structures/linalg.py"} == DIRECT
+
+
+# -- falling back ------------------------------------------------------------------------------------------
+def spd(*batch: int, n: int = 5) -> torch.Tensor:
+    x = torch.randn(*batch, n, 2 * n, generator=torch.Generator().manual_seed(0))
+    return x @ x.mT
+
+
+def rhs(*batch: int) -> torch.Tensor:
+    return torch.randn(*batch, 5, 3, generator=torch.Generator().manual_seed(1))
+
+
+CALLS = {
+    "eigh": lambda: linalg.eigh(spd(2, 3)),
+    "eigvalsh": lambda: linalg.eigvalsh(spd(4)),
+    "svd": lambda: linalg.svd(rhs(4), full_matrices=False),
+    "qr": lambda: linalg.qr(rhs(2, 2)),
+    "cholesky_ex": lambda: linalg.cholesky_ex(spd(4)),
+    "lu_factor": lambda: linalg.lu_factor(rhs(4)),
+    "solve": lambda: linalg.solve(spd(4), rhs()),
+    "solve_triangular": lambda: linalg.solve_triangular(spd(4).tril(), rhs(2, 4), upper=False),
+    "cholesky_solve": lambda: linalg.cholesky_solve(rhs(4), spd(4).tril()),
+}
+
+
+def parts_of(result) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("works", ["one at a time", "float64"])
+def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
+    """As cuSOLVER fails on a crowded GPU: the same numbers, in the same dtype, and one warning."""
+    expected = parts_of(CALLS[name]())
+    home = torch if name == "cholesky_solve" else torch.linalg
+    real = getattr(home, name)
+
+    def fails(*given, **how):
+        wide = any(tensor.dim() > 2 for tensor in given)
+        if wide if works == "one at a time" else given[0].dtype != torch.float64:
+            raise RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevBatched`")
+        return real(*given, **how)
+
+    monkeypatch.setattr(home, name, fails)
+    monkeypatch.setattr(linalg, "_told", set())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = parts_of(CALLS[name]())
+        CALLS[name]()
+    assert (
+        len(said) == 1 and "CUSOLVER_STATUS_INTERNAL_ERROR" in str(said[0].message) and "slower" in str(said[0].message)
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a.abs(), b.abs(), rtol=1e-3, atol=1e-4)  # vectors are known up to a sign
+
+
+def test_2_7_what_nobody_can_factor_is_said():
+    with pytest.raises(NumbersError, match=r"shape \(4, 4\) to be factored \(eigh\) holds NaN or Inf"):
+        linalg.eigh(torch.full((4, 4), float("inf")))
+    with pytest.raises(NumbersError, match=r"solve of a matrix of shape .* is singular"):
+        linalg.solve(torch.zeros(4, 4), torch.ones(4, 1))
+    with pytest.raises(NumbersError, match="second moment is not positive semidefinite"):
+        spd_factor(torch.full((4, 4), float("nan")))
+
+
+@pytest.mark.parametrize("code", [13, 28, 30])
+def test_2_7_a_solver_s_error_code_is_not_the_disk_s(code):
+    """`error code: 30` of eigh was told as a read-only file system, 28 would have been a full disk."""
+    text = f"linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned (error code: {code})."
+    assert number_of(torch.linalg.LinAlgError(text)) is None
+    assert number_of(RuntimeError(f'IoError(Os {{ code: {code}, kind: StorageFull, message: "" }})')) == code
+
+
+# -- conversions -------------------------------------------------------------------------------------------
+UP = "model.layers.0.mlp.up_proj"
+STRUCTURES = ("low_rank", "btt", "monarch", "kronecker", "pivoted_low_rank")
+
+
+@pytest.fixture
+def changed(checkpoints, tmp_path):
+    """changed(tensor, factor) -> a checkpoint with that tensor scaled."""
+
+    def make(name: str, factor: float) -> str:
+        folder = shutil.copytree(checkpoints("llama"), tmp_path / "source")
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors[name] * factor
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    return make
+
+
+def text(tmp_path) -> str:
+    save_file(tiny_inputs("llama", 4), tmp_path / "inputs.safetensors")
+    return str(tmp_path / "inputs.safetensors")
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_2_7_weights_of_1e30_are_named(changed, tmp_path, structure, calibrated):
+    calibration = {"calibration": text(tmp_path)} if calibrated else {}
+    recipe = recipe_of(structure=structure, keep=0.5, **calibration)
+    with pytest.raises(SurgeryError, match=rf"{UP} holds numbers up to .*e\+\d\d; .*structure: dense"):
+        convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
+
+
+def test_2_7_the_advice_given_there_works(changed, tmp_path):
+    recipe = recipe_of(structure="low_rank", keep=0.5, rules=[{"match": UP, "structure": "dense"}])
+    report = convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
+    assert UP not in {record["name"] for record in report["modules"]}
+
+
+def test_2_7_activations_that_overflow_are_named(changed, tmp_path):
+    recipe = recipe_of(structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path))
+    with pytest.raises(SurgeryError, match=r"what reaches model\.layers\.0\.self_attn.q_proj.*overflows float32"):
+        convert(changed("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
+
+
+def test_2_7_nan_is_named_by_tensor(changed, tmp_path):
+    with pytest.raises(SurgeryError, match=rf"tensor '{UP}.weight' in model.safetensors holds .* NaN or Inf"):
+        convert(changed(f"{UP}.weight", float("nan")), recipe_of(structure="low_rank", keep=0.5), tmp_path / "out")
+
+
+def test_2_7_a_fit_beyond_the_stored_dtype():
+    """Float16 ends at 65,504: a refitted matrix beyond it was written as Inf."""
+    cut: Any = SimpleNamespace(name=UP)
+    best = Attempt(None, torch.ones(2, 2), torch.full((2, 2), 1e5), 0.0, 0.0, True)
+    with (
+        pytest.raises(SurgeryError, match=rf"{UP}: its fit holds NaN or Inf in float16 \(numbers up to 6.6e\+04\)"),
+        naming(UP),
+    ):
+        _fitted(cut, best, torch.float16, 0.0)

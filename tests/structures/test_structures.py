@@ -1,0 +1,349 @@
+"""Laws that every structure obeys, over the whole registry: a new one is tested on arrival."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from surgery.core.errors import SurgeryError
+from surgery.core.registry import typed
+from surgery.modeling.modules import empty_standin
+from surgery.structures import STRUCTURES, Metric, damped
+from surgery.structures.base import StructureConfig, config_from_dict
+from surgery.structures.btt import BTT, BTTLinear, btt_mvm
+from surgery.structures.kronecker import Kronecker
+from surgery.structures.low_rank import LowRank, orthonormal
+from surgery.structures.metric import add_moment_
+from surgery.structures.monarch import Monarch
+from surgery.structures.pivoted_low_rank import maximal_volume_rows
+
+NAMES = STRUCTURES.names()
+# Odd, prime, square, wide, tall, one row.
+DIMS = st.sampled_from([(48, 64), (64, 48), (37, 53), (31, 16), (7, 120), (121, 11), (64, 64), (5, 5)])
+LAWS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def fitted(name: str, out: int, in_: int, keep: float):
+    config_type = STRUCTURES.config_type(name)
+    try:
+        return STRUCTURES[config_type].fit(config_type(), out, in_, keep * out * in_)
+    except SurgeryError as error:  # the reason names the numbers and what to raise
+        assert "raise keep to" in str(error) or "has no factors" in str(error)
+        return None
+
+
+def resolved(name: str, out: int, in_: int):
+    config_type = STRUCTURES.config_type(name)
+    try:
+        return STRUCTURES[config_type].resolve(config_type(), out, in_)
+    except SurgeryError as error:
+        assert "has no factors" in str(error)
+        return None
+
+
+def moments(out: int, in_: int, seed: int) -> tuple[torch.Tensor, Metric]:
+    torch.manual_seed(seed)
+    mix_II = torch.randn(in_, in_) * torch.logspace(0, -1.5, in_)
+    gram_OO = torch.randn(out, out)
+    metric = Metric(damped(mix_II @ mix_II.mT / in_, 0.01), damped(gram_OO @ gram_OO.mT / out, 0.05))
+    return torch.randn(out, in_), metric
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(
+    dims=DIMS, keep=st.sampled_from([0.3, 0.5, 0.8]), seed=st.integers(0, 99), rows=st.sampled_from([(), (1,), (3, 5)])
+)
+def test_forward_is_the_dense_product(name, dims, keep, seed, rows):
+    config = fitted(name, *dims, keep)
+    if config is None:
+        return
+    weight, metric = moments(*dims, seed)
+    linear = STRUCTURES[config].project(weight, config, metric).requires_grad_(False)
+    linear.bias = torch.nn.Parameter(torch.randn(dims[0]), requires_grad=False)
+    x = torch.randn(*rows, dims[1])
+    expected = x.double() @ linear.dense().double().mT + linear.bias.double()
+    assert linear(x).shape == (*rows, dims[0])
+    assert torch.allclose(linear(x).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, seed=st.integers(0, 99), how=st.sampled_from(["plain", "inputs", "both", "diagonal"]))
+def test_exact_at_full_rank(name, dims, seed, how):
+    weight, metric = moments(*dims, seed)
+    metric = {
+        "plain": Metric(),
+        "inputs": Metric(metric.c_II),
+        "both": metric,
+        "diagonal": Metric(metric.c_II, metric.g_OO.diagonal().clone()),
+    }[how]
+    cls = STRUCTURES[STRUCTURES.config_type(name)]
+    if resolved(name, *dims) is None:
+        return
+    config = cls.fit(replace(cls.config_type(), rank="full"), *dims, budget=0)
+    assert Metric().error(weight, cls.project(weight, config, metric).dense()) < 2e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
+def test_projecting_twice_changes_nothing(name, dims, keep, seed):
+    if (config := fitted(name, *dims, keep)) is None:
+        return
+    weight, _ = moments(*dims, seed)
+    once = STRUCTURES[config].project(weight, config).dense()
+    assert Metric().error(once, STRUCTURES[config].project(once, config).dense()) < 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, seed=st.integers(0, 99))
+def test_a_larger_rank_never_fits_worse(name, dims, seed):
+    cls = STRUCTURES[STRUCTURES.config_type(name)]
+    weight, _ = moments(*dims, seed)
+    if name == "monarch" or (start := resolved(name, *dims)) is None:  # monarch's grids are not nested
+        return
+    ladder = cls.ladder(weight, start, Metric())
+    errors = [Metric().error(weight, cls.project(weight, config).dense()) for config, _ in ladder]
+    assert all(b <= a + 1e-5 for a, b in itertools.pairwise(errors))
+    assert errors[-1] < 2e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, seed=st.integers(0, 99))
+def test_the_ladder_estimates_the_plain_error(name, dims, seed):
+    """Without correlations the estimate is the error of the projection itself."""
+    cls = STRUCTURES[STRUCTURES.config_type(name)]
+    weight, _ = moments(*dims, seed)
+    if (start := resolved(name, *dims)) is None:
+        return
+    for config, square in cls.ladder(weight, start, Metric(), steps=4):
+        left = weight - cls.project(weight, config).dense()
+        assert float(left.square().sum()) == pytest.approx(square, rel=1e-2, abs=1e-3 * float(weight.square().sum()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, keep=st.sampled_from([0.4, 0.7]), seed=st.integers(0, 99))
+def test_refining_never_hurts(name, dims, keep, seed):
+    if (config := fitted(name, *dims, keep)) is None:
+        return
+    weight, metric = moments(*dims, seed)
+    linear = STRUCTURES[config].project(weight, config, metric)
+    for moment in (metric, Metric(metric.c_II)):
+        for _ in range(3):
+            before = moment.error(weight, linear.dense())
+            if not linear.refine(weight, moment):
+                break
+            # With G each row block of BTT is fitted in its own block of G: descent there, nearly so in the whole.
+            assert moment.error(weight, linear.dense()) <= before + (2e-2 if moment.g_OO is not None else 1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@LAWS
+@given(dims=DIMS, keep=st.floats(0.05, 1.0))
+def test_a_budget_is_kept_and_counted_on_what_is_stored(name, dims, keep):
+    if (config := fitted(name, *dims, keep)) is None:
+        return
+    cls = STRUCTURES[config]
+    linear = cls(dims[1], dims[0], config, bias=False)
+    stored = sum(t.numel() for t in linear.state_dict().values())
+    assert stored == linear.cost().params == cls.params(config, *dims) <= keep * dims[0] * dims[1]
+    bigger = replace(config, rank=config.rank + 1)
+    if name != "monarch" and bigger.rank <= cls.full_rank(config, *dims):
+        assert cls.params(bigger, *dims) > keep * dims[0] * dims[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_save_and_load_is_bit_equal(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    config = fitted(name, 48, 64, 0.5)
+    linear = STRUCTURES[config].project(*[torch.randn(48, 64), config])
+    save_file(linear.state_dict(), tmp_path / "a.safetensors")
+    again = STRUCTURES[config](64, 48, config_from_dict(config.to_dict()), bias=False)
+    again.load_state_dict(load_file(tmp_path / "a.safetensors"))
+    x = torch.randn(3, 64)
+    assert torch.equal(linear(x), again(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_weight_looks_dense(name):
+    """A library that does not know us must meet a shape that does not fit."""
+    linear = STRUCTURES[(config := fitted(name, 48, 64, 0.5))](64, 48, config)
+    assert linear.weight.dim() >= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dims", [(256, 256), (512, 128), (128, 512)])
+def test_mup_initialisation_keeps_the_scale(name, dims):
+    """Outputs of unit inputs have entries of about sqrt(min(1, out/in)), whatever the structure and its rank."""
+    torch.manual_seed(0)
+    config = fitted(name, *dims, 0.5)
+    linear = STRUCTURES[config](dims[1], dims[0], config, bias=False)
+    rms = float(linear(torch.randn(512, dims[1])).square().mean().sqrt())
+    assert 0.2 < rms / min(1.0, dims[0] / dims[1]) ** 0.5 < 2.5
+    assert set(linear.mup()) == {name for name, p in linear.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+def test_half_precision(name, dtype, tol):
+    config = fitted(name, 48, 64, 0.5)
+    linear = STRUCTURES[config].project(torch.randn(48, 64), config)
+    x = torch.randn(9, 64)
+    expected = x @ linear.dense().mT
+    found = linear.to(dtype)(x.to(dtype))
+    assert found.dtype == dtype
+    assert float((found.float() - expected).norm() / expected.norm()) < tol
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_against_float64_differences(name):
+    config = fitted(name, 12, 18, 0.6)
+    linear = STRUCTURES[config].project(torch.randn(12, 18), config).double()
+    linear.requires_grad_(True)
+    x = torch.randn(4, 18, dtype=torch.float64, requires_grad=True)
+    cores = tuple(linear.parameters())
+    names = [n for n, _ in linear.named_parameters()]
+
+    def run(x, *values):
+        return torch.func.functional_call(linear, dict(zip(names, values)), (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *cores))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_without_a_graph_break(name):
+    config = fitted(name, 48, 64, 0.5)
+    linear = STRUCTURES[config](64, 48, config)
+    x = torch.randn(5, 64)
+    assert torch.allclose(torch.compile(linear, fullgraph=True, backend="aot_eager")(x), linear(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("N, c, d, b, a, s", [(64, 16, 64, 16, 64, 4), (63, 5, 7, 3, 11, 1), (1, 1, 9, 4, 2, 2)])
+def test_btt_mvm(N, c, d, b, a, s, dtype, tol):
+    x, right, left = (torch.randn(shape) for shape in ((N, c, d), (c, d, b, s), (b, c, s, a)))
+    x, right, left = (t.to(dtype) for t in (x, right, left))
+    blocks = torch.einsum("cdbs,bcsa->bacd", right.double(), left.double())
+    expected = torch.einsum("bacd,ncd->nba", blocks, x.double())
+    assert float((btt_mvm(x, right, left).double() - expected).norm() / expected.norm()) < tol
+
+
+def test_low_rank_is_optimal_in_the_metric():
+    """No gradient step lowers the two-sided error: the closed form is stationary, and beats plain SVD."""
+    weight, metric = moments(24, 40, 0)
+    config = LowRank(rank=6)
+    linear = STRUCTURES[config].project(weight, config, metric)
+    left = linear.weight.detach().clone().requires_grad_(True)
+    right = linear.right.detach().clone().requires_grad_(True)
+    gap = left[0] @ right - weight
+    loss = (metric.apply(gap.detach()) * gap).sum()
+    scale = metric.square(weight)
+    assert all(float(g.norm()) < 1e-3 * scale for g in torch.autograd.grad(loss, (left, right)))
+    plain = STRUCTURES[config].project(weight, config)
+    assert metric.error(weight, linear.dense()) < metric.error(weight, plain.dense())
+
+
+def test_als_reaches_the_stationary_point_of_each_core():
+    """After sweeps with the full C, the gradients of left and right vanish."""
+    weight, metric = moments(30, 42, 3)
+    metric = Metric(metric.c_II)
+    config = BTT(blocks=(3, 3), rank=3)
+    linear = BTTLinear.project(weight, config, metric)
+    for _ in range(300):
+        linear.refine(weight, metric)
+    cores = [linear.weight.detach().requires_grad_(True), linear.right.detach().requires_grad_(True)]
+    blocks = torch.einsum("cdbs,bcsa->bacd", cores[1], cores[0]).reshape(30, 42)
+    gap = blocks - weight
+    grads = torch.autograd.grad((metric.apply(gap.detach()) * gap).sum(), cores)
+    assert all(float(g.norm()) < 2e-2 * metric.square(weight) ** 0.5 for g in grads)
+
+
+def test_monarch_chooses_the_squarest_full_grid():
+    config = STRUCTURES[Monarch].fit(Monarch(), 512, 512, 0.5 * 512 * 512)
+    assert STRUCTURES[config].block_shape(config, 512, 512) == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["btt", "monarch", "kronecker"])
+@pytest.mark.parametrize("blocks", ["sqrt", "budget", 4])
+def test_a_checkpoint_s_table_has_grids_in_numbers(name, blocks):
+    """Words that only a recipe may say end in a refusal, not in arithmetic with them."""
+    entry = {"structure": name, "blocks": blocks, "rank": 1, "in_features": 32, "out_features": 32, "bias": False}
+    with pytest.raises(SurgeryError):
+        empty_standin(entry, device="meta", dtype=torch.float32)
+
+
+def test_pivots_have_small_coefficients():
+    torch.manual_seed(0)
+    tall = torch.linalg.qr(torch.randn(200, 40))[0]
+    pivots, coefficients = maximal_volume_rows(tall, bound=1.5)
+    assert float(coefficients.abs().max()) <= 1.5 + 1e-4
+    assert torch.allclose(coefficients @ tall[pivots], tall, atol=1e-5)
+    assert len(set(pivots.tolist())) == 40
+
+
+def test_kronecker_recovers_a_sum_of_products():
+    torch.manual_seed(0)
+    weight = sum(torch.kron(torch.randn(4, 6), torch.randn(3, 5)) for _ in range(3))
+    config = Kronecker(blocks=(4, 6), rank=3)
+    assert Metric().error(weight, STRUCTURES[config].project(weight, config).dense()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (BTT(blocks=(0, 4), rank=1), "0 blocks along out; use 1 to 10"),
+        (BTT(blocks=(4, 40), rank=1), "40 blocks along in; use 1 to 12"),
+        (Monarch(rank=3), "a monarch block has rank 1"),
+        (LowRank(), "rank 1 already stores 22; raise keep to 0.184"),
+    ],
+)
+def test_refusals_name_the_numbers(config, says):
+    with pytest.raises(SurgeryError, match=says.replace("(", r"\(")):
+        STRUCTURES[config].fit(config, 10, 12, budget=5)
+
+
+@pytest.mark.parametrize("data, says", [({"structure": "bt"}, "did you mean 'btt'"), ({"structure": "btt", "rnk": 3}, "no option 'rnk'; did you mean 'rank'")])  # fmt: skip
+def test_unknown_words_are_refused_with_the_nearest(data, says):
+    with pytest.raises(SurgeryError, match=says):
+        config_from_dict(data)
+
+
+@pytest.mark.parametrize("width", [1, 1023, 1024, 2049])
+def test_a_moment_by_halves(width):
+    rows = torch.randn(9, width)
+    found = torch.ones(width, width)
+    add_moment_(found, rows)
+    assert torch.equal(found, found.mT) or width < 1024
+    assert torch.allclose(found, 1 + rows.mT @ rows, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_orthonormal_columns_even_where_they_depend(rank):
+    y = torch.randn(4, 20, rank) @ torch.randn(4, rank, 7)
+    q = orthonormal(y)
+    assert torch.allclose(q.mT @ q, torch.eye(7).expand(4, 7, 7), atol=1e-5)
+    assert torch.allclose(q @ (q.mT @ y), y, atol=1e-4)
+
+
+def test_options_of_a_config_made_inside_a_function_are_trusted():
+    """Its annotations name what no module has."""
+
+    class Kind: ...
+
+    @dataclass(frozen=True)
+    class Local(StructureConfig):
+        name: ClassVar[str] = "local"
+        kind: Kind | None = None
+
+    assert typed(Local, {"kind": 3}) == Local(kind=3)  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""Every conversion recipe and every healing recipe: whether they fit, as docs/finetune.md says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.small import DECODER
+
+from surgery.architectures.linears import walk
+from surgery.checkpoint.meta_model import model_class
+from surgery.conversion.convert import convert
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS
+from surgery.mixers.features.base import FEATURES
+from surgery.mixers.masks.base import MASKS
+from surgery.planning.recipe import load_recipe, shipped_recipes, validated
+from surgery.training.finetune import finetune
+from surgery.training.pretrain.initialize import plan_for, put_mixers, put_standins
+from surgery.training.recipe import load_healing, parse_healing, shipped
+from surgery.training.runner import changed_by
+from surgery.training.stages import Models
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
+REASONS = {  # part of the refusal -> what the table says
+    "whose attention was left alone": "no: attention is as it was",
+    "whose linears were left alone": "no: linears are as they were",
+    "whose mixers have no parameters": "no: a window has no parameters of its own",
+}
+# What is decided by trained weights, decided here.
+DECIDED = {"auto-half": ["structure=btt", "blocks=[4, 4]"], "hybrid-25": ["attention.hybrid={layers: [0]}"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    place = tmp_path_factory.mktemp("config")
+    LlamaConfig(**DECODER, architectures=["LlamaForCausalLM"]).save_pretrained(place)
+    return place
+
+
+def converted(folder, recipe):
+    """A random model of that shape with what the recipe puts in, and the roles of its linears."""
+    from transformers import LlamaConfig
+
+    plan = plan_for(folder, recipe)
+    config = LlamaConfig.from_pretrained(folder)
+    model = model_class(config)._from_config(config, dtype=torch.float32)
+    roles = {linear.path: linear.roles for linear in walk(model).linears if linear.roles}
+    put_standins(model, plan)
+    if plan.seats:
+        put_mixers(model, plan)
+    return Models(model, model), roles
+
+
+def verdict(models, roles, name):
+    """yes, or why not."""
+    try:
+        changed_by(load_healing(name), models, roles)
+    except SurgeryError as error:
+        return next(said for part, said in REASONS.items() if part in str(error))
+    return "yes"
+
+
+def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
+    healing, found = list(shipped()), {}
+    for name in sorted(shipped_recipes()):
+        models, roles = converted(folder, load_recipe(name, DECIDED.get(name, [])))
+        found[name] = tuple(verdict(models, roles, other) for other in healing)
+    assert [name for name, row in found.items() if row.count("yes") < 2] == []
+    lines = [f"| conversion | {' | '.join(healing)} |", "| --- |" + " --- |" * len(healing)]
+    for row, names in itertools.groupby(sorted(found, key=lambda n: (found[n], n)), key=lambda n: found[n]):
+        lines.append(f"| {', '.join(names)} | {' | '.join(row)} |")
+    table = "\n".join(lines)
+    assert table in DOCS.read_text(encoding="utf-8"), f"docs/finetune.md must hold this table:\n{table}"
+
+
+GIVEN = {"mlr": {"cache": 0.6}, "bilinear_mlr": {"ranks": [0, 4, 2]}, "window": {"window": 8}}  # what has no default
+GIVEN["global_window"] = {"ranks": [4, 4], "window": 8}
+
+
+def mixers():
+    """Every mixer by its defaults; of linear attention every mask and every feature map."""
+    names = [config.name for config in MIXERS if not config.name.startswith("test-")]
+    yield from ({"mixer": name, **GIVEN.get(name, {})} for name in names)
+    yield from ({"mixer": "linear", "mask": config.name} for config in MASKS)
+    for config in FEATURES:
+        normalised = config.name in ("favor", "lara")  # which take nothing else
+        yield {"mixer": "linear", "mask": "ones", "features": config.name, "normalise": normalised}
+
+
+def test_4_3_every_mixer_can_be_healed(folder):
+    """What a recipe of one's own may name, beyond the shipped ones."""
+    stage = {"kind": "align", "of": ["attention"], "tokens": 64, "rate": 1e-3, "trains": ["new"]}
+    aligned = parse_healing({"stages": [stage]})
+    for attention in mixers():
+        models, roles = converted(folder, validated({"structure": "dense", "attention": attention}, "test"))
+        names = ("standard", "long", "small-attention", "small-linears")
+        assert {verdict(models, roles, name) for name in names} == {"yes"}, attention
+        new = changed_by(aligned, models, roles)
+        assert new and all(".self_attn." in name for name in new), attention
+
+
+def test_4_3_a_word_that_selects_nothing_is_still_refused(folder):
+    models, roles = converted(folder, load_recipe("sliding-window"))
+    for trains, said in (
+        (["mixers"], r"no parameters of their own; trains: \[new\]"),
+        (["attention", "structured"], "whose linears were left alone; --recipe standard"),
+        (["attention", "adapters"], "was it converted"),
+        (["attention", "mixres"], "did you mean 'mixers'"),
+    ):
+        stage = {"kind": "lm", "tokens": 64, "rate": 1e-3, "trains": trains}
+        with pytest.raises(SurgeryError, match=said):
+            changed_by(parse_healing({"stages": [stage]}), models, roles)
+
+
+def test_4_3_a_sliding_window_is_healed(tmp_path, student, words, without_curves):
+    """Its attention's projections are aligned, which are all that can adapt; then everything is distilled."""
+    source, window = student.parent / "source", tmp_path / "window"
+    convert(str(source), load_recipe("sliding-window", ["attention.window=8"]), window)
+    few = [
+        "stages.*.tokens=64",
+        "stages.*.length=16",
+        "stages.*.batch=4",
+        "stages.*.rows=4",
+        "evaluate=0",
+        "deliver=last",
+    ]
+    few += [f"data.sources=[{{path: {words}}}]", "data.validation=0.1", "data.validation_examples=2", "log=1"]
+    for name in ("small-attention", "standard"):
+        out = tmp_path / name
+        record = finetune(
+            str(window), load_healing(name, few, tiny=True), out, teacher=str(source), device="cpu", track="none"
+        )
+        assert [stage["steps"] for stage in record["stages"]] == [1, 1]
+        lines = [json.loads(line) for line in (out / "training" / "log.jsonl").read_text().splitlines()]
+        assert {line["stage"] for line in lines if "self_attn" in line} == {0}

@@ -1,0 +1,94 @@
+"""The driver of the healing tables, and the texts it trains on."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers.small_training import EMBEDDED
+
+from surgery.eval import stories
+from surgery.recipes.papers.healing import plot as healing_plot
+from surgery.recipes.papers.healing import run as healing
+from surgery.recipes.papers.healing import text as healing_text
+
+RUN = {"tokens": 2_500_000, "seconds": 61.4, "tokens_per_second": 81_234.0}
+ASKED = {"mean": 0.5, "errors": [[0.1, 0.1], [0.1, 0.1]]}
+
+
+def test_cells_say_what_was_measured():
+    row = {"model": "a, healed", "seed": 1, "perplexity": 3.456, "se": 0.234, "needles": ASKED, "training": RUN}
+    row["ratio"] = {"ratio": 1.02, "low": 1.01, "high": 1.03}
+    assert healing.cells(row) == [
+        "a, healed", "1", "2.50M", "3.456 ± 0.23", "1.020 [1.010, 1.030]", "50.0 ± 5.0", "61 s, 81.2K tokens/s",
+    ]  # fmt: skip
+    assert healing.cells({"model": "a", "refused": "no"})[3] == "no"
+
+
+def test_a_curve_runs_over_all_stages():
+    record = {
+        "validation": {"before": {"loss": 3.0}, "after": {"loss": 1.0}},
+        "delivered": {"last": 1.0},
+        "stages": [{"tokens": 10}, {"tokens": 30}],
+    }
+    log = [{"stage": 0, "step": 1, "tokens": 5, "loss": 9.0}, {"stage": 0, "tokens": 5, "validation": 2.5}]
+    log.append({"stage": 1, "tokens": 15, "validation": 2.0})
+    text = "\n".join(map(json.dumps, log))
+    assert healing.curve(record, text) == [[0, 3.0], [5, 2.5], [25, 2.0], [40, 1.0]]
+
+
+def test_a_row_for_each_of_what_is_varied(tmp_path, monkeypatch, capsys):
+    assert healing_text.write(tmp_path / "text.txt", healing_text.story_documents(0), 30_000) >= 30_000
+    told = {
+        "--recipe": "low-rank-half", "--healing": "small-linears", "--start": "copied", "--data": tmp_path / "text.txt",
+        "--separator": stories.END, "--calibration": EMBEDDED / "calibration.txt", "--text": EMBEDDED / "heldout.txt",
+        "--length": 64, "--score": 256, "--tokens": 512, "--set": "stages.0.length=64", "--needles": 64, "--samples": 1,
+        "--validation": 2, "--work": tmp_path / "work", "--device": "cpu", "--json": tmp_path / "rows.json",
+    }  # fmt: skip
+    words = [str(word) for pair in told.items() for word in pair]
+    words += ["--tiny", "--vary", "stages.0.rate=3e-5", "--vary", "stages.0.rate=1e-5 stages.0.trains=[structured]"]
+    words += ["--set", "stages.0.batch=4", "--set", "stages.0.rows=4", "--set", "evaluate=1"]
+    monkeypatch.setattr(sys, "argv", ["healing", str(EMBEDDED), *words])
+    healing.main()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["model"].split(",")[-1][:10] for row in rows] == ["original", " converted", " healed st", " healed st"]
+    assert len(capsys.readouterr().out.strip().splitlines()) == 2 + len(rows)
+    for row in rows[2:]:
+        assert row["training"]["stages"][0]["positions"] == 512 and row["perplexity"] < rows[1]["perplexity"]
+        assert row["curve"][0][0] == 0 and len(row["curve"]) == 3
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / "curves.png"), str(tmp_path / "rows.json")])
+    healing_plot.main()
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert rows[2]["perplexity"] != rows[3]["perplexity"] and (tmp_path / "work" / "low-rank-half-copied").is_dir()
+
+
+def test_story_text_is_a_function_of_the_seed(tmp_path):
+    texts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        healing_text.write(tmp_path / name, healing_text.story_documents(seed), 3000)
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].count(stories.END) > 1 and texts[0].endswith(f"{stories.END}\n")
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Three packages: one is the scored text's own, one has a file of its in it, one has nothing to do with it."""
+    scored = [f"scored_{i} = {i}\n" for i in range(60)]
+    other = "".join(f"other_{i} = {i}\n" for i in range(60))
+    places = {"own/a.py": "".join(scored), "own/b.py": "ours = 1\n" * 60}
+    places |= {"friend/copied.py": other[:300] + "".join(scored[:10]), "friend/clean.py": other}
+    places |= {"apart/c.py": other.replace("other", "third"), "apart/short.py": "x = 1\n"}
+    for name, text in places.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path, "".join(scored)
+
+
+def test_code_has_nothing_in_common_with_the_scored_text(installed):
+    folder, scored = installed
+    found = list(healing_text.code_documents(folder, [scored], 0))
+    names = sorted(text.split(" ")[0] for text in found)
+    assert names == ["other_0", "third_0"]
+    assert sorted(healing_text.code_documents(folder, [], 0)) != sorted(found)

@@ -1,0 +1,106 @@
+"""Runs that stop and go on: Ctrl-C, and another number of processes than before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.forked import processes
+from helpers.small_training import EMBEDDED, losses, recipe
+
+from surgery.training.checkpoints import Checkpoints
+from surgery.training.finetune import finetune
+from surgery.training.loop import Loop
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = [
+    {"kind": "lm", "trains": ["structured"], "ema": 0.9, "batch": 6, "rows": 1, "tokens": 6 * 64 * 4},
+    {"kind": "lm", "trains": ["new"], "batch": 6, "rows": 1, "tokens": 6 * 64 * 2},
+]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
+    """The command itself: 130, a sentence, and --resume goes on from the step that was being taken."""
+    out = tmp_path / "out"
+    told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
+    told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
+    command = [sys.executable, "-m", "surgery", "finetune", str(btt), "--teacher", str(EMBEDDED), "--out", str(out)]
+    command += ["--recipe", "weights-only", "--tiny", *told, "--device", "cpu", "--track", "none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = out.with_name("out.partial") / "log.jsonl"
+    deadline = time.monotonic() + 240
+    while not (log.is_file() and log.read_text().count('"loss"') >= 2) and time.monotonic() < deadline:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    latest = Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest()
+    assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
+    step = Checkpoints(latest.parent, 1).position(latest).step
+    assert step >= 2 and log.read_text().count('"loss"') == step
+
+
+# -- another number of processes -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def whole(btt, texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    told = recipe(texts, *STAGES, checkpoint=1)
+    assert processes(1, lambda _: finetune(str(btt), told, out, device="cpu", track="none")) == [0]
+    return out
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 3)])
+def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_path, before, after):
+    """Begun by some, gone on with by others: the losses of one that was never interrupted."""
+    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+
+    def begun(rank):
+        step = Loop._step
+
+        def dying(self, taken):
+            if self.at.step == 2:
+                os._exit(9)
+            step(self, taken)
+
+        Loop._step = dying
+        finetune(str(btt), told, out, device="cpu", track="none")
+
+    assert set(processes(before, begun)) <= {9, 1, -6}  # the others lose their peer
+    assert Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest().name == "stage-00-step-0000002"
+    options = {"device": "cpu", "track": "none"}
+    assert processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
+    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):
+    """The other only reads what it wrote, and both train as one does."""
+    from surgery.training.data.tokenize import Encoder
+
+    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+
+    def run(rank):
+        if rank:
+            one, tokenise = [], Encoder.texts
+
+            def counted(self, documents):
+                one.append(len(documents))
+                return tokenise(self, documents)
+
+            Encoder.texts = counted
+        finetune(str(btt), told, out, device="cpu", track="none")
+        assert not rank or sum(one) < 30, "the few for validation"
+
+    assert processes(2, run) == [0, 0]
+    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,210 @@
+"""Small parts: weight normalisation, the running mean, shares of a batch, the log, devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.small_training import losses, recipe
+
+from surgery.core.errors import SurgeryError
+from surgery.structures import STRUCTURES
+from surgery.structures.btt import BTT
+from surgery.training.batches import Shares
+from surgery.training.data.prefetch import Ahead, Beside, one_thread
+from surgery.training.logging import Log, draw, tracker
+from surgery.training.optim import RunningMean
+from surgery.training.weight_norm import fold, normalise, rms
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+
+def layer():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(STRUCTURES[BTT](32, 32, BTT(blocks=(4, 4), rank=2)))
+
+
+def test_cores_may_shrink_but_not_outgrow_their_start():
+    """gamma min(1, size / rms) M, section 5.1 of Qiu et al. 2024."""
+    model, x = layer(), torch.randn(5, 32)
+    before, y = model[0].weight.detach().clone(), model(x)
+    names = normalise(model, {"0.weight", "0.bias"})
+    assert names == {"0.bias", "0.parametrizations.weight.original", "0.parametrizations.weight.0.gamma"}
+    torch.testing.assert_close(model(x), y)
+    with torch.no_grad():
+        model[0].parametrizations["weight"].original.mul_(5)
+        torch.testing.assert_close(rms(model[0].weight), rms(before))
+        model[0].parametrizations["weight"].original.mul_(0.02)
+        torch.testing.assert_close(model[0].weight, 0.1 * before)
+        model[0].parametrizations["weight"][0].gamma.fill_(2)
+    fold(model)
+    assert {n for n, _ in model.named_parameters()} == {"0.weight", "0.right", "0.bias"}
+    torch.testing.assert_close(model[0].weight, 0.2 * before)
+
+
+def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):
+    """In the second stage, where the size that holds is that of the first one's end."""
+    from surgery.training import finetune as verb
+    from surgery.training.loop import Loop
+
+    stages = {"kind": "lm", "tokens": 512}, {"kind": "lm", "tokens": 1024, "weight_norm": "cores"}
+    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "whole")
+    step = Loop._step
+
+    def dying(self, taken):
+        if (self.at.stage, self.at.step) == (1, 3):
+            raise KeyboardInterrupt
+        step(self, taken)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "_step", dying)
+        verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again")
+    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again", resume=True)
+    assert losses(tmp_path / "whole" / "training") == losses(tmp_path / "again" / "training")
+
+
+def test_the_running_mean_is_a_mean():
+    p = torch.nn.Parameter(torch.zeros(2))
+    mean = RunningMean({"p": p}, 0.5)
+    expected = 0.0
+    for step in range(30):
+        p.data.fill_(float(step))
+        mean.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    mean.swap()
+    assert p.tolist() == pytest.approx([expected] * 2) and mean.means["p"].tolist() == [29.0, 29.0]
+
+
+def test_shares_of_a_batch():
+    assert Shares.of(32, 8, 1, 2).forwards == 2
+    assert Shares.of(4, 8, 0, 2).rows == 2
+    for batch, rows, world in ((5, 1, 2), (12, 5, 1)):
+        with pytest.raises(SurgeryError, match="batch"):
+            Shares.of(batch, rows, 0, world)
+
+
+@pytest.mark.parametrize("way", [lambda items: Ahead(items(), 1), lambda items: Beside(items, 1)])
+def test_reading_ahead_tells_of_errors_and_ends(way):
+    def items():
+        yield from (1, 2)
+        raise SurgeryError("the shard is damaged")
+
+    with way(items) as ready:
+        assert next(ready) == 1 and next(ready) == 2
+        with pytest.raises(SurgeryError, match="damaged"):
+            next(ready)
+    with way(lambda: iter(range(10**9))) as ready:
+        assert [next(ready) for _ in range(9)] == list(range(9))
+    with way(lambda: iter(range(3))) as ready:
+        assert list(ready) == [0, 1, 2]
+
+
+def test_a_reading_process_that_is_killed_is_named():
+    import os
+    import signal
+
+    def dying():
+        yield 1
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield 2
+
+    with Beside(dying, 1) as ready, pytest.raises(SurgeryError, match="reads the data ended"):
+        list(ready)
+
+
+def test_a_process_reads_what_a_thread_reads(texts):
+    """Steps with tensors, states and all; also where a command follows on threads of the tokenizer that have run."""
+    from helpers.small_training import EMBEDDED
+
+    from surgery.calibration.data import load_tokenizer
+    from surgery.training.batches import steps_of
+    from surgery.training.data.dataset import DataConfig, make_data
+
+    def steps():
+        data = make_data(DataConfig(sources=[{"path": str(texts)}]), load_tokenizer(EMBEDDED), 32, 0)
+        return steps_of(data, 0, Shares(4, 2), lambda told: int(told["valid"].sum()))
+
+    load_tokenizer(EMBEDDED)(["one text", "and another"] * 100)
+    one_thread()
+    with Ahead(steps(), 2) as one, Beside(steps, 2) as other:
+        for _, a, b in zip(range(40), one, other):
+            assert (a.counted, a.tokens, a.after) == (b.counted, b.tokens, b.after)
+            same = [torch.equal(x[n], y[n]) for x, y in zip(a.batches, b.batches) for n in x]
+            assert len(same) == 10 and all(same)
+
+
+def test_the_log_forgets_what_will_be_done_again(tmp_path):
+    log = Log(tmp_path)
+    for stage, step in ((0, 1), (0, 2), (1, 1), (1, 2)):
+        log.add({"stage": stage, "step": step, "kind": "lm", "loss": float("nan"), "tokens": step})
+    with open(log.path, "a") as file:
+        file.write('{"stage": 1, "st')
+    log.going_on(1, 1)
+    assert [(line["stage"], line["step"]) for line in map(json.loads, log.path.open())] == [(0, 1), (0, 2), (1, 1)]
+    assert log.lines()[0]["loss"] is None
+    assert draw(log.lines(), tmp_path / "curve.png") and not draw([], tmp_path / "none.png")
+    assert tracker("none") == []
+
+
+def test_what_spreads_otherwise_is_refused():
+    from types import SimpleNamespace
+
+    from accelerate.utils import DistributedType
+
+    from surgery.training.distributed.accelerator import _refuse_others
+
+    for kind in (DistributedType.MEGATRON_LM, DistributedType.FSDP):
+        with pytest.raises(SurgeryError, match=r"fsdp2\.yaml"):
+            _refuse_others(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"zero_optimization": {"stage": 0}}, "stage 0 spreads nothing"),
+        ({"optimizer": {"type": "Adam"}}, "the optimiser is the recipe's"),
+        ({"bf16": {"enabled": True}}, "set precision: bf16"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "weights stay on the devices"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to the CPU's memory"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "kept exact"),
+    ],
+)
+def test_settings_of_deepspeed_that_a_healing_cannot_keep(settings, why):
+    from types import SimpleNamespace
+
+    from accelerate.utils import DistributedType
+
+    from surgery.training.distributed.accelerator import _refuse_others
+
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, **settings})
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    with pytest.raises(SurgeryError, match=why):
+        _refuse_others(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=state))
+
+
+def test_a_run_may_have_another_precision_than_the_one_before(tmp_path):
+    """Accelerate remembers its first for the whole process."""
+    from surgery.training.distributed.accelerator import make_accelerator
+
+    assert make_accelerator("cpu", "bf16", "none", tmp_path).mixed_precision == "bf16"
+    assert make_accelerator("cpu", "float32", "none", tmp_path).mixed_precision == "no"
+
+
+def test_the_engine_s_loss_scale_follows_torch_s():
+    """Halved at an overflow, doubled after 2,000 good steps, in words that torch's scaler goes on from."""
+    from types import SimpleNamespace
+
+    from surgery.training.distributed.deepspeed import SCALE, ZeroDescent
+
+    told = []
+    descent = ZeroDescent.__new__(ZeroDescent)
+    descent.zero = SimpleNamespace(override_loss_scale=told.append)
+    descent.restore_scale(SCALE)
+    for overflow in [True, *[False] * 2000]:
+        descent._rescale(overflow)
+    assert told == [2.0**16, *[2.0**15] * 2000, 2.0**16]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(descent.scale())
+    assert scaler.state_dict() == descent.scale() == SCALE

@@ -1,0 +1,152 @@
+"""Recipes are checked whole; the shipped ones run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.small_training import EMBEDDED
+
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MIXERS, AttentionShape
+from surgery.mixers.bilinear_btt import BilinearBTT
+from surgery.mixers.bilinear_mlr import BilinearMLR
+from surgery.mixers.linear import LinearAttention
+from surgery.structures import STRUCTURES
+from surgery.structures.btt import BTT
+from surgery.training.finetune import finetune
+from surgery.training.optim import Schedule, SignDescent, make_groups, make_optimiser
+from surgery.training.recipe import load_healing, parse_healing, shipped
+
+ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
+
+
+@pytest.mark.parametrize("name", ["quick", "standard", "long", "weights-only", "small-linears", "small-attention"])
+def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):
+    assert name in shipped()
+    few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]
+    few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]
+    tiny = load_healing(name, few, tiny=True)
+    student = btt if name in ("weights-only", "small-linears") else mixed
+    record = finetune(str(student), tiny, tmp_path / "out", teacher=str(EMBEDDED))
+    assert [stage["steps"] for stage in record["stages"]] == [2] * len(tiny.stages)
+    assert (tmp_path / "out" / "training" / "curve.png").stat().st_size > 1000
+    assert sum(stage.tokens for stage in load_healing(name).stages) >= (2 if name.startswith("small") else 20) * 10**6
+
+
+def test_numbers_as_people_write_them():
+    (stage,) = parse_healing({"stages": [ONE], "common": {"batch": 8, "top_k": 4}}).stages
+    assert (stage.tokens, stage.rate, stage.batch) == (20_000_000, 1e-4, 8)
+    assert stage.steps == -(-20_000_000 // (8 * 512))
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        ({}, "stages lists at least one"),
+        ({"stages": [{"tokens": 1}]}, "mapping with a kind, one of align, distill"),
+        ({"stages": [{**ONE, "kind": "distil"}]}, "did you mean 'distill'"),
+        ({"stages": [{**ONE, "lenght": 3}]}, "unknown key 'lenght'; did you mean 'length'"),
+        ({"stages": [{"kind": "lm", "tokens": "20M"}]}, "rate is missing"),
+        ({"stages": [ONE], "common": {"bach": 3}}, "common has 'bach'"),
+        ({"stages": [ONE], "precision": "fp8"}, "precision"),
+        ({"stages": [{**ONE, "data": {"packing": "boxes"}}], "data": {"sources": "a.txt"}}, "packing"),
+        ({"stages": [ONE], "stagess": 3}, "unknown key 'stagess'"),
+        ({"stages": [{**ONE, "tokens": "20 million"}]}, "tokens"),
+    ],
+)
+def test_refusals(data, said):
+    with pytest.raises(SurgeryError, match=said):
+        parse_healing(data)
+
+
+def test_set_reaches_every_place(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("stages: [{kind: lm, tokens: 1k, rate: 1e-3}, {kind: lm, tokens: 1k, rate: 1e-3}]\n")
+    loaded = load_healing(str(path), ["stages.*.rate=2e-3", "stages.1.schedule.name=wsd", "guard.patience=5"])
+    assert [s.rate for s in loaded.stages] == [2e-3, 2e-3]
+    assert [s.schedule.name for s in loaded.stages] == ["cosine", "wsd"] and loaded.guard.patience == 5
+    for wrong in ("stages.7.rate=1", "rate", "stages.*"):
+        with pytest.raises(SurgeryError, match="--set"):
+            load_healing(str(path), [wrong])
+    with pytest.raises(SurgeryError, match="no block `tiny`"):
+        load_healing(str(path), tiny=True)
+    with pytest.raises(SurgeryError, match="did you mean 'quick'"):
+        load_healing("quik")
+
+
+def test_schedules():
+    steps = 100
+    cosine = [Schedule(warmup=0.1, floor=0.1).factor(i, steps) for i in range(steps)]
+    assert cosine[0] == pytest.approx(1 / 11) and max(cosine) <= 1 and cosine[-1] == pytest.approx(0.1)
+    wsd = [Schedule(name="wsd", warmup=0.1, decay=0.2, floor=0.0).factor(i, steps) for i in range(steps)]
+    assert wsd[10] == wsd[79] == 1 and wsd[90] == pytest.approx(0.5) and wsd[-1] == pytest.approx(0.05)
+    assert Schedule(name="constant", warmup=0).factor(99, 100) == 1
+
+
+# -- rates -------------------------------------------------------------------------------------------------------
+def stage_of(**optimiser):
+    return parse_healing({"stages": [{**ONE, "optimiser": optimiser}]}).stages[0]
+
+
+@pytest.mark.parametrize("name, right, left", [("adamw", 64 / 16, 64 / 32), ("sign", 64 / 16, 64 / 32)])
+def test_mup_rates_of_btt(name, right, left):
+    """Blocks 4 x 4 of 32 x 16, rank 8: right has fan-in d = 16, left c s = 32; the linear reads 64."""
+    model = torch.nn.Sequential(STRUCTURES[BTT](64, 128, BTT(blocks=(4, 4), rank=8)))
+    groups = make_groups(model, {"0.right", "0.weight", "0.bias"}, stage_of(name=name))
+    rates = {n: g.rate for g in groups for n in g.names}
+    assert rates == pytest.approx({"0.right": 1e-4 * right, "0.weight": 1e-4 * left, "0.bias": 1e-4})
+
+
+def test_mup_rates_of_sgd_and_of_other_widths():
+    model = torch.nn.Sequential(STRUCTURES[BTT](64, 128, BTT(blocks=(4, 4), rank=8)), torch.nn.Linear(128, 64))
+    names = {"0.right", "0.weight", "1.weight"}
+    rates = {n: g.rate / 1e-4 for g in make_groups(model, names, stage_of(name="sgd")) for n in g.names}
+    assert rates == pytest.approx({"0.right": (4 * 8 / 16) * 64 / 128, "0.weight": (32 / 32) * 64 / 128, "1.weight": 1})
+    rates = {n: g.rate / 1e-4 for g in make_groups(model, names, stage_of(base_width=256)) for n in g.names}
+    assert rates == pytest.approx({"0.right": 256 / 16, "0.weight": 256 / 32, "1.weight": 256 / 128})
+    same = make_groups(model, names, stage_of(rates="same"))
+    assert {g.rate for g in same} == {1e-4}
+
+
+def test_item_4_6_rates_of_mixers_follow_their_fans():
+    """Factors of bilinear scores by their own fan-in, with base_width or in the D x D matrix that they are part of; linears
+    that read the hidden states by the width alone; gains and biases at the rate of their kind."""
+    shape = AttentionShape(dim=64, heads=4, groups=2, key=16, value=16, scaling=0.25)
+    configs = (
+        BilinearMLR((4, 2, 1), base="own", norm="qk"),
+        BilinearBTT((4, 8), 2, norm="qk"),
+        LinearAttention(mask="gates"),
+    )
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({"mixer": MIXERS[c](c, shape)}) for c in configs)
+    names = {n for n, _ in layers.named_parameters()}
+    fan_ins = {"0.mixer.left1": 64, "0.mixer.right2": 32, "0.mixer.left3": 16, "1.mixer.left": 16, "1.mixer.right": 8}
+    for base, width in (({}, 64), ({"base_width": 256}, 256)):
+        groups = make_groups(layers, names, stage_of(**base))
+        rates = {n: g.rate / 1e-4 for g in groups for n in g.names}
+        assert {n: rates[n] for n in fan_ins} == pytest.approx({n: width / fan for n, fan in fan_ins.items()})
+        assert rates["0.mixer.key_gain"] == rates["2.mixer.mask.rate.bias"] == 1
+        assert rates["2.mixer.mask.rate.weight"] == pytest.approx(width / 64)
+        shown = {(g.row()["fan_in"], g.row()["example"]) for g in groups if "fan_in" in g.row()}
+        assert (64, "0.mixer.left1") in shown and (16, "1.mixer.left") in shown
+    assert {g.rate for g in make_groups(layers, names, stage_of(rates="same"))} == {1e-4}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sign"])
+def test_a_bad_step_leaves_parameters_and_states(name):
+    layer = torch.nn.Linear(4, 4)
+    groups = make_groups(torch.nn.Sequential(layer), {"0.weight"}, stage_of(name=name, weight_decay=0.1))
+    optimiser = make_optimiser(groups, stage_of(name=name).optimiser)
+    for gradient, bad in ((torch.ones(4, 4), 0.0), (torch.full((4, 4), float("nan")), 1.0)):
+        layer.weight.grad, before = gradient, layer.weight.detach().clone()
+        states = {k: v.clone() for k, v in optimiser.state[layer.weight].items()}
+        optimiser.found_inf = torch.tensor(bad)  # type: ignore[attr-defined]
+        optimiser.step()
+        assert torch.equal(before, layer.weight) == bool(bad)
+    assert all(torch.equal(v, optimiser.state[layer.weight][k]) for k, v in states.items())
+
+
+def test_sign_descent_moves_by_the_rate():
+    p = torch.nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([2.0, -0.1, 0.0])
+    SignDescent([{"params": [p], "lr": 0.5}], momentum=0.9).step()
+    assert p.tolist() == [-0.5, 0.5, 0.0]
