@@ -16,16 +16,16 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.suite import EvalOptions, Subject
+from surgery.eval.suite import EvalOptions, EvalModel
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-TOKENS = {"cpu": 2**13, "cuda": 2**17}  # of a batch that "auto" begins with
+BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**17}  # of a batch that "auto" begins with
 
 
-def in_batches(
-    subject: Subject,
+def score_in_batches(
+    subject: EvalModel,
     options: EvalOptions,
     items: Sequence[T],
     score: Callable[[list[Any]], list[R]],
@@ -38,8 +38,8 @@ def in_batches(
     of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in threads, several at a time."""
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[subject.ranks.index :: subject.ranks.count]
-    start = tokens or TOKENS.get(subject.device.type, 2**17)
-    batches = _Batches(subject, options.batch_size, items, score, size, start, prepare)
+    start = tokens or BATCH_TOKENS.get(subject.device.type, 2**17)
+    batches = _BatchRunner(subject, options.batch_size, items, score, size, start, prepare)
     found = subject.ranks.all_or_none(lambda: batches.run(own, title))
     every: dict[int, R] = {}
     for part in subject.ranks.gather(found):
@@ -48,7 +48,7 @@ def in_batches(
 
 
 @contextlib.contextmanager
-def _turns(seconds: float | None) -> Iterator[None]:
+def _switch_interval(seconds: float | None) -> Iterator[None]:
     """How long a thread keeps Python's lock that another wants: the one that feeds the device gives it away at every operation,
     and would get it back after 5 ms each time."""
     before = sys.getswitchinterval()
@@ -60,8 +60,8 @@ def _turns(seconds: float | None) -> Iterator[None]:
 
 
 @dataclass
-class _Batches(Generic[T, R]):
-    subject: Subject
+class _BatchRunner(Generic[T, R]):
+    subject: EvalModel
     batch_size: int | str
     items: Sequence[T]
     score: Callable[[list[Any]], list[R]]
@@ -73,7 +73,7 @@ class _Batches(Generic[T, R]):
     def run(self, own: list[int], title: str) -> dict[int, R]:
         found: dict[int, R] = {}
         bar, pool = self.subject.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
-        with bar as tick, pool as threads, _turns(2e-4 if self.prepare else None):
+        with bar as tick, pool as threads, _switch_interval(2e-4 if self.prepare else None):
             batch = self._next(own)[: 1 if self.prepare else None]
             ready = self._made(threads, batch)
             while batch:

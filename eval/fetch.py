@@ -15,23 +15,23 @@ from typing import Any
 
 import yaml
 
-from surgery.core.config import head_of
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.files import disk_errors, is_disk, refuse_dangling
+from surgery.core.config import read_front_matter
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import explain_disk_errors, is_disk_error, refuse_dangling
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
 from surgery.eval.long_context import ESSAYS, HOTPOT, SQUAD
-from surgery.eval.long_context.longbench import PATH as LONGBENCH
+from surgery.eval.long_context.longbench import DATASET as LONGBENCH
 from surgery.eval.long_context.longbench.prompts import TASKS as LONG_TASKS
 from surgery.eval.long_context.retrieval import TASKS as CLOZES
-from surgery.eval.task_names import ZEROSHOT, data_of
+from surgery.eval.task_names import ZEROSHOT, find_datasets
 
-NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
-WHOLE = "surgery_whole"  # in the head of a mirror's README
+DATASET_NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
+COMPLETE_KEY = "surgery_whole"  # in the head of a mirror's README
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSource:
     """splits: these; empty: all."""
 
     path: str
@@ -44,59 +44,59 @@ class Source:
         return self.config or "default"
 
 
-def sources_of(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[Source]:
+def dataset_sources(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[DatasetSource]:
     """suites: ours that read data sets, or tasks of lm-eval by name; tasks: of longbench, these only."""
-    found: dict[Source, None] = {}
+    found: dict[DatasetSource, None] = {}
     for suite in suites:
-        known = OURS.get(suite)
-        each = known(tasks) if known else [Source(*data) for data in data_of([suite])]
+        known = SUITE_SOURCES.get(suite)
+        each = known(tasks) if known else [DatasetSource(*data) for data in find_datasets([suite])]
         if not each:
             raise SurgeryError(
-                f"{suite!r} reads no data set, or is neither a suite nor a task of lm-eval{nearest(suite, OURS)}"
+                f"{suite!r} reads no data set, or is neither a suite nor a task of lm-eval{suggestion(suite, SUITE_SOURCES)}"
             )
         found |= dict.fromkeys(each)
     return list(found)
 
 
-def _long(tasks: Sequence[str]) -> list[Source]:
+def _longbench_sources(tasks: Sequence[str]) -> list[DatasetSource]:
     names = [name for name in LONG_TASKS if name in tasks] if tasks and tuple(tasks) != ("all",) else list(LONG_TASKS)
-    return [Source(LONGBENCH, name, ("test",)) for name in names]
+    return [DatasetSource(LONGBENCH, name, ("test",)) for name in names]
 
 
-OURS: dict[str, Any] = {
-    "niah": lambda tasks: [Source(ESSAYS[0], None, ("train",))],
-    "ruler": lambda tasks: [Source(path, config, (split,)) for path, config, split in (ESSAYS, SQUAD, HOTPOT)],
-    "longbench": _long,
-    "retrieval": lambda tasks: [Source(path, None, ("validation",)) for one in CLOZES.values() for path in one.paths],
-    "zeroshot": lambda tasks: [Source(*data) for data in data_of(ZEROSHOT)],
+SUITE_SOURCES: dict[str, Any] = {
+    "niah": lambda tasks: [DatasetSource(ESSAYS[0], None, ("train",))],
+    "ruler": lambda tasks: [DatasetSource(path, config, (split,)) for path, config, split in (ESSAYS, SQUAD, HOTPOT)],
+    "longbench": _longbench_sources,
+    "retrieval": lambda tasks: [DatasetSource(path, None, ("validation",)) for one in CLOZES.values() for path in one.paths],
+    "zeroshot": lambda tasks: [DatasetSource(*data) for data in find_datasets(ZEROSHOT)],
 }
 
 
-def fetch(root: Path, sources: Iterable[Source], progress: Progress) -> dict[str, list[str]]:
+def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> dict[str, list[str]]:
     """{fetched: [..], kept: [..]}; a data set that is there is kept, unless a configuration or a split is missing."""
     refuse_dangling(root)
-    by_path: dict[str, list[Source]] = {}
+    by_path: dict[str, list[DatasetSource]] = {}
     for source in sources:
-        if not NAME.match(source.path):
+        if not DATASET_NAME.match(source.path):
             raise SurgeryError(f"{source.path!r} is no data set of the Hub; one is called org/name")
         by_path.setdefault(source.path, []).append(source)
     done: dict[str, list[str]] = {"fetched": [], "kept": []}
-    with disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
+    with explain_disk_errors(root), progress.bar("data sets", len(by_path)) as tick:
         root.mkdir(parents=True, exist_ok=True)
         for path, wanted in by_path.items():
-            head = _head(root / path)
-            missing = [each for each in _joined(wanted) if head.lacks(each)]
+            head = _read_readme(root / path)
+            missing = [each for each in _merge_sources(wanted) if head.lacks(each)]
             if missing:
                 progress.say(f"{path}: {', '.join(each.name for each in missing)}")
-                _fetch(root / path, path, head, missing)
+                _fetch_dataset(root / path, path, head, missing)
             done["fetched" if missing else "kept"].append(path)
             tick()
     return done
 
 
-def _joined(sources: list[Source]) -> list[Source]:
+def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
     """One of each configuration, with what any of them wants of it."""
-    found: dict[str | None, Source] = {}
+    found: dict[str | None, DatasetSource] = {}
     for one in sources:
         other = found.get(one.config, one)
         both = tuple(dict.fromkeys((*other.splits, *one.splits))) if other.splits and one.splits else ()
@@ -105,7 +105,7 @@ def _joined(sources: list[Source]) -> list[Source]:
 
 
 @dataclass
-class Head:
+class MirrorReadme:
     """What a mirror's README says that it holds. whole: configurations of which it has every split; None: somebody else
     made it, who knows what belongs to it."""
 
@@ -115,7 +115,7 @@ class Head:
     def files(self, name: str) -> list[dict[str, str]]:
         return next((c["data_files"] for c in self.configs if c["config_name"] == name), [])
 
-    def lacks(self, source: Source) -> bool:
+    def lacks(self, source: DatasetSource) -> bool:
         if self.whole is None:
             return not any(c["config_name"] == source.name for c in self.configs)
         if source.name in self.whole:
@@ -123,19 +123,19 @@ class Head:
         there = {file["split"] for file in self.files(source.name)}
         return not source.splits or not there.issuperset(source.splits)
 
-    def add(self, source: Source, files: list[dict[str, str]]) -> None:
+    def add(self, source: DatasetSource, files: list[dict[str, str]]) -> None:
         others = [c for c in self.configs if c["config_name"] != source.name]
         self.configs = [*others, {"config_name": source.name, "data_files": self.files(source.name) + files}]
         if not source.splits and self.whole is not None:
             self.whole.append(source.name)
 
     def text(self, path: str, commit: str | None) -> str:
-        told = {"configs": self.configs} | ({} if self.whole is None else {WHOLE: self.whole})
+        told = {"configs": self.configs} | ({} if self.whole is None else {COMPLETE_KEY: self.whole})
         written = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
 
 
-def _fetch(place: Path, path: str, head: Head, wanted: list[Source]) -> None:
+def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[DatasetSource]) -> None:
     from huggingface_hub import HfApi
 
     beside = place.with_name(f"{place.name}.part")
@@ -146,12 +146,12 @@ def _fetch(place: Path, path: str, head: Head, wanted: list[Source]) -> None:
     try:
         commit = HfApi().dataset_info(path).sha
         for source in wanted:
-            head.add(source, _files(beside, source, commit, {file["split"] for file in head.files(source.name)}))
+            head.add(source, _write_splits(beside, source, commit, {file["split"] for file in head.files(source.name)}))
         (beside / "README.md").write_text(head.text(path, commit), encoding="utf-8")
-        _swapped(beside, place)
+        _replace_folder(beside, place)
     except Exception as error:
         shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, SurgeryError) or is_disk(error):
+        if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise SurgeryError(
@@ -160,7 +160,7 @@ def _fetch(place: Path, path: str, head: Head, wanted: list[Source]) -> None:
         ) from None
 
 
-def _swapped(beside: Path, place: Path) -> None:
+def _replace_folder(beside: Path, place: Path) -> None:
     """The new one in the place of the old one, which comes back where that fails."""
     before = place.with_name(f"{place.name}.before")
     if not place.exists():
@@ -175,50 +175,50 @@ def _swapped(beside: Path, place: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _files(folder: Path, source: Source, commit: str | None, there: set[str]) -> list[dict[str, str]]:
+def _write_splits(folder: Path, source: DatasetSource, commit: str | None, there: set[str]) -> list[dict[str, str]]:
     """What is wanted and not there, written."""
     from datasets import get_dataset_split_names, load_dataset
 
     folder = folder.absolute()
-    with mirror.in_empty_folder():
+    with mirror.use_empty_folder():
         splits = source.splits or tuple(
             get_dataset_split_names(source.path, source.config, revision=commit, trust_remote_code=False)
         )
     inner, files = re.sub(r"[^\w-]+", "-", source.name), []
     (folder / inner).mkdir(exist_ok=True)
     for split in (s for s in splits if s not in there):
-        with mirror.without_bars(), mirror.in_empty_folder():
+        with mirror.hide_progress_bars(), mirror.use_empty_folder():
             data = load_dataset(source.path, source.config, split=split, revision=commit, trust_remote_code=False)
             data.to_json(folder / inner / f"{split}.jsonl", lines=True, force_ascii=False)
         files.append({"split": split, "path": f"{inner}/{split}.jsonl"})
     return files
 
 
-def _head(place: Path) -> Head:
+def _read_readme(place: Path) -> MirrorReadme:
     readme = place / "README.md"
     if not readme.is_file():
-        return Head([], [])
+        return MirrorReadme([], [])
     try:
-        told = head_of(readme.read_text(encoding="utf-8", errors="replace"))
+        told = read_front_matter(readme.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
-    configs, whole = told.get("configs", []), told.get(WHOLE)
+    configs, whole = told.get("configs", []), told.get(COMPLETE_KEY)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
     ):
         raise SurgeryError(
             f"the head of {readme} lists no configs, each with a config_name; remove {place}, then fetch it again"
         )
-    if whole is not None and not (_are(whole, str) and all(_of_files(c.get("data_files")) for c in configs)):
+    if whole is not None and not (_is_list_of(whole, str) and all(_is_file_list(c.get("data_files")) for c in configs)):
         raise SurgeryError(
             f"the head of {readme} is not what fetch-eval-data wrote; remove {place}, then fetch it again"
         )
-    return Head(configs, whole)
+    return MirrorReadme(configs, whole)
 
 
-def _are(found: Any, kind: type) -> bool:
+def _is_list_of(found: Any, kind: type) -> bool:
     return isinstance(found, list) and all(isinstance(each, kind) for each in found)
 
 
-def _of_files(found: Any) -> bool:
-    return _are(found, dict) and all(isinstance(file.get("split"), str) for file in found)
+def _is_file_list(found: Any) -> bool:
+    return _is_list_of(found, dict) and all(isinstance(file.get("split"), str) for file in found)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 
-LOGITS = 2**28  # numbers of logits a batch begins with
-SLICE = 2**24  # of them in float32 at a time
+LOGITS_PER_BATCH = 2**28  # numbers of logits a batch begins with
+LOGITS_PER_SLICE = 2**24  # of them in float32 at a time
 
 
-def tokens_at_once(model: Any) -> int:
-    return max(1, LOGITS // model.config.get_text_config().vocab_size)
+def max_batch_tokens(model: Any) -> int:
+    return max(1, LOGITS_PER_BATCH // model.config.get_text_config().vocab_size)
 
 
-def check_head(model: Any) -> None:
+def check_lm_head(model: Any) -> None:
     """A head whose logits at a token are about the next one."""
     if model.get_output_embeddings() is None:
         raise SurgeryError(
@@ -35,7 +35,7 @@ def token_losses(model: Any, rows: list[tuple[int, ...]]) -> list[Tensor]:
     longest = max(map(len, rows))
     ids_BT = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=model.device)
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    step = max(1, SLICE // (len(rows) * logits_BTV.shape[-1]))
+    step = max(1, LOGITS_PER_SLICE // (len(rows) * logits_BTV.shape[-1]))
     parts = []
     for first in range(0, longest - 1, step):
         last = min(first + step, longest - 1)

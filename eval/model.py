@@ -14,18 +14,18 @@ import torch
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.meta_model import model_class
 from surgery.checkpoint.remote_code import refuse_code
-from surgery.checkpoint.source import open_converted, read_config
+from surgery.checkpoint.source import open_converted_checkpoint, read_config
 from surgery.checkpoint.tensor_names import load_complete
-from surgery.core.distributed import Ranks
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.distributed import DistContext
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
-from surgery.eval.suite import Role, Subject
+from surgery.eval.suite import Role, EvalModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
 
     role: Role
@@ -34,17 +34,17 @@ class Opened:
     fingerprint: str
 
 
-def open_subject(role: Role, name: str, ranks: Ranks | None = None) -> Opened:
-    source = open_converted(name)
-    return Opened(role, name, source.folder, (ranks or Ranks()).by_main(source.digest))
+def open_model(role: Role, name: str, ranks: DistContext | None = None) -> OpenedModel:
+    source = open_converted_checkpoint(name)
+    return OpenedModel(role, name, source.folder, (ranks or DistContext()).by_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
-        raise SurgeryError(f"--dtype {dtype!r}{nearest(dtype, DTYPES)}")
+        raise SurgeryError(f"--dtype {dtype!r}{suggestion(dtype, DTYPES)}")
 
 
-def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """(model, tokenizer)."""
     from transformers import AutoConfig
 
@@ -58,17 +58,17 @@ def load_from(folder: Path, device: torch.device, dtype: str, trust_remote_code:
 
 def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """(model, tokenizer) of a checkpoint, converted or not."""
-    return load_from(open_converted(name).folder, device, dtype, trust_remote_code)
+    return load_from_folder(open_converted_checkpoint(name).folder, device, dtype, trust_remote_code)
 
 
 @contextmanager
-def loaded(
-    opened: Opened, device: torch.device, dtype: str, trust_remote_code: bool, ranks: Ranks, progress: Progress
-) -> Iterator[Subject]:
+def load_eval_model(
+    opened: OpenedModel, device: torch.device, dtype: str, trust_remote_code: bool, ranks: DistContext, progress: Progress
+) -> Iterator[EvalModel]:
     """Gone from the device when the context ends: base and converted need not fit together."""
-    model, tokenizer = load_from(opened.folder, device, dtype, trust_remote_code)
+    model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    subject = Subject(
+    subject = EvalModel(
         opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
         progress if ranks.main else Progress(),
     )  # fmt: skip

@@ -21,17 +21,17 @@ from typing import Any
 
 from surgery.core.digests import arrow_cache
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.data_read import note
+from surgery.eval.results.data_read import note_read
 
-OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def rows(root: Path | None, suite: str, path: str, config: str | None, split: str) -> Any:
+def load_rows(root: Path | None, suite: str, path: str, config: str | None, split: str) -> Any:
     """A data set's split, as `datasets` gives it."""
-    check(root, suite, [path])
+    check_datasets(root, suite, [path])
     place = Path(root) / path if root is not None else Path(path)
     try:
-        found = folder_rows(place, config, split) if place.is_dir() else _hub_rows(path, config, split)
+        found = load_folder_rows(place, config, split) if place.is_dir() else _load_hub_rows(path, config, split)
     except SurgeryError:
         raise
     except Exception as error:
@@ -39,36 +39,36 @@ def rows(root: Path | None, suite: str, path: str, config: str | None, split: st
             f"{place}: {config or 'default'}, {split} could not be read ({type(error).__name__}: {_first_line(error)}); fetch it "
             f"again: surgery fetch-eval-data {root or 'DATA'} --suite {suite}"
         ) from None
-    record(root, [path])
+    note_datasets(root, [path])
     return found
 
 
-def folder_rows(place: Path, config: str | None, split: str) -> Any:
+def load_folder_rows(place: Path, config: str | None, split: str) -> Any:
     """A split of one data set's folder."""
     from datasets import load_dataset
 
-    with without_bars(), arrow_cache([place]) as cache:
+    with hide_progress_bars(), arrow_cache([place]) as cache:
         return load_dataset(str(place), config, split=split, cache_dir=str(cache), trust_remote_code=False)
 
 
-def _hub_rows(path: str, config: str | None, split: str) -> Any:
+def _load_hub_rows(path: str, config: str | None, split: str) -> Any:
     from datasets import load_dataset
 
-    with without_bars():
+    with hide_progress_bars():
         return load_dataset(path, config, split=split, trust_remote_code=False)
 
 
-def record(root: Path | None, paths: Sequence[str]) -> None:
+def note_datasets(root: Path | None, paths: Sequence[str]) -> None:
     """Note which data sets a suite reads."""
     for path in paths:
         local = ((root or Path()) / path).is_dir()
-        note("mirror" if local else "hub", path, root)
+        note_read("mirror" if local else "hub", path, root)
 
 
-def check(root: Path | None, suite: str, paths: list[str]) -> None:
+def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
     """Before anything is loaded: all is there, or one message names what is missing."""
     if root is None:
-        if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
+        if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE_VARIABLES):
             return  # what Hugging Face's cache holds
         raise SurgeryError(
             f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by itself. "
@@ -83,7 +83,7 @@ def check(root: Path | None, suite: str, paths: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) -> Iterator[None]:
+def use_mirror(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) -> Iterator[None]:
     """The mirror as working directory, and an Arrow cache of its contents, while others open data sets.
 
     paths: data sets that will be read; files: local files that will be read. Where neither is known (a task that opens its data
@@ -98,7 +98,7 @@ def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) 
         yield
         return
     directory, before = os.getcwd(), datasets.config.HF_DATASETS_CACHE
-    with arrow_cache(places) if places else contextlib.nullcontext(_passing_cache()) as cache:
+    with arrow_cache(places) if places else contextlib.nullcontext(_temporary_cache()) as cache:
         try:
             os.chdir(root or directory)
             datasets.config.HF_DATASETS_CACHE = cache  # a setting: lm-eval passes no cache_dir on
@@ -108,14 +108,14 @@ def inside(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) 
             os.chdir(directory)
 
 
-def _passing_cache() -> Path:
+def _temporary_cache() -> Path:
     folder = tempfile.mkdtemp(prefix="surgery-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 @contextlib.contextmanager
-def in_empty_folder() -> Iterator[None]:
+def use_empty_folder() -> Iterator[None]:
     """An empty working directory: `datasets` prefers a folder org/name here to the Hub's data set of that name."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:
@@ -127,7 +127,7 @@ def in_empty_folder() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Those of `datasets`, a dozen for every suite."""
     import datasets
 

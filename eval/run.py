@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.core.device import choose_device, device_name
-from surgery.core.distributed import Ranks, device_of, start_ranks
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.files import alone, disk_errors, is_disk
+from surgery.core.distributed import DistContext, local_device, init_distributed
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
-from surgery.eval.model import Opened, check_dtype, load, loaded, open_subject
-from surgery.eval.results.compare import Row, rows_of
-from surgery.eval.results.data_read import described, recorded, versions
-from surgery.eval.results.store import Store, key_of
-from surgery.eval.results.thresholds import Limit, Verdict, judge, parse_limits
-from surgery.eval.suite import EvalOptions, Metric, Role, Subject, Suite, SuiteResult, find_suite
-from surgery.publish.hub.files import SECRET
+from surgery.eval.model import OpenedModel, check_dtype, load, load_eval_model, open_model
+from surgery.eval.results.compare import ComparisonRow, compare_results
+from surgery.eval.results.data_read import describe_data, record_reads, package_versions
+from surgery.eval.results.store import ResultStore, result_key
+from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
+from surgery.eval.suite import EvalOptions, EvalMetric, Role, EvalModel, Suite, SuiteResult, find_suite
+from surgery.publish.hub.files import SECRET_PATTERN
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +39,18 @@ class Evaluation:
     models: dict[Role, dict[str, Any]]
     options: EvalOptions
     results: dict[str, dict[Role, SuiteResult]]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[ThresholdResult] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0  # of every process: 1 a limit was missed, 2 something could not be measured
 
-    def row(self, task: str, metric: str | None = None) -> Row:
+    def row(self, task: str, metric: str | None = None) -> ComparisonRow:
         """That of a whole task, for its first metric or the one named."""
         return next(r for r in self.rows if r.task == task and r.speaks and metric in (None, r.metric.name))
 
-    def first(self, suite: str) -> Metric:
+    def first(self, suite: str) -> EvalMetric:
         """The metric that speaks for a suite."""
         return next(iter(next(iter(self.results[suite].values())).metrics.values()))
 
@@ -65,7 +65,7 @@ class Evaluation:
         return {
             "provenance": self.provenance,
             "models": self.models,
-            "options": without_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
+            "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "suites": suites,
             "rows": [row.to_dict() for row in self.rows],
             "broken": self.broken,
@@ -94,43 +94,43 @@ def evaluate(
     for suite in chosen:
         if suite.joint is not None and compare is None:
             raise SurgeryError(f"--suite {suite.name} compares with an original: --compare SRC")
-    limits = parse_limits(fail_below, compare is not None)
+    limits = parse_thresholds(fail_below, compare is not None)
     check_dtype(dtype)
-    ranks = start_ranks(device)
+    ranks = init_distributed(device)
     names: list[tuple[Role, str]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
-    run = _Run(
-        chosen, options, device_of(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command
+    run = _EvaluationRun(
+        chosen, options, local_device(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command
     )
     with ExitStack() as stack:
         if out is not None:
-            stack.enter_context(disk_errors(out, "run the same command again, which goes on with what is missing"))
-            ranks.all_or_none(lambda: stack.enter_context(alone(out, "evaluation")) if ranks.main else None)
-        opened = [open_subject(role, name, ranks) for role, name in names]
+            stack.enter_context(explain_disk_errors(out, "run the same command again, which goes on with what is missing"))
+            ranks.all_or_none(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
+        opened = [open_model(role, name, ranks) for role, name in names]
         run.measure(opened)
         return run.compared(opened, limits)
 
 
 def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     """What a reader of results.json needs to measure again: versions, device, date (UTC), command line without secrets."""
-    command = without_secrets(list(command))
-    return {"versions": versions(), "device": device_name(device), "date": now(), "command": command}
+    command = redact_secrets(list(command))
+    return {"versions": package_versions(), "device": device_name(device), "date": utc_timestamp(), "command": command}
 
 
-def without_secrets(value: Any) -> Any:
+def redact_secrets(value: Any) -> Any:
     """JSON data with what looks like an access token replaced by ***."""
     if isinstance(value, dict):
-        return {without_secrets(key): without_secrets(each) for key, each in value.items()}
+        return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(each) for each in value]
-    return SECRET.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
+        return [redact_secrets(each) for each in value]
+    return SECRET_PATTERN.sub(b"***", value.encode("utf-8", "replace")).decode() if isinstance(value, str) else value
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-class _Run:
+class _EvaluationRun:
     def __init__(
         self,
         suites: list[Suite],
@@ -138,13 +138,13 @@ class _Run:
         device: str | None,
         dtype: str,
         trust_remote_code: bool,
-        ranks: Ranks,
+        ranks: DistContext,
         progress: Progress,
         out: Path | None,
         command: Sequence[str] = (),
     ):
         self.suites, self.options, self.dtype, self.trust, self.ranks = suites, options, dtype, trust_remote_code, ranks
-        self.device, self.progress, self.store = choose_device(device), progress, Store(out)
+        self.device, self.progress, self.store = choose_device(device), progress, ResultStore(out)
         self.results: dict[str, dict[Role, SuiteResult]] = {suite.name: {} for suite in suites}
         self.broken: dict[str, str] = {}
         self.models: dict[Role, dict[str, Any]] = {}
@@ -153,7 +153,7 @@ class _Run:
         ranks.all_or_none(self.store.open if ranks.main else lambda: None)
 
     # -- measuring -----------------------------------------------------------------------------------
-    def measure(self, opened: list[Opened]) -> None:
+    def measure(self, opened: list[OpenedModel]) -> None:
         """Each model is loaded once; then both, for what is measured side by side."""
         for one in opened:
             self.models[one.role] = {
@@ -170,7 +170,7 @@ class _Run:
         for suite in beside:
             self._measure_beside(opened, suite)
 
-    def _measure(self, one: Opened, suites: list[Suite]) -> None:
+    def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
         wanted = [suite for suite in suites if suite.name not in self.broken and not self._had(one, suite)]
         if not wanted:
             return
@@ -178,34 +178,34 @@ class _Run:
             for suite in wanted:
                 began = time.perf_counter()
                 try:
-                    with recorded() as reads:
+                    with record_reads() as reads:
                         result = suite.run(subject, self.options)
                     self._keep(one, suite, result, subject, began, reads)
                 except Exception as error:
                     self._break(suite, one, error)
 
-    def _measure_beside(self, opened: list[Opened], suite: Suite) -> None:
+    def _measure_beside(self, opened: list[OpenedModel], suite: Suite) -> None:
         pair = tuple(one.fingerprint for one in opened)
         if all(self._had(one, suite, pair) for one in opened) or suite.beside is None:
             return
         began = time.perf_counter()
         try:
             with self._loaded(opened[0]) as first, self._loaded(opened[1]) as second:
-                with recorded() as reads:
+                with record_reads() as reads:
                     results = suite.beside([first, second], self.options)
                 for one, subject, result in zip(opened, (first, second), results):
                     self._keep(one, suite, result, subject, began, reads, pair)
         except Exception as error:
             self._break(suite, opened[1], error)
 
-    def _loaded(self, one: Opened) -> AbstractContextManager[Subject]:
-        return loaded(one, self.device, self.dtype, self.trust, self.ranks, self.progress)
+    def _loaded(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:
+        return load_eval_model(one, self.device, self.dtype, self.trust, self.ranks, self.progress)
 
-    def _key(self, one: Opened, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
-        key = key_of(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
+    def _key(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
+        key = result_key(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
         return key | ({"pair": list(pair)} if pair else {})
 
-    def _had(self, one: Opened, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
+    def _had(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
         """The first process looks, and all do as it says."""
         found = self.known.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
@@ -215,15 +215,15 @@ class _Run:
             self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found
         return found is not None
 
-    def _place(self, one: Opened, suite: Suite) -> Path | None:
+    def _place(self, one: OpenedModel, suite: Suite) -> Path | None:
         return self.store.place(one.name, one.fingerprint, suite.name)
 
     def _keep(
         self,
-        one: Opened,
+        one: OpenedModel,
         suite: Suite,
         result: SuiteResult,
-        subject: Subject,
+        subject: EvalModel,
         began: float,
         reads: dict[str, str],
         pair: tuple[str, ...] = (),
@@ -231,8 +231,8 @@ class _Run:
         result.seconds = time.perf_counter() - began
         result.info.setdefault("longest", subject.longest)
         result.reads = reads
-        data = described(reads, self.options.data_root)
-        result.provenance = {**self.provenance, "date": now(), "model": one.fingerprint, "data": data}
+        data = describe_data(reads, self.options.data_root)
+        result.provenance = {**self.provenance, "date": utc_timestamp(), "model": one.fingerprint, "data": data}
         self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
@@ -240,9 +240,9 @@ class _Run:
                 self.store.save(self._place(one, suite), self._key(one, suite, pair), result)
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
-    def _break(self, suite: Suite, one: Opened, error: Exception) -> None:
+    def _break(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
         """Alone, it is the answer to the command; among others it is reported, and they run."""
-        if len(self.suites) == 1 or is_disk(error):
+        if len(self.suites) == 1 or is_disk_error(error):
             raise error
         kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
         self.broken[suite.name] = f"{kind}{' '.join(str(error).split())[:500]} ({one.name})"
@@ -250,14 +250,14 @@ class _Run:
             self.progress.say(f"{suite.name} broke, on with the rest: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
-    def compared(self, opened: list[Opened], limits: list[Limit]) -> Evaluation:
+    def compared(self, opened: list[OpenedModel], limits: list[Threshold]) -> Evaluation:
         """By the first process; the others know how it ended."""
         done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance)
         self.ranks.all_or_none(lambda: self._compare(done, opened, limits) if self.ranks.main else None)
         done.exit_code = self.ranks.agreed(done.exit_code)
         return done
 
-    def _compare(self, done: Evaluation, opened: list[Opened], limits: list[Limit]) -> None:
+    def _compare(self, done: Evaluation, opened: list[OpenedModel], limits: list[Threshold]) -> None:
         same = len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
         for suite in self.suites:
             if suite.name in self.broken:
@@ -265,7 +265,7 @@ class _Run:
             by_role = self.results[suite.name]
             try:
                 shown = {"converted": suite.joint(by_role["base"], by_role["converted"])} if suite.joint else by_role
-                done.rows += rows_of(suite.name, shown, same, self.options.seed)
+                done.rows += compare_results(suite.name, shown, same, self.options.seed)
                 done.results[suite.name] = by_role
                 done.plots += self._plotted(suite, by_role)
             except SurgeryError as error:
@@ -273,7 +273,7 @@ class _Run:
         try:
             first = {suite: done.first(suite).name for suite in done.results}
             self._check_samples(done)
-            done.verdicts = judge(limits, done.rows, first, list(done.broken))
+            done.verdicts = check_thresholds(limits, done.rows, first, list(done.broken))
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
         finally:  # a limit of a misspelt name does not cost the results
             self._write(done)
@@ -288,7 +288,7 @@ class _Run:
             if name not in known and not any(name in broken for broken in self.broken):
                 tasks = [task for task in known if not task.endswith("_")]
                 raise SurgeryError(
-                    f"--samples: no task {name!r} was measured{nearest(name, tasks)}; measured: {', '.join(tasks[:20])}"
+                    f"--samples: no task {name!r} was measured{suggestion(name, tasks)}; measured: {', '.join(tasks[:20])}"
                 )
 
     def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
@@ -296,11 +296,11 @@ class _Run:
         if self.store.folder is None:
             return []
         try:
-            from surgery.eval.results.plots import by_group
+            from surgery.eval.results.plots import plot_by_group
 
             if suite.plot is not None:
                 return suite.plot(by_role, self.store.folder)
-            return by_group(suite.name, by_role, self.store.folder)
+            return plot_by_group(suite.name, by_role, self.store.folder)
         except Exception as error:
             self.progress.say(f"{suite.name} was not drawn: {type(error).__name__}: {error}")
             return []

@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from surgery.core.digests import content_digest
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 
 if TYPE_CHECKING:  # torch comes when something is measured
     import torch
     from torch import Tensor
 
-    from surgery.core.distributed import Ranks
+    from surgery.core.distributed import DistContext
     from surgery.core.progress import Progress
 
 Role = Literal["base", "converted"]
 
 
 @dataclass
-class Subject:
+class EvalModel:
     """A loaded model. folder: where its files lie; longest: the longest input it was made for, None: unbounded;
     ranks: the processes that share the work; progress: where bars go."""
 
@@ -49,7 +49,7 @@ class Subject:
     device: torch.device
     dtype: torch.dtype
     longest: int | None
-    ranks: Ranks
+    ranks: DistContext
     progress: Progress
 
 
@@ -94,7 +94,7 @@ class EvalOptions(BaseModel):
 
 
 @dataclass(frozen=True)
-class Metric:
+class EvalMetric:
     """kind mean: weighted mean; accuracy: of zeros and ones (McNemar); ppl: exp of the weighted mean of nats.
     scale: what is shown is scale x the value; top: its largest value before that, None: unbounded (losses);
     floor: what guessing scores, before scale; `floors` of a result says it where tasks differ; title: what tables call
@@ -142,7 +142,7 @@ class SuiteResult:
     provenance: versions, device, date and command of the measurement."""
 
     samples: list[Sample]
-    metrics: dict[str, Metric]
+    metrics: dict[str, EvalMetric]
     floors: dict[str, dict[str, float]] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -161,9 +161,9 @@ class Suite:
 
     name: str
     description: str
-    run: Callable[[Subject, EvalOptions], SuiteResult]
+    run: Callable[[EvalModel, EvalOptions], SuiteResult]
     joint: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
-    beside: Callable[[list[Subject], EvalOptions], list[SuiteResult]] | None = None
+    beside: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
 
 
@@ -194,7 +194,7 @@ def find_suite(name: str) -> Suite:
     for ask in [] if slip else FALLBACKS:
         if (found := ask(name)) is not None:
             return found
-    raise SurgeryError(f"unknown suite {name!r}{nearest(name, known)}")
+    raise SurgeryError(f"unknown suite {name!r}{suggestion(name, known)}")
 
 
 def stable_id(*parts: Any) -> str:

@@ -8,82 +8,82 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.digests import content_digest
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.bridge import require_lm_eval, run_tasks
 from surgery.eval.long_context.longbench.prompts import TASKS as LONGBENCH
 from surgery.eval.long_context.ruler import TASKS as RULER
-from surgery.eval.results.data_read import note
-from surgery.eval.suite import EvalOptions, Subject, Suite, SuiteResult
+from surgery.eval.results.data_read import note_read
+from surgery.eval.suite import EvalOptions, EvalModel, Suite, SuiteResult
 
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
 ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
-FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
-RENAMED = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
+TASK_FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
+LM_EVAL_NAMES = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, after ruler_
 MANAGERS: dict[tuple[str, ...], Any] = {}
 
 
-def run_zeroshot(subject: Subject, options: EvalOptions) -> SuiteResult:
-    return run_tasks(subject, options.tasks or ZEROSHOT, options, load)
+def run_zeroshot(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    return run_tasks(subject, options.tasks or ZEROSHOT, options, load_tasks)
 
 
-def run_named(subject: Subject, options: EvalOptions) -> SuiteResult:
+def run_named(subject: EvalModel, options: EvalOptions) -> SuiteResult:
     """Also those of --include-path."""
     if not options.tasks:
         raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
-    return run_tasks(subject, options.tasks, options, load)
+    return run_tasks(subject, options.tasks, options, load_tasks)
 
 
-def by_name(name: str) -> Suite | None:
+def find_lm_eval_suite(name: str) -> Suite | None:
     """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
-    _refuse_ours([name])
+    _check_not_ours([name])
     require_lm_eval()
-    if _manager([name], None) is None:
+    if _task_manager([name], None) is None:
         return None
 
-    def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-        return run_tasks(subject, options.tasks or (name,), options, load)
+    def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+        return run_tasks(subject, options.tasks or (name,), options, load_tasks)
 
     return Suite(name, f"lm-eval's {name}", run)
 
 
-def _refuse_ours(names: Sequence[str]) -> None:
+def _check_not_ours(names: Sequence[str]) -> None:
     """lm-eval's copies of RULER and LongBench differ from the originals, as docs/benchmarks.md says; RULER's download too."""
     for name in names:
         task = name.removeprefix("ruler_")
-        task = RENAMED.get(task, task)
+        task = LM_EVAL_NAMES.get(task, task)
         if task in RULER:
             raise SurgeryError(f"{name} is a task of our suite ruler: --suite ruler --tasks {task}")
         if name.startswith("longbench_") and (task := name.removeprefix("longbench_")) in LONGBENCH:
             raise SurgeryError(f"{name} is a task of our suite longbench: --suite longbench --tasks {task}")
 
 
-def load(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     """{tasks: {name: task}, groups: {name: group}}, their data read from the mirror."""
-    _refuse_ours(names)
-    manager = _manager(names, options)
+    _check_not_ours(names)
+    manager = _task_manager(names, options)
     if manager is None:
-        known = _all(options).all_tasks
+        known = _full_manager(options).all_tasks
         wrong = next(name for name in names if name not in known)
-        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{nearest(wrong, known)}")
-    paths = sorted({path for path, _ in datasets_of(manager, names)})
-    mirror.check(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
+        raise SurgeryError(f"neither a suite nor a task of lm-eval: {wrong!r}{suggestion(wrong, known)}")
+    paths = sorted({path for path, _ in iterate_datasets(manager, names)})
+    mirror.check_datasets(options.data_root, "zeroshot" if set(names) <= set(ZEROSHOT) else ",".join(names), paths)
     manager.metadata = manager._factory._meta = dict(options.metadata)
-    mirror.record(options.data_root, paths)
-    note("package", "lm_eval")
+    mirror.note_datasets(options.data_root, paths)
+    note_read("package", "lm_eval")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:  # each with an Arrow cache of its own data sets, which other choices of tasks share
-        paths = sorted({path for path, _ in datasets_of(manager, [name])})
-        with mirror.inside(options.data_root, paths, list(local_files_of(manager, [name]))):
+        paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
+        with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
             found = manager.load([name])
         loaded = {kind: {**loaded[kind], **found[kind]} for kind in loaded}
     return loaded
 
 
-def local_files_of(manager: Any, names: Sequence[str]) -> Iterator[Path]:
+def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:
     """Files on this machine that tasks name as `dataset_kwargs: {data_files: ..}`."""
     for name in names:
-        for config in configs(manager, name):
+        for config in task_configs(manager, name):
             told = (config.get("dataset_kwargs") or {}).get("data_files") or ()
             for each in told.values() if isinstance(told, dict) else [told]:
                 for file in [each] if isinstance(each, str) else each:
@@ -91,17 +91,17 @@ def local_files_of(manager: Any, names: Sequence[str]) -> Iterator[Path]:
                         yield Path(file)
 
 
-def data_of(names: Sequence[str]) -> list[tuple[str, str | None]]:
+def find_datasets(names: Sequence[str]) -> list[tuple[str, str | None]]:
     """(data set, configuration) of tasks, for fetching; nothing where lm-eval does not know one of them."""
     require_lm_eval()
-    manager = _manager(names, None)
-    return sorted(set(datasets_of(manager, names)), key=str) if manager is not None else []
+    manager = _task_manager(names, None)
+    return sorted(set(iterate_datasets(manager, names)), key=str) if manager is not None else []
 
 
-def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def iterate_datasets(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """What tasks read, without loading it."""
     for name in names:
-        for config in configs(manager, name):
+        for config in task_configs(manager, name):
             of_class = config.get("class")
             path = config.get("dataset_path") or getattr(of_class, "DATASET_PATH", None)
             if path:
@@ -109,7 +109,7 @@ def datasets_of(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str |
                 yield path, None if config_name in ("default", "") else config_name
 
 
-def configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
+def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
     """Of a task, or of all in a group or tag."""
     from lm_eval.tasks._index import Kind
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -119,46 +119,46 @@ def configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
         return
     if entry.kind is Kind.TAG:  # of a task, `tags` are those that it bears
         for each in sorted(entry.tags):
-            yield from configs(manager, each)
+            yield from task_configs(manager, each)
         return
     config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else dict(entry.cfg or {})
     members = config.get("task")
     if isinstance(members, list):
         for each in members:
             if isinstance(each, str):
-                yield from configs(manager, each)
+                yield from task_configs(manager, each)
             elif isinstance(each, dict):
                 yield each
-                yield from configs(manager, each.get("task", "")) if isinstance(each.get("task"), str) else ()
+                yield from task_configs(manager, each.get("task", "")) if isinstance(each.get("task"), str) else ()
         return
     yield config
 
 
-def _manager(names: Sequence[str], options: EvalOptions | None) -> Any:
+def _task_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
     """That knows all the names; None if none does. lm-eval's index of all its files takes seconds to a minute, so where a
     folder has the task's name only that one is read."""
-    few = _few(names, options)
+    few = _partial_manager(names, options)
     if few is not None and all(name in few.task_index for name in names):
         return few
-    every = _all(options)
+    every = _full_manager(options)
     return every if all(name in every.task_index for name in names) else None
 
 
-def _few(names: Sequence[str], options: EvalOptions | None) -> Any:
+def _partial_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    folders = {root / FOLDERS.get(name, name) for name in names}
+    folders = {root / TASK_FOLDERS.get(name, name) for name in names}
     if not all(folder.is_dir() for folder in folders):
         return None
-    return _built(sorted(map(str, folders)), False, options)
+    return _build_manager(sorted(map(str, folders)), False, options)
 
 
-def _all(options: EvalOptions | None) -> Any:
-    return _built([], True, options)
+def _full_manager(options: EvalOptions | None) -> Any:
+    return _build_manager([], True, options)
 
 
-def _built(folders: list[str], defaults: bool, options: EvalOptions | None) -> Any:
+def _build_manager(folders: list[str], defaults: bool, options: EvalOptions | None) -> Any:
     from lm_eval.tasks import TaskManager
 
     if options is not None and options.include_path is not None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from surgery.calibration.data import FILES, HUB_DATASET, document_stream, special_tokens, text_windows
+from surgery.calibration.data import CALIBRATION_SUFFIXES, HUB_DATASET, document_stream, special_tokens, text_windows
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.data_read import note
-from surgery.eval.suite import EvalOptions, Subject, stable_id
+from surgery.eval.results.data_read import note_read
+from surgery.eval.suite import EvalOptions, EvalModel, stable_id
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 Counts = Callable[[Sequence[str]], list[int]]
@@ -25,39 +25,39 @@ Counts = Callable[[Sequence[str]], list[int]]
 
 def encoder(tokenizer: Any, special: bool = True) -> Encode:
     """Texts -> ids, int32. special: with the tokens that begin and end an input."""
-    fast = _fast(tokenizer)
+    fast = _fast_backend(tokenizer)
     if fast is None:
         return lambda texts: [
-            as_array(tokenizer(text, add_special_tokens=special, verbose=False).input_ids) for text in texts
+            to_array(tokenizer(text, add_special_tokens=special, verbose=False).input_ids) for text in texts
         ]
-    return lambda texts: [as_array(found.ids) for found in fast(list(texts), add_special_tokens=special)]
+    return lambda texts: [to_array(found.ids) for found in fast(list(texts), add_special_tokens=special)]
 
 
 def counter(tokenizer: Any, special: bool = True) -> Counts:
     """Texts -> how many tokens each is."""
-    fast = _fast(tokenizer)
+    fast = _fast_backend(tokenizer)
     if fast is None:
         return lambda texts: [len(tokenizer(t, add_special_tokens=special, verbose=False).input_ids) for t in texts]
     return lambda texts: [len(found) for found in fast(list(texts), add_special_tokens=special)]
 
 
-def _fast(tokenizer: Any) -> Any:
+def _fast_backend(tokenizer: Any) -> Any:
     # Settings of earlier calls stay on a fast tokenizer: these are none.
     tokenizer("x", truncation=False, padding=False, verbose=False)
     return getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
 
 
-def as_array(ids: list[int]) -> np.ndarray:
+def to_array(ids: list[int]) -> np.ndarray:
     """Ten times faster than a tensor of a list."""
     return np.fromiter(ids, dtype=np.int32, count=len(ids))
 
 
-RUNNING = (".txt", ".md", "")  # one document: a file of running text
+PLAIN_TEXT_SUFFIXES = (".txt", ".md", "")  # one document: a file of running text
 WIKITEXT = "EleutherAI/wikitext_document_level"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextWindow:
     """ids of one forward; unit: the document it is of."""
 
     ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class Piece:
     unit: str | None
 
 
-def check_text(suite: str, text: str | None, mirror: Path | None) -> str:
+def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
     if text is None and mirror is not None and (mirror / WIKITEXT).is_dir():
         return str(mirror / WIKITEXT)
     if text is None:
@@ -73,12 +73,12 @@ def check_text(suite: str, text: str | None, mirror: Path | None) -> str:
             f"--suite {suite} reads text: --text FILE (.txt, .jsonl, .parquet) or --text org/name of a Hub data set"
             + (f"; {mirror} has no {WIKITEXT}" if mirror else "")
         )
-    if not Path(text).exists() and (not HUB_DATASET.fullmatch(text) or Path(text).suffix in FILES):
+    if not Path(text).exists() and (not HUB_DATASET.fullmatch(text) or Path(text).suffix in CALIBRATION_SUFFIXES):
         raise SurgeryError(f"--text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     return text
 
 
-def shortened(subject: Subject, options: EvalOptions) -> list[str]:
+def window_length_notes(subject: EvalModel, options: EvalOptions) -> list[str]:
     """A note where windows are shorter than was asked."""
     if subject.longest is None or subject.longest >= options.length:
         return []
@@ -90,29 +90,29 @@ def shortened(subject: Subject, options: EvalOptions) -> list[str]:
 def note_text(text: str, options: EvalOptions) -> None:
     """Record which text is read: a file, a mirror's data set, or one of the Hub."""
     if options.text is None and options.data_root is not None:
-        note("mirror", WIKITEXT, options.data_root)
+        note_read("mirror", WIKITEXT, options.data_root)
     elif Path(text).exists():
-        note("file", text)
+        note_read("file", text)
     else:
-        note("hub", text.partition(":")[0])
+        note_read("hub", text.partition(":")[0])
 
 
-def pieces(suite: str, subject: Subject, options: EvalOptions) -> list[Piece]:
+def load_text_windows(suite: str, subject: EvalModel, options: EvalOptions) -> list[TextWindow]:
     """Of a file of running text, windows of `length`, each a unit; of a data set its documents, each a unit, cut where it is
     longer than that. Both with the tokenizer's own special tokens, and never longer than the model was made for."""
-    text = check_text(suite, options.text, options.data_root)
+    text = resolve_text(suite, options.text, options.data_root)
     note_text(text, options)
     length = min(options.length, subject.longest or options.length)
-    if Path(text).is_file() and Path(text).suffix in RUNNING:
+    if Path(text).is_file() and Path(text).suffix in PLAIN_TEXT_SUFFIXES:
         windows = text_windows(document_stream(text), subject.tokenizer, options.tokens, length, text).tolist()
-        return [Piece(tuple(row), stable_id(i, row), None) for i, row in enumerate(windows[: options.limit])]
-    return list(_documents(text, subject.tokenizer, options, length))
+        return [TextWindow(tuple(row), stable_id(i, row), None) for i, row in enumerate(windows[: options.limit])]
+    return list(_document_windows(text, subject.tokenizer, options, length))
 
 
-def _documents(text: str, tokenizer: Any, options: EvalOptions, length: int) -> Iterator[Piece]:
+def _document_windows(text: str, tokenizer: Any, options: EvalOptions, length: int) -> Iterator[TextWindow]:
     before, after = special_tokens(tokenizer)
     body, used = length - len(before) - len(after), 0
-    for number, document in enumerate(islice(_stream(text), options.limit)):
+    for number, document in enumerate(islice(_stream_documents(text), options.limit)):
         if used >= options.tokens:
             return
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"][: options.tokens - used]
@@ -121,14 +121,14 @@ def _documents(text: str, tokenizer: Any, options: EvalOptions, length: int) -> 
         for start in range(0, len(ids), body):
             piece = (*before, *ids[start : start + body], *after)
             if len(piece) > 1:
-                yield Piece(piece, f"{unit} {start}", unit)
+                yield TextWindow(piece, f"{unit} {start}", unit)
 
 
-def _stream(text: str) -> Iterator[str]:
+def _stream_documents(text: str) -> Iterator[str]:
     if not text.endswith(WIKITEXT) or not Path(text).is_dir():
         yield from document_stream(text)
         return
-    from surgery.eval.offline_data import folder_rows
+    from surgery.eval.offline_data import load_folder_rows
 
-    for row in folder_rows(Path(text), "wikitext-2-raw-v1", "test"):
+    for row in load_folder_rows(Path(text), "wikitext-2-raw-v1", "test"):
         yield row["page"]

@@ -19,7 +19,7 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 
 
-class Opaque:
+class CustomOp:
     """`schema`: the inputs, as torch.library writes them."""
 
     def __init__(
@@ -30,12 +30,12 @@ class Opaque:
         node = library.custom_op(f"surgery::{name}", forward, mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)")
         back = library.custom_op(
             f"surgery::{name}_backward",
-            lambda d_one, d_two, *inputs: _whole(backward(d_one, d_two, *inputs), inputs),
+            lambda d_one, d_two, *inputs: _complete_grads(backward(d_one, d_two, *inputs), inputs),
             mutates_args=(),
             schema=f"(Tensor d_one, Tensor d_two, {schema}) -> Tensor[]",
         )
         node.register_fake(made)
-        back.register_fake(lambda d_one, d_two, *inputs: _whole([None] * len(inputs), inputs))
+        back.register_fake(lambda d_one, d_two, *inputs: _complete_grads([None] * len(inputs), inputs))
 
         def saved(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
@@ -46,7 +46,7 @@ class Opaque:
             inputs = [x if x is not None else y for x, y in zip(held, ctx.rest)]
             given = [torch.zeros_like(x) if d is None else d for d, x in zip(grads, (one, two))]
             made_here = iter(back(*given, *inputs))
-            found = [next(made_here) if _floats(x) else None for x in inputs]
+            found = [next(made_here) if _is_float(x) else None for x in inputs]
             return tuple(found)
 
         node.register_autograd(gradients, setup_context=saved)
@@ -56,13 +56,13 @@ class Opaque:
         return self.node(*inputs)
 
 
-def _floats(x: Any) -> bool:
+def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _whole(grads: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
+def _complete_grads(grads: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
     """Of every input that has one, in its dtype and dense: what was promised."""
-    pairs = [(d, x) for d, x in zip(grads, inputs) if _floats(x)]
+    pairs = [(d, x) for d, x in zip(grads, inputs) if _is_float(x)]
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if d is None

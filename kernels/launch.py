@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Launch:
+class CachedLaunch:
     """sizes: integers that follow the tensors. options: constants by name, and num_warps and the like."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], sizes: tuple[int, ...], options: dict[str, Any]):

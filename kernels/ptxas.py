@@ -20,31 +20,31 @@ from typing import Any
 import torch
 
 HOPPER = (9, 0)
-WRONG = "12.8"
+BROKEN_VERSION = "12.8"
 
 
-def settled() -> bool:
+def use_sound_ptxas() -> bool:
     """Whether kernels may run: their machine code is right here. Takes a sound ptxas for the whole process where Triton's
     own is not and the user has not named one (TRITON_PTXAS_PATH)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return True
-    nvidia = knobs()
-    if nvidia is None or nvidia.ptxas.version != WRONG:
+    nvidia = nvidia_knobs()
+    if nvidia is None or nvidia.ptxas.version != BROKEN_VERSION:
         return True
-    found = None if os.environ.get("TRITON_PTXAS_PATH") else next(sound(nvidia), None)
+    found = None if os.environ.get("TRITON_PTXAS_PATH") else next(sound_ptxas_paths(nvidia), None)
     if found is None:
         warnings.warn(
-            f"surgery's kernels are off: {nvidia.ptxas.path} is ptxas {WRONG}, which compiles them wrongly for Hopper; the plain "
+            f"surgery's kernels are off: {nvidia.ptxas.path} is ptxas {BROKEN_VERSION}, which compiles them wrongly for Hopper; the plain "
             "torch reference runs instead. Upgrade Triton (pip install 'triton>=3.6'), or name another ptxas: "
             "TRITON_PTXAS_PATH=/usr/local/cuda-12.9/bin/ptxas",
             stacklevel=2,
         )
         return False
-    take(nvidia, found)
+    set_ptxas(nvidia, found)
     return True
 
 
-def knobs() -> Any:
+def nvidia_knobs() -> Any:
     """Triton's settings for NVIDIA, None before 3.4, which brought them together with ptxas 12.8."""
     try:
         from triton import knobs
@@ -53,28 +53,28 @@ def knobs() -> Any:
     return knobs.nvidia
 
 
-def sound(nvidia: Any) -> Iterator[str]:
+def sound_ptxas_paths(nvidia: Any) -> Iterator[str]:
     """Paths of others that are right, Triton's own first; none newer than the CUDA that torch was built for, whose driver
     might not load what it makes."""
     places = [getattr(nvidia, "ptxas_blackwell", None)]
     tool = type(nvidia.ptxas)
     homes = [Path(home) / "bin" / "ptxas" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     places += [tool.from_path(str(path)) for path in (shutil.which("ptxas"), *homes) if path]
-    newest = release(torch.version.cuda or "12.9")[0]
+    newest = parse_version(torch.version.cuda or "12.9")[0]
     for place in places:
         if (
             place is not None
-            and release(WRONG) < release(place.version)
-            and release(place.version)[0] <= max(newest, 12)
+            and parse_version(BROKEN_VERSION) < parse_version(place.version)
+            and parse_version(place.version)[0] <= max(newest, 12)
         ):
             yield place.path
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def take(nvidia: Any, path: str) -> None:
+def set_ptxas(nvidia: Any, path: str) -> None:
     """Sets Triton's ptxas, and forgets the version of the one before, which names entries of its cache."""
     from triton.backends.nvidia import compiler
 

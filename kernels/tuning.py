@@ -25,29 +25,29 @@ import torch
 from torch import Tensor
 
 TABLE = Path(__file__).with_name("tuning.json")
-Way = Literal["kernel", "reference", "dense", "original"]
+Implementation = Literal["kernel", "reference", "dense", "original"]
 Pass = Literal["forward", "backward", "step", "captured", "captured step"]
-WAYS: tuple[Way, ...] = ("kernel", "reference", "dense")
-FAR = math.log(8.0)
-MANY = 4096  # calls remembered
-EAGER: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
-Sizes = tuple[tuple[str, int], ...]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("kernel", "reference", "dense")
+MAX_DISTANCE = math.log(8.0)
+CACHE_SIZE = 4096  # calls remembered
+EAGER_PASS: dict[Pass, Pass] = {"captured": "forward", "captured step": "step"}
+NamedSizes = tuple[tuple[str, int], ...]
 
 
-class Place(NamedTuple):
+class DeviceKey(NamedTuple):
     """What a table holds for."""
 
     capability: tuple[int, ...]
     dtype: str
 
 
-class Asked(NamedTuple):
+class TuningQuery(NamedTuple):
     """A call as the table knows it. x: a tensor of it, for its device and dtype; ways: those that can take it."""
 
     pass_: Pass
-    sizes: Sizes
+    sizes: NamedSizes
     x: Tensor
-    ways: tuple[Way, ...] = WAYS
+    ways: tuple[Implementation, ...] = IMPLEMENTATIONS
 
 
 @cache
@@ -58,19 +58,19 @@ def tables() -> list[dict[str, Any]]:
     CUDA graph, where launches cost nothing."""
     try:
         found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
-        return [{**table, "rows": [row for row in table["rows"] if _whole(row)]} for table in found if _named(table)]
+        return [{**table, "rows": [row for row in table["rows"] if _is_complete_row(row)]} for table in found if _has_names(table)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # no model ends at a table of times: kernels go by rules of their own
 
 
-def _named(table: dict[str, Any]) -> bool:
+def _has_names(table: dict[str, Any]) -> bool:
     texts = all(isinstance(table[name], str) for name in ("device", "dtype"))
     return texts and all(isinstance(table[name], list) for name in ("capability", "rows"))
 
 
-def _whole(row: dict[str, Any]) -> bool:
+def _is_complete_row(row: dict[str, Any]) -> bool:
     counts = row["sizes"].values() if isinstance(row["sizes"], dict) else (None,)
-    times = [row[way] for way in (*WAYS, "original") if row.get(way) is not None]
+    times = [row[way] for way in (*IMPLEMENTATIONS, "original") if row.get(way) is not None]
     named = isinstance(row["op"], str) and isinstance(row["pass"], str)
     return named and all(type(n) is int and n < 2**62 for n in counts) and all(_is_time(ms) for ms in times)
 
@@ -80,24 +80,24 @@ def _is_time(ms: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def choice(op: str, pass_: Pass, at: Sizes, place: Place, ways: tuple[Way, ...] = WAYS) -> Way | None:
+def fastest_measured(op: str, pass_: Pass, at: NamedSizes, place: DeviceKey, ways: tuple[Implementation, ...] = IMPLEMENTATIONS) -> Implementation | None:
     """None: nothing near was measured."""
-    near = weighed(op, pass_, at, place)
-    scores = {way: beside_kernel(near, way) for way in ways}
+    near = nearby_rows(op, pass_, at, place)
+    scores = {way: log_ratio_to_kernel(near, way) for way in ways}
     known = [(score, way) for way, score in scores.items() if score is not None]
     return min(known)[1] if len(known) > 1 else None
 
 
-def weighed(op: str, pass_: str, at: Sizes, place: Place) -> list[tuple[float, dict[str, Any]]]:
+def nearby_rows(op: str, pass_: str, at: NamedSizes, place: DeviceKey) -> list[tuple[float, dict[str, Any]]]:
     """(weight, row), none where all are far."""
-    rows = [row for row in rows_of(place) if (row["op"], row["pass"]) == (op, pass_)]
+    rows = [row for row in device_rows(place) if (row["op"], row["pass"]) == (op, pass_)]
     apart = [distance(row["sizes"], dict(at)) for row in rows]
-    if not rows or min(apart) > FAR:
+    if not rows or min(apart) > MAX_DISTANCE:
         return []
     return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)]
 
 
-def beside_kernel(near: list[tuple[float, dict[str, Any]]], way: Way) -> float | None:
+def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], way: Implementation) -> float | None:
     """Mean log of the way's time over the kernel's; None where what is nearest does not have it."""
     both = [(w, math.log(row[way] / row["kernel"])) for w, row in near if row.get(way) and row.get("kernel")]
     weight = sum(w for w, _ in both)
@@ -105,7 +105,7 @@ def beside_kernel(near: list[tuple[float, dict[str, Any]]], way: Way) -> float |
 
 
 @cache
-def rows_of(place: Place) -> list[dict[str, Any]]:
+def device_rows(place: DeviceKey) -> list[dict[str, Any]]:
     dtype = "bfloat16" if place.dtype == "float16" else place.dtype
     found = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (place.capability, dtype)]
     return [row for table in found for row in table["rows"]]
@@ -118,18 +118,18 @@ def distance(one: dict[str, int], other: dict[str, int]) -> float:
 
 
 # -- asking for a call -------------------------------------------------------------------------------------
-class Reading(NamedTuple):
+class CallReader(NamedTuple):
     """How calls of an op are read. asked: as the table knows them; key: two calls of the same key ask the same, found in a
     few microseconds."""
 
-    asked: Callable[..., Asked]
+    asked: Callable[..., TuningQuery]
     key: Callable[..., Hashable]
 
 
-def fastest(
+def is_fastest(
     op: str,
-    reading: Reading,
-    way: Way = "kernel",
+    reading: CallReader,
+    way: Implementation = "kernel",
     otherwise: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[..., bool]:
     """`wins` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
@@ -142,75 +142,75 @@ def fastest(
         key = reading.key(*args, **kwargs)
         verdict = known.get(key)
         if verdict is None:
-            if len(known) >= MANY:
+            if len(known) >= CACHE_SIZE:
                 known.clear()
-            found = chosen(op, reading.asked(*args, **kwargs))
+            found = choose_implementation(op, reading.asked(*args, **kwargs))
             verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == way
         return verdict
 
     return wins
 
 
-def chosen(op: str, asked: Asked) -> Way | None:
+def choose_implementation(op: str, asked: TuningQuery) -> Implementation | None:
     device, dtype = asked.x.device, asked.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    where = place(device, dtype)
-    found = choice(op, asked.pass_, asked.sizes, where, asked.ways)
-    if found is None and asked.pass_ in EAGER:
-        return choice(op, EAGER[asked.pass_], asked.sizes, where, asked.ways)
+    where = device_key(device, dtype)
+    found = fastest_measured(op, asked.pass_, asked.sizes, where, asked.ways)
+    if found is None and asked.pass_ in EAGER_PASS:
+        return fastest_measured(op, EAGER_PASS[asked.pass_], asked.sizes, where, asked.ways)
     return found
 
 
-def sizes(**named: int) -> Sizes:
+def named_sizes(**named: int) -> NamedSizes:
     return tuple(named.items())
 
 
 @cache
-def place(device: torch.device, dtype: torch.dtype) -> Place:
+def device_key(device: torch.device, dtype: torch.dtype) -> DeviceKey:
     capability: tuple[int, ...] = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
-    return Place(capability, str(dtype).removeprefix("torch."))
+    return DeviceKey(capability, str(dtype).removeprefix("torch."))
 
 
-def learning(*tensors: Tensor) -> Pass:
+def training_pass(*tensors: Tensor) -> Pass:
     """backward where gradients are asked for."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "backward"
-    return "captured" if capturing(tensors[0]) else "forward"
+    return "captured" if is_capturing(tensors[0]) else "forward"
 
 
-def stepping(x: Tensor) -> Pass:
-    return "captured step" if capturing(x) else "step"
+def step_pass(x: Tensor) -> Pass:
+    return "captured step" if is_capturing(x) else "step"
 
 
-def capturing(x: Tensor) -> bool:
+def is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being made."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def three(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
+def three_tensor_key(x: Tensor, y: Tensor, z: Tensor, *_: Any, **__: Any) -> Hashable:
     """The key of calls whose first three arguments are tensors that say all."""
     grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or z.requires_grad)
-    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, capturing(x), torch.is_autocast_enabled()
+    return x.shape, y.shape, z.shape, x.dtype, x.get_device(), grad, is_capturing(x), torch.is_autocast_enabled()
 
 
-def _tokens(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> Asked:
+def _tokens_query(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, *_: Any, **__: Any) -> TuningQuery:
     batch, groups, tokens = v_BGTV.shape[:3]
-    at = sizes(lanes=batch * groups * q_BGJTF.shape[2], tokens=tokens)
-    return Asked(learning(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
+    at = named_sizes(lanes=batch * groups * q_BGJTF.shape[2], tokens=tokens)
+    return TuningQuery(training_pass(q_BGJTF, k_BGTF, v_BGTV), at, v_BGTV)
 
 
-def _step(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> Asked:
-    return Asked(stepping(v_BGV), sizes(lanes=q_BGJF.numel() // q_BGJF.shape[-1]), v_BGV)
+def _step_query(q_BGJF: Tensor, k_BGF: Tensor, v_BGV: Tensor, *_: Any, **__: Any) -> TuningQuery:
+    return TuningQuery(step_pass(v_BGV), named_sizes(lanes=q_BGJF.numel() // q_BGJF.shape[-1]), v_BGV)
 
 
-of_tokens = Reading(_tokens, three)  # masks over T tokens; lanes: heads of all rows
-of_step = Reading(_step, three)  # masks, one token more
+TOKENS_READER = CallReader(_tokens_query, three_tensor_key)  # masks over T tokens; lanes: heads of all rows
+STEP_READER = CallReader(_step_query, three_tensor_key)  # masks, one token more
 
 
-def of_mask_step(mask: str) -> Callable[..., bool]:
+def is_fastest_mask_step(mask: str) -> Callable[..., bool]:
     """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
-    plain, delta = fastest(mask, of_step), fastest(f"{mask} delta", of_step)
+    plain, delta = is_fastest(mask, STEP_READER), is_fastest(f"{mask} delta", STEP_READER)
 
     def wins(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:
         return (plain if beta is None else delta)(q, k, v)

@@ -26,10 +26,10 @@ from typing import Any
 from surgery.core.progress import Progress, RichProgress
 
 PathLike = str | os.PathLike[str]
-WIDE = 140
+CONSOLE_WIDTH = 140
 
 
-class Told(dict[str, Any]):
+class CommandResult(dict[str, Any]):
     """Data of a command, shown as its tables."""
 
     def __init__(self, data: Mapping[str, Any], parts: Callable[[], Sequence[Any]]):
@@ -39,14 +39,14 @@ class Told(dict[str, Any]):
     def __repr__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=WIDE, file=io.StringIO(), force_jupyter=False)
+        console = Console(width=CONSOLE_WIDTH, file=io.StringIO(), force_jupyter=False)
         console.print(*self._parts(), sep="\n", soft_wrap=True)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def _repr_html_(self) -> str:
-        from surgery.publish.tables import html
+        from surgery.publish.tables import to_html
 
-        return html(self._parts())
+        return to_html(self._parts())
 
 
 def plan(
@@ -58,22 +58,22 @@ def plan(
     revision: str | None = None,
     trust_remote_code: bool = False,
     **keys: Any,
-) -> Told:
+) -> CommandResult:
     """What a recipe would cut, from the config and the tensor headers alone.
 
     recipe: name of a shipped one, path of a YAML file, or a dict; context: tokens that notes on speed are for.
     """
-    from surgery.checkpoint.meta_model import Skeleton
-    from surgery.checkpoint.source import open_source
+    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.publish.speed_notes import plan_notes
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
-    opened = open_source(str(source), trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), _recipe(recipe, overrides, keys)))
+    opened = open_checkpoint(str(source), trust_remote_code, weights=False, revision=revision)
+    data = plan_dict(make_plan(MetaModel(opened, trust_remote_code), _load_recipe(recipe, overrides, keys)))
     data["speed"] = plan_notes(data, context)
-    return Told(data, lambda: [*plan_table(data), *data["speed"]])
+    return CommandResult(data, lambda: [*plan_table(data), *data["speed"]])
 
 
 def convert(
@@ -91,7 +91,7 @@ def convert(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **keys: Any,
-) -> Told:
+) -> CommandResult:
     """Convert a checkpoint into the folder `out`; the report, as it lies there."""
     from surgery.conversion.convert import convert as run
     from surgery.publish.speed_notes import report_notes
@@ -101,7 +101,7 @@ def convert(
     keys |= {key: value for key, value in given.items() if value is not None}
     report = run(
         str(source),
-        _recipe(recipe, overrides, keys),
+        _load_recipe(recipe, overrides, keys),
         Path(out),
         device=device,
         resume=resume,
@@ -109,7 +109,7 @@ def convert(
         revision=revision,
         progress=progress or RichProgress(),
     )
-    return Told(report, lambda: [*inspect_table(report), *report_notes(report, context)])
+    return CommandResult(report, lambda: [*inspect_table(report), *report_notes(report, context)])
 
 
 def load(
@@ -124,12 +124,12 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from surgery.checkpoint.remote_code import refuse_code
-    from surgery.checkpoint.source import open_converted, pinned_name
+    from surgery.checkpoint.source import open_converted_checkpoint, split_revision
     from surgery.checkpoint.tensor_names import load_complete
 
-    source = open_converted(os.fspath(name), revision)
+    source = open_converted_checkpoint(os.fspath(name), revision)
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
-    bare, _ = pinned_name(os.fspath(name))
+    bare, _ = split_revision(os.fspath(name))
     commit, trust = source.revision or "main", trust_remote_code
     model = load_complete(
         AutoModelForCausalLM, bare, bare, dtype=dtype, device_map=device, revision=commit, trust_remote_code=trust
@@ -137,7 +137,7 @@ def load(
     return model, AutoTokenizer.from_pretrained(bare, revision=commit, trust_remote_code=trust)
 
 
-def inspect(converted: PathLike, *, modules: bool = False) -> Told:
+def inspect(converted: PathLike, *, modules: bool = False) -> CommandResult:
     """What was replaced in a converted checkpoint; modules: shown with a row for each."""
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.summary import inspect as run
@@ -145,7 +145,7 @@ def inspect(converted: PathLike, *, modules: bool = False) -> Told:
 
     report = run(str(converted))
     table = module_table if modules else inspect_table
-    return Told(report, lambda: [*table(report), *report_notes(report)])
+    return CommandResult(report, lambda: [*table(report), *report_notes(report)])
 
 
 def finetune(
@@ -163,16 +163,16 @@ def finetune(
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> Told:
+) -> CommandResult:
     """Heal a converted checkpoint by training; the record of the run."""
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import result_table
-    from surgery.training.recipe import load_healing
+    from surgery.training.recipe import load_healing_recipe
 
     given = {**({"data.sources": [{"path": os.fspath(data)}]} if data is not None else {}), **(overrides or {})}
     record = run(
         str(converted),
-        load_healing(recipe, _settings(given), tiny),
+        load_healing_recipe(recipe, _to_overrides(given), tiny),
         None if out is None else Path(out),
         teacher=None if teacher is None else str(teacher),
         resume=resume,
@@ -182,7 +182,7 @@ def finetune(
         trust_remote_code=trust_remote_code,
         progress=progress or RichProgress(),
     )
-    return Told(record, lambda: [*result_table(record), f"healed checkpoint: {record['out']}"])
+    return CommandResult(record, lambda: [*result_table(record), f"healed checkpoint: {record['out']}"])
 
 
 def evaluate(
@@ -197,16 +197,16 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> Told:
+) -> CommandResult:
     """Measure a checkpoint, beside the original if `compare` names it. options: of `surgery.eval.suite.EvalOptions`
     (text, tokens, length, limit, lengths, depths, tasks, batch_size, seed, data_root ..)."""
-    from surgery.core.errors import SurgeryError, nearest
+    from surgery.core.errors import SurgeryError, suggestion
     from surgery.eval.results.tables import eval_table
     from surgery.eval.run import evaluate as run
     from surgery.eval.suite import EvalOptions
 
     for unknown in set(options) - set(EvalOptions.model_fields):
-        raise SurgeryError(f"evaluate has no option {unknown!r}{nearest(unknown, EvalOptions.model_fields)}")
+        raise SurgeryError(f"evaluate has no option {unknown!r}{suggestion(unknown, EvalOptions.model_fields)}")
     done = run(
         str(model),
         list(suites),
@@ -219,15 +219,15 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         progress=progress or RichProgress(),
     )
-    return Told(done.to_dict(), lambda: eval_table(done))
+    return CommandResult(done.to_dict(), lambda: eval_table(done))
 
 
-def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> Told:
+def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> CommandResult:
     """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
     from surgery.conversion.densify import densify as run
 
     told = run(str(converted), Path(out), progress=progress or RichProgress())
-    return Told(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
+    return CommandResult(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
 
 
 def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
@@ -249,30 +249,30 @@ def push(
     message: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Told:
+) -> CommandResult:
     """A converted checkpoint to the Hub; with dry_run what would go up, and under "card" its model card."""
-    from surgery.publish.hub.push import pack
+    from surgery.publish.hub.push import prepare_upload
     from surgery.publish.hub.push import push as run
-    from surgery.publish.tables import parcel_table
+    from surgery.publish.tables import upload_table
 
-    parcel = pack(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
+    parcel = prepare_upload(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
     told = {"dry_run": dry_run, **parcel.to_dict(), "card": parcel.card}
     if not dry_run:
         told |= run(parcel, private, revision, message, progress or RichProgress())
-    return Told(told, lambda: parcel_table(told))
+    return CommandResult(told, lambda: upload_table(told))
 
 
-def _recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:
-    from surgery.planning.recipe import Recipe, load_recipe, parse_recipe
+def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:
+    from surgery.planning.recipe import ConversionRecipe, load_recipe, parse_recipe
 
-    settings = _settings({**keys, **(overrides or {})})
-    if isinstance(recipe, Recipe):
+    settings = _to_overrides({**keys, **(overrides or {})})
+    if isinstance(recipe, ConversionRecipe):
         recipe = recipe.model_dump(mode="json", exclude_unset=True)
     if isinstance(recipe, Mapping):
         return parse_recipe(json.dumps(recipe), "(given as a dict)", settings)
     return load_recipe(os.fspath(recipe), settings)
 
 
-def _settings(given: Mapping[str, Any]) -> list[str]:
+def _to_overrides(given: Mapping[str, Any]) -> list[str]:
     """{"attention.cache": 0.5} -> ["attention.cache=0.5"], which is YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in given.items()]

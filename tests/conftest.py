@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.small import recipe_of, tiny_config, tiny_inputs
+from helpers.small import make_recipe, tiny_config, tiny_inputs
 from helpers.small_training import btt, mixed, student, texts, without_curves, words  # noqa: F401  fixtures: here they are made once for all files
 from safetensors.torch import save_file
 
@@ -89,7 +89,7 @@ def converted(checkpoints, tmp_path_factory):
     def make(family: str) -> Path:
         if family not in made:
             out = tmp_path_factory.mktemp("converted") / family
-            convert(str(checkpoints(family)), recipe_of(**MIXED), out)
+            convert(str(checkpoints(family)), make_recipe(**MIXED), out)
             made[family] = out
         return made[family]
 
@@ -106,6 +106,6 @@ def shared() -> Path:
 @pytest.fixture
 def loops_of_tensors(monkeypatch):
     """Kernels' loops with bounds that are tensors, under Triton's interpreter."""
-    from helpers.kernel_rows import loops_with_tensors
+    from helpers.kernel_rows import patch_tensor_loops
 
-    loops_with_tensors(monkeypatch)
+    patch_tensor_loops(monkeypatch)

@@ -1,6 +1,6 @@
 """lm-eval's Hugging Face model around one that is loaded, in our batches.
 
-HFLM tokenizes, generates and cuts answers, so scores are those of `lm_eval --model hf`. Batches are `in_batches`: longest
+HFLM tokenizes, generates and cuts answers, so scores are those of `lm_eval --model hf`. Batches are `score_in_batches`: longest
 first, shared over the processes, halved where memory ends. Likelihoods are ours: logits of the scored tokens only.
 T tokens, V vocabulary, N scored tokens.
 """
@@ -18,47 +18,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.batching import TOKENS
-from surgery.eval.lm_eval.answer_cache import Kept
-from surgery.eval.suite import EvalOptions, Subject
+from surgery.eval.batching import BATCH_TOKENS
+from surgery.eval.lm_eval.answer_cache import AnswerCache
+from surgery.eval.suite import EvalOptions, EvalModel
 from surgery.eval.text import encoder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-Pair = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
+LikelihoodRequest = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
 
-POSITIONS = ("wpe", "position_embeddings", "embed_positions")
-UNBOUNDED = 2**20  # tokens, for a model without a longest input
+POSITION_TABLE_NAMES = ("wpe", "position_embeddings", "embed_positions")
+UNBOUNDED_LENGTH = 2**20  # tokens, for a model without a longest input
 
 
-def harness_model(subject: Subject, options: EvalOptions, longest: int | None = None) -> Any:
+def harness_model(subject: EvalModel, options: EvalOptions, longest: int | None = None) -> Any:
     """longest: inputs are cut (from the left) to this; default: what the model was made for."""
     _check_positions(subject, longest or 0)
     if options.apply_chat_template:
-        check_template(subject.tokenizer)
-    lm = _classes()(
+        check_chat_template(subject.tokenizer)
+    lm = _lm_class()(
         pretrained=subject.model,
         tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
         backend="default" if subject.model.config.is_encoder_decoder else "causal",
-        max_length=longest or subject.longest or UNBOUNDED,
+        max_length=longest or subject.longest or UNBOUNDED_LENGTH,
         batch_size=1,
     )
-    lm.subject, lm.options, lm.kept, lm.cut = subject, options, Kept(subject, options.use_cache), Counter()
+    lm.subject, lm.options, lm.kept, lm.cut = subject, options, AnswerCache(subject, options.use_cache), Counter()
     return lm
 
 
-def check_template(tokenizer: Any) -> None:
+def check_chat_template(tokenizer: Any) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise SurgeryError(
             "--apply-chat-template: the tokenizer has no chat template (tokenizer_config.json's chat_template); leave the flag out"
         )
 
 
-def _check_positions(subject: Subject, longest: int) -> None:
+def _check_positions(subject: EvalModel, longest: int) -> None:
     """Beyond a table of learned positions there is nothing; on a GPU looking there ends the process."""
     for name, module in subject.model.named_modules():
-        table = name.rpartition(".")[2] in POSITIONS and isinstance(module, torch.nn.Embedding)
+        table = name.rpartition(".")[2] in POSITION_TABLE_NAMES and isinstance(module, torch.nn.Embedding)
         if table and module.num_embeddings < longest:
             raise SurgeryError(
                 f"{subject.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
@@ -69,7 +69,7 @@ def _check_positions(subject: Subject, longest: int) -> None:
 def generation_tokens(device: torch.device) -> int:
     """Of a batch that "auto" begins with: a step of decoding takes as long for sixteen rows as for one, so as many as
     memory has room for."""
-    tokens = TOKENS.get(device.type, 2**17)
+    tokens = BATCH_TOKENS.get(device.type, 2**17)
     if device.type != "cuda":
         return tokens
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -78,7 +78,7 @@ def generation_tokens(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """A prompt, how to generate, and the prompt's ids, (T,) int32."""
 
     text: str
@@ -87,23 +87,23 @@ class Asked:
 
 
 @cache
-def _classes() -> type:
+def _lm_class() -> type:
     from lm_eval.models.huggingface import HFLM
 
-    return type("SurgeryLM", (InBatches, HFLM), {})
+    return type("SurgeryLM", (BatchedLM, HFLM), {})
 
 
-class InBatches:
-    """Stands before HFLM: what it does in batches goes through `in_batches`, by way of what is kept. cut: task name ->
+class BatchedLM:
+    """Stands before HFLM: what it does in batches goes through `score_in_batches`, by way of what is kept. cut: task name ->
     prompts that lost their beginning because they are longer than the model's input."""
 
-    subject: Subject
+    subject: EvalModel
     options: EvalOptions
     model: Any
     tokenizer: Any
     max_length: int
     backend: str
-    kept: Kept
+    kept: AnswerCache
     cut: Counter[str]
     _asked: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
 
@@ -112,7 +112,7 @@ class InBatches:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked = [
-            Asked(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
+            GenerationRequest(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
         ]
         alike: dict[str, list[int]] = {}
         for i, each in enumerate(asked):
@@ -150,7 +150,7 @@ class InBatches:
             begun = has_bos_prefix(texts[0], bos)  # a chat template has put it there
             yield from map(torch.from_numpy, encode[not begun](texts))
 
-    def _generate(self, batch: list[Asked]) -> list[str]:
+    def _generate(self, batch: list[GenerationRequest]) -> list[str]:
         """Padded on the left, with a mask; cut at the first of the words that end an answer."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
@@ -187,7 +187,7 @@ class InBatches:
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
         return self.eot_token_id in (ends if isinstance(ends, (list, tuple)) else [ends])  # type: ignore[attr-defined]
 
-    def _generate_by_library(self, batch: list[Asked]) -> list[str]:
+    def _generate_by_library(self, batch: list[GenerationRequest]) -> list[str]:
         from lm_eval.api.instance import Instance
 
         self.batch_size_per_gpu = len(batch)
@@ -211,7 +211,7 @@ class InBatches:
         """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        windows: list[Pair] = []
+        windows: list[LikelihoodRequest] = []
         owner: list[int] = []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ class InBatches:
         return sums
 
     def _loglikelihood_tokens(
-        self, requests: list[Pair], disable_tqdm: bool = False, override_bs: int | None = None
+        self, requests: list[LikelihoodRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
         alone share a row."""
@@ -250,7 +250,7 @@ class InBatches:
                 answers[i] = likelihood, greedy
         return answers
 
-    def _score_by_library(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+    def _score_by_library(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
         flat = super()._loglikelihood_tokens(  # type: ignore[misc]
             [pair for row in batch for pair in row], disable_tqdm=True, override_bs=len(batch)
         )
@@ -258,7 +258,7 @@ class InBatches:
         return [[next(found) for _ in row] for row in batch]
 
     @torch.inference_mode()
-    def _score(self, batch: list[list[Pair]]) -> list[list[tuple[float, bool]]]:
+    def _score(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
         """One forward, padded on the right, so without a mask; rows too long are cut from the left."""
         most = max(len(pair[2]) for row in batch for pair in row)
         if most > self.max_length:

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 from surgery.core.errors import SurgeryError
 from surgery.core.version import __version__
-from surgery.eval.batching import in_batches
-from surgery.eval.suite import EvalOptions, Subject, stable_id
+from surgery.eval.batching import score_in_batches
+from surgery.eval.suite import EvalOptions, EvalModel, stable_id
 
 T = TypeVar("T")
 
 
-class Kept:
+class AnswerCache:
     """Of one model. Without a folder nothing is kept."""
 
-    def __init__(self, subject: Subject, folder: Path | None):
+    def __init__(self, subject: EvalModel, folder: Path | None):
         self.subject, self.folder = subject, folder
         device = subject.device.type
         self.name = f"{subject.fingerprint[:16] or 'model'}-{str(subject.dtype).removeprefix('torch.')}-{device}"
@@ -52,7 +52,7 @@ class Kept:
             return found
 
         found = dict(
-            zip(left, in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title, tokens))
+            zip(left, score_in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title, tokens))
         )
         return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
 

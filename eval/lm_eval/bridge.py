@@ -16,16 +16,16 @@ from typing import Any
 from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import harness_model
-from surgery.eval.lm_eval.samples import fill_stderrs, floor_of, own_sample, plain, samples_of, with_kind
+from surgery.eval.lm_eval.samples import fill_stderrs, chance_score, make_own_sample, to_json_value, make_samples, infer_metric_kind
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.suite import EvalOptions, Metric, Subject, SuiteResult
+from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
 
 FEWSHOT_SEED = 1234  # lm-eval's, for --seed 0
 
 
 def require_lm_eval() -> None:
     try:
-        with _quiet():
+        with _silence_lm_eval():
             import lm_eval.evaluator  # noqa: F401
     except ImportError as error:
         raise SurgeryError(
@@ -33,11 +33,11 @@ def require_lm_eval() -> None:
         ) from None
 
 
-def run_each(
-    subject: Subject,
+def run_own_tasks(
+    subject: EvalModel,
     tasks: Iterable[tuple[str, Callable[[], OwnTask | None]]],
     options: EvalOptions,
-    metric: Metric,
+    metric: EvalMetric,
     longest: int | None = None,
 ) -> SuiteResult:
     """Tasks of ours by name, each made when its turn comes (all prompts of a long RULER together are gigabytes; None: left
@@ -48,33 +48,33 @@ def run_each(
         try:
             task = make()
             if task is not None:
-                _run_own(subject, task, options, metric.name, longest, result)
+                _run_own_task(subject, task, options, metric.name, longest, result)
         except Exception as broken:
             error = broken
-            result.broken[name] = told(broken)
+            result.broken[name] = error_message(broken)
             subject.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
     if error is not None and not result.samples:
         raise error
-    result.notes += _remarks(result.info, options, [])
+    result.notes += _result_notes(result.info, options, [])
     if longest is not None and subject.longest is not None and longest > subject.longest:
         result.notes.append(
             f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
         )
-    result.metrics = {metric.name: with_kind(metric, [s.metrics[metric.name] for s in result.samples])}
+    result.metrics = {metric.name: infer_metric_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
 
 
-def _run_own(
-    subject: Subject, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
+def _run_own_task(
+    subject: EvalModel, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
 ) -> None:
-    with _quiet():
+    with _silence_lm_eval():
         chat = task.chat and options.apply_chat_template
         found = _evaluate(harness_model(subject, options, longest), [task.for_lm_eval()], options, chat)
-    result.samples += [own_sample(task, metric, each) for each in found["samples"][task.name]]
-    result.info = _merged(result.info, {key: value for key, value in found.items() if key != "samples"})
+    result.samples += [make_own_sample(task, metric, each) for each in found["samples"][task.name]]
+    result.info = _merge_results(result.info, {key: value for key, value in found.items() if key != "samples"})
 
 
-def _remarks(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
+def _result_notes(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> list[str]:
     """Where prompts lost their beginning, and which tasks were not asked with the examples that were wanted."""
     cut = [f"{count:,} of {task}" for task, count in info.get("cut", {}).items()]
     said = [f"prompts longer than the model's input, scored without their beginning: {', '.join(cut)}"] if cut else []
@@ -86,45 +86,45 @@ def _remarks(info: dict[str, Any], options: EvalOptions, tasks: list[Any]) -> li
     return said + ([f"--num-fewshot does not apply to {', '.join(fixed)}: the task itself says 0"] if fixed else [])
 
 
-def told(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
     return f"{kind}{' '.join(str(error).split())[:500]}"
 
 
-def run_tasks(subject: Subject, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
+def run_tasks(subject: EvalModel, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
     """lm-eval's own tasks, by name. load(names, options): {tasks: .., groups: ..}; all metrics that are means, or perplexities."""
     require_lm_eval()
-    with _quiet():
+    with _silence_lm_eval():
         loaded = load(names, options)
         built = list(loaded["tasks"].values())
         if unsafe := [task.config.task for task in built if getattr(task, "UNSAFE_CODE", False)]:
             raise SurgeryError(
                 f"{unsafe[0]} runs code that the model writes, which is not done here; leave it out of --tasks"
             )
-        found, broken = _all_or_each(subject, built, options, loaded["groups"])
+        found, broken = _evaluate_all_or_each(subject, built, options, loaded["groups"])
     result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
     left_out: set[str] = set()
     for task in built:
         name = task.config.task
         if name in broken:
             continue
-        samples, metrics, skipped = samples_of(task, found["samples"][name])
+        samples, metrics, skipped = make_samples(task, found["samples"][name])
         result.samples += samples
         left_out |= skipped
         for each in metrics.values():
             known = result.metrics.setdefault(each.name, each)
             if known.kind != each.kind:
                 result.metrics[each.name] = known if known.kind == "mean" else each
-        if floor := floor_of(task, found["samples"][name]):
+        if floor := chance_score(task, found["samples"][name]):
             result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
-    result.notes += _remarks(result.info, options, built)
+    result.notes += _result_notes(result.info, options, built)
     if left_out:
         result.notes.append(f"not compared, for they are no means over samples: {', '.join(sorted(left_out))}")
     return result
 
 
-def _all_or_each(
-    subject: Subject, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
+def _evaluate_all_or_each(
+    subject: EvalModel, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(results, what broke): all together, or, where that breaks, one after the other without groups."""
     chat = options.apply_chat_template
@@ -138,10 +138,10 @@ def _all_or_each(
         last = error
     for task in tasks:
         try:
-            found = _merged(found, _evaluate(harness_model(subject, options), [task], options, chat))
+            found = _merge_results(found, _evaluate(harness_model(subject, options), [task], options, chat))
         except Exception as error:
-            last, broken[task.config.task] = error, told(error)
-            subject.progress.say(f"{task.config.task} broke, on with the rest: {told(error)}")
+            last, broken[task.config.task] = error, error_message(error)
+            subject.progress.say(f"{task.config.task} broke, on with the rest: {error_message(error)}")
     if not found:
         raise last
     return found, broken
@@ -161,8 +161,8 @@ def _evaluate(
     np.random.seed(FEWSHOT_SEED + options.seed)
     torch.manual_seed(FEWSHOT_SEED + options.seed)
     for task in tasks:
-        _configure(task, options)
-    wanted = _wanted(tasks, options)
+        _configure_task(task, options)
+    wanted = _selected_documents(tasks, options)
     found = evaluate(
         lm,
         {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
@@ -189,10 +189,10 @@ def _evaluate(
         "max_length": lm.max_length,
         "model_dtype": str(lm.subject.dtype),
     }
-    return plain(found)
+    return to_json_value(found)
 
 
-def _wanted(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
+def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
     """The documents of --samples; of tasks that it does not name, the first ones, as without it."""
     wanted: dict[str, list[int]] = {}
     for task in tasks if options.samples else ():
@@ -206,7 +206,7 @@ def _wanted(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
     return wanted
 
 
-def _configure(task: Any, options: EvalOptions) -> None:
+def _configure_task(task: Any, options: EvalOptions) -> None:
     """Settings given on the command line, before the task's own; as simple_evaluate applies them."""
     if options.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(options.gen_kwargs), update=True)
@@ -225,7 +225,7 @@ def _configure(task: Any, options: EvalOptions) -> None:
     task.build_all_requests = without_a_bar
 
 
-def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def _merge_results(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {
         key: {**a.get(key, {}), **b[key]}
         if isinstance(b.get(key), dict) and isinstance(a.get(key, {}), dict)
@@ -235,13 +235,13 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_lm_eval() -> Iterator[None]:
     """lm-eval's advice is about flags that are not ours; stdout stays clean for --json."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(sys.stderr), mirror.without_bars():
+        with contextlib.redirect_stdout(sys.stderr), mirror.hide_progress_bars():
             yield
     finally:
         logger.setLevel(level)

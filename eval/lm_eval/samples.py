@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.suite import Metric, Sample, stable_id
+from surgery.eval.suite import EvalMetric, Sample, stable_id
 
 # accuracies where all are 0 or 1
-OF_ONE = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score"}
+BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score"}
 
 
-def own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
+def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
     doc = logged["doc"]
     group = {key: doc[key] for key in ("length", "depth") if doc.get(key) is not None}
     return Sample(
@@ -30,17 +30,17 @@ def own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
     )
 
 
-def samples_of(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dict[str, Metric], set[str]]:
+def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dict[str, EvalMetric], set[str]]:
     """A sample for each document (filters become metrics of their own); perplexities, whose weights differ, one each."""
     name, better, aggregation = task.config.task, task.higher_is_better(), task.aggregation()
     values: dict[str, list[float]] = {}
     skipped: set[str] = set()
     samples: dict[int, Sample] = {}
     weighted: list[Sample] = []
-    metrics: dict[str, Metric] = {}
-    ids = _ids(name, logged)
+    metrics: dict[str, EvalMetric] = {}
+    ids = _sample_ids(name, logged)
     for each in logged:
-        sample = samples.setdefault(each["doc_id"], Sample(name, ids[each["doc_id"]], {}, shown=_shown(each)))
+        sample = samples.setdefault(each["doc_id"], Sample(name, ids[each["doc_id"]], {}, shown=_logged_fields(each)))
         for metric in each["metrics"]:
             how = getattr(aggregation.get(metric), "__name__", "")
             label = metric if each["filter"] == "none" else f"{metric},{each['filter']}"
@@ -49,26 +49,26 @@ def samples_of(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], d
                 if metric != "word_perplexity":
                     continue  # the same likelihoods by bytes: in lm-eval's own results
                 nats, weight = -value[0] / value[1], float(value[1])
-                metrics[label] = Metric(label, "ppl", False)
+                metrics[label] = EvalMetric(label, "ppl", False)
                 weighted.append(Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown))
             elif how == "perplexity":
-                metrics[label] = Metric(label, "ppl", False)
+                metrics[label] = EvalMetric(label, "ppl", False)
                 sample.metrics[label] = -float(value)
             elif _is_mean(aggregation.get(metric)) and isinstance(value, (int, float)):
-                metrics.setdefault(label, Metric(label, "mean", better.get(metric, True)))
+                metrics.setdefault(label, EvalMetric(label, "mean", better.get(metric, True)))
                 sample.metrics[label] = float(value)
                 values.setdefault(label, []).append(float(value))
             else:
                 skipped.add(metric)
     kinds = {
-        label: with_kind(metric, values.get(label, [])) for label, metric in metrics.items() if metric.name == label
+        label: infer_metric_kind(metric, values.get(label, [])) for label, metric in metrics.items() if metric.name == label
     }
     found = [s for s in samples.values() if s.metrics] + weighted
     known = {label for sample in found for label in sample.metrics}
     return found, {label: metric for label, metric in kinds.items() if label in known}, skipped
 
 
-def _ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
+def _sample_ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
     """By content, so that two models' samples meet; documents that are there twice are numbered."""
     seen: Counter[str] = Counter()
     ids: dict[int, str] = {}
@@ -79,24 +79,24 @@ def _ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
     return ids
 
 
-def _shown(logged: dict[str, Any]) -> dict[str, Any]:
+def _logged_fields(logged: dict[str, Any]) -> dict[str, Any]:
     keys = ("doc_id", "doc", "arguments", "filtered_resps", "target", "doc_hash", "prompt_hash", "target_hash")
     return {key: logged[key] for key in keys}
 
 
-def with_kind(metric: Metric, values: list[float]) -> Metric:
+def infer_metric_kind(metric: EvalMetric, values: list[float]) -> EvalMetric:
     """Whether zeros and ones are counted, or anything between; both are at most 1."""
     if metric.kind == "ppl" or not values:
         return metric
-    bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in OF_ONE | {"f1"}
+    bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in BOUNDED_METRICS | {"f1"}
     counted = bounded and all(value in (0.0, 1.0) for value in values)
-    return Metric(
+    return EvalMetric(
         metric.name, "accuracy" if counted else "mean", metric.higher_is_better, metric.scale,
         1.0 if bounded else metric.top, metric.floor, metric.unit,
     )  # fmt: skip
 
 
-def floor_of(task: Any, logged: list[dict[str, Any]]) -> float | None:
+def chance_score(task: Any, logged: list[dict[str, Any]]) -> float | None:
     """What guessing among the choices gets."""
     if task.OUTPUT_TYPE != "multiple_choice" or not logged:
         return None
@@ -121,12 +121,12 @@ def _is_mean(function: Any) -> bool:
     return getattr(function, "__name__", "") in ("mean", "nanmean", "aggregate_metrics")
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """As JSON has it; what it has not becomes text."""
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else str(value)

@@ -7,110 +7,110 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval import offline_data as mirror
-from surgery.eval.lm_eval.adapter import check_template
-from surgery.eval.lm_eval.bridge import run_each
+from surgery.eval.lm_eval.adapter import check_chat_template
+from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context.ruler import TASKS, Room, Task, Unfit
-from surgery.eval.long_context.ruler.prompt import Count, counter
+from surgery.eval.long_context.ruler import TASKS, TaskContext, RulerTask, LengthTooShortError
+from surgery.eval.long_context.ruler.prompt import Count, prompt_counter
 from surgery.eval.long_context.ruler.qa import hotpot, squad
-from surgery.eval.long_context.ruler.scores import said
+from surgery.eval.long_context.ruler.scores import score_answers
 from surgery.eval.long_context.story_needles import StoryNeedles
-from surgery.eval.suite import EvalOptions, Metric, Subject, SuiteResult
+from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-SHORTER = (512, 1024, 2048)
+SHORT_LENGTHS = (512, 1024, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SAMPLES, SAMPLES_OF_A_DEPTH = 500, 25
-NEEDLES: dict[str, Task] = {
+SAMPLES, SAMPLES_PER_DEPTH = 500, 25
+NEEDLES: dict[str, RulerTask] = {
     **{name: task for name, task in TASKS.items() if name.startswith("niah")},
     "niah_story": StoryNeedles(),
 }
-SCORE = Metric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
+SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 ESSAYS = ("baber/paul_graham_essays", None, "train")
 SQUAD = ("rajpurkar/squad_v2", None, "validation")
 HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 
-def run_ruler(subject: Subject, options: EvalOptions) -> SuiteResult:
-    return _run("ruler", TASKS, tuple(TASKS), subject, options, options.limit or SAMPLES, options.depths)
+def run_ruler(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    return _run_suite("ruler", TASKS, tuple(TASKS), subject, options, options.limit or SAMPLES, options.depths)
 
 
-def run_niah(subject: Subject, options: EvalOptions) -> SuiteResult:
+def run_niah(subject: EvalModel, options: EvalOptions) -> SuiteResult:
     """In essays where there is a mirror, in noise where there is none."""
     usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
     depths = options.depths or DEPTHS
-    return _run("niah", NEEDLES, usual, subject, options, options.limit or SAMPLES_OF_A_DEPTH, depths)
+    return _run_suite("niah", NEEDLES, usual, subject, options, options.limit or SAMPLES_PER_DEPTH, depths)
 
 
-def _run(
+def _run_suite(
     suite: str,
-    known: Mapping[str, Task],
+    known: Mapping[str, RulerTask],
     usual: tuple[str, ...],
-    subject: Subject,
+    subject: EvalModel,
     options: EvalOptions,
     samples: int,
     depths: tuple[float, ...],
 ) -> SuiteResult:
     names = options.tasks or usual
     if unknown := [name for name in names if name not in known]:
-        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{nearest(unknown[0], known)}")
-    lengths = options.lengths or usual_lengths(subject.longest)
-    texts = texts_of((known[name] for name in names), suite, options)
-    count = asked_counter(subject.tokenizer, options.apply_chat_template)
+        raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
+    lengths = options.lengths or default_lengths(subject.longest)
+    texts = load_texts((known[name] for name in names), suite, options)
+    count = prompt_token_counter(subject.tokenizer, options.apply_chat_template)
     notes: list[str] = []
 
     def made(name: str, length: int) -> OwnTask | None:
-        room = Room(count, length, options.seed, texts)
+        room = TaskContext(count, length, options.seed, texts)
         try:
             docs = [question.to_dict() for question in known[name].ask(room, samples, depths)]
-        except Unfit as error:
+        except LengthTooShortError as error:
             notes.append(f"{name} at {length:,} tokens was left out: it {error}")
             return None
         if note := next((doc["note"] for doc in docs if doc["note"]), None):
             notes.append(f"{name} at {length:,} tokens: {note}")
-        return own(known[name], docs, length)
+        return make_own_task(known[name], docs, length)
 
     tasks = [(f"{name}_{n}", partial(made, name, n)) for n in lengths for name in names]
     asked = options.model_copy(update={"limit": None})
-    result = run_each(subject, tasks, asked, SCORE, max(*lengths, subject.longest or 0))
-    result.samples = [replace(sample, shown=_short(sample.shown)) for sample in result.samples]
+    result = run_own_tasks(subject, tasks, asked, SCORE, max(*lengths, subject.longest or 0))
+    result.samples = [replace(sample, shown=_shorten_prompt(sample.shown)) for sample in result.samples]
     result.notes += notes
     if not result.samples:
         raise SurgeryError(f"--suite {suite}: nothing fits; {'; '.join(notes)}")
     return result
 
 
-def own(task: Task, docs: list[dict[str, Any]], length: int) -> OwnTask:
+def make_own_task(task: RulerTask, docs: list[dict[str, Any]], length: int) -> OwnTask:
     until = ("\n",) if isinstance(task, StoryNeedles) else ()
     docs = [{**doc, "task": task.name} for doc in docs]
     return OwnTask(f"{task.name}_{length}", docs, _score, task.answer_tokens, until)
 
 
 def _score(doc: Mapping[str, Any], output: str) -> float:
-    return said(output, doc["answers"], doc["rule"])
+    return score_answers(output, doc["answers"], doc["rule"])
 
 
-def _short(shown: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_prompt(shown: Mapping[str, Any]) -> dict[str, Any]:
     """The ends of a long prompt; the whole can be made again from task, length, seed and number."""
     prompt = shown["prompt"]
     return {**shown, "prompt": prompt if len(prompt) <= 4000 else f"{prompt[:1000]} [..] {prompt[-2000:]}"}
 
 
-def usual_lengths(longest: int | None) -> tuple[int, ...]:
+def default_lengths(longest: int | None) -> tuple[int, ...]:
     """RULER's, as far as the model reaches; for a small model shorter ones."""
     reach = longest or LENGTHS[-1]
-    return tuple(n for n in LENGTHS if n <= reach) or tuple(n for n in SHORTER if n <= reach) or (reach,)
+    return tuple(n for n in LENGTHS if n <= reach) or tuple(n for n in SHORT_LENGTHS if n <= reach) or (reach,)
 
 
-def asked_counter(tokenizer: Any, chat: bool) -> Count:
+def prompt_token_counter(tokenizer: Any, chat: bool) -> Count:
     """Tokens of a prompt; of one in the chat template, with what the template adds."""
-    plain = counter(tokenizer)
+    plain = prompt_counter(tokenizer)
     if not chat:
         return plain
-    check_template(tokenizer)
+    check_chat_template(tokenizer)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
     )
@@ -118,16 +118,16 @@ def asked_counter(tokenizer: Any, chat: bool) -> Count:
     return lambda text: plain(text) + added
 
 
-def texts_of(tasks: Iterable[Task], suite: str, options: EvalOptions) -> dict[str, Any]:
+def load_texts(tasks: Iterable[RulerTask], suite: str, options: EvalOptions) -> dict[str, Any]:
     needs = {task.needs for task in tasks if task.needs}
     sources = {"essays": ESSAYS, "squad": SQUAD, "hotpot": HOTPOT}
-    mirror_check = partial(mirror.check, options.data_root, suite)
+    mirror_check = partial(mirror.check_datasets, options.data_root, suite)
     if needs:
         mirror_check([sources[need][0] for need in sorted(needs)])
-    made = {"essays": _essays, "squad": squad, "hotpot": hotpot}
-    return {need: made[need](mirror.rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
+    made = {"essays": _join_essays, "squad": squad, "hotpot": hotpot}
+    return {need: made[need](mirror.load_rows(options.data_root, suite, *sources[need])) for need in sorted(needs)}
 
 
-def _essays(rows: Any) -> str:
+def _join_essays(rows: Any) -> str:
     """All of them, white space made single, as RULER reads them."""
     return " ".join(" ".join(rows["text"]).split()) + " "

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval import offline_data as mirror
-from surgery.eval.lm_eval.bridge import run_each
+from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context import asked_counter
-from surgery.eval.long_context.truncate import around
-from surgery.eval.suite import EvalOptions, Metric, Subject, SuiteResult
+from surgery.eval.long_context import prompt_token_counter
+from surgery.eval.long_context.truncate import truncate_around
+from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
 
 LENGTHS = (512, 1024, 2048, 16384)  # Log-Linear Attention's table (arXiv:2506.04761)
 ANSWER_TOKENS = 48
-SCORE = Metric("score", "accuracy", True, scale=100.0, top=1.0, floor=0.0)
-MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
+SCORE = EvalMetric("score", "accuracy", True, scale=100.0, top=1.0, floor=0.0)
+PASSAGE_MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ class Cloze:
     answers: tuple[str, ...]
 
 
-def field(row: Mapping[str, Any]) -> Cloze:
+def parse_field(row: Mapping[str, Any]) -> Cloze:
     """SWDE, FDA: a text that ends with the name of a field, `key:`."""
     text, key = row["text"].strip(), row["key"].strip()
-    return Cloze(*_split(text, text.lower().rfind(key.lower())), (row["value"].strip(),))
+    return Cloze(*_split_at(text, text.lower().rfind(key.lower())), (row["value"].strip(),))
 
 
-def sentence(row: Mapping[str, Any]) -> Cloze:
+def parse_sentence(row: Mapping[str, Any]) -> Cloze:
     """SQuAD: a text whose last sentence is to be completed."""
     text, context = row["text"].strip(), str(row.get("context") or "").strip()
     known = len(context) if context and text.startswith(context) and len(context) < len(text) else -1
     ends = [found.end() for found in re.finditer(r"[.!?\n]\s+", text)]
-    return Cloze(*_split(text, known if known > 0 else ends[-1] if ends else 0), (row["value"].strip(),))
+    return Cloze(*_split_at(text, known if known > 0 else ends[-1] if ends else 0), (row["value"].strip(),))
 
 
-def question(row: Mapping[str, Any]) -> Cloze:
+def parse_question(row: Mapping[str, Any]) -> Cloze:
     """TriviaQA, DROP, NQ: a text and a question that reads on from it."""
-    context, asked = MARKS.sub("", row["context"].strip()), row["question"].strip()
+    context, asked = PASSAGE_MARKS.sub("", row["context"].strip()), row["question"].strip()
     while asked and context.lower().endswith(asked.lower()):
         context = context[: -len(asked)].strip()
     return Cloze(context.strip().strip("."), f". {asked}", tuple(row["answers"]))
 
 
 @dataclass(frozen=True)
-class Source:
+class RetrievalTask:
     path: str
     read: Any
     lengths: tuple[int, ...] = ()  # of texts that come cut: path ends with one of them
@@ -71,24 +71,24 @@ class Source:
 
 
 TASKS = {
-    "swde": Source("hazyresearch/based-swde-v2", field),
-    "squad": Source("hazyresearch/based-squad", sentence),
-    "fda": Source("hazyresearch/based-fda", field),
-    "triviaqa": Source("hazyresearch/based_triviaqa", question),
-    "drop": Source("hazyresearch/based_drop", question),
-    "nq": Source("hazyresearch/based_nq_", question, (512, 1024, 2048)),
+    "swde": RetrievalTask("hazyresearch/based-swde-v2", parse_field),
+    "squad": RetrievalTask("hazyresearch/based-squad", parse_sentence),
+    "fda": RetrievalTask("hazyresearch/based-fda", parse_field),
+    "triviaqa": RetrievalTask("hazyresearch/based_triviaqa", parse_question),
+    "drop": RetrievalTask("hazyresearch/based_drop", parse_question),
+    "nq": RetrievalTask("hazyresearch/based_nq_", parse_question, (512, 1024, 2048)),
 }
 
 
-def run_retrieval(subject: Subject, options: EvalOptions) -> SuiteResult:
+def run_retrieval(subject: EvalModel, options: EvalOptions) -> SuiteResult:
     names = options.tasks or tuple(TASKS)
     if unknown := [name for name in names if name not in TASKS]:
-        raise SurgeryError(f"--suite retrieval has no task {unknown[0]!r}{nearest(unknown[0], TASKS)}")
+        raise SurgeryError(f"--suite retrieval has no task {unknown[0]!r}{suggestion(unknown[0], TASKS)}")
     reach = subject.longest or LENGTHS[-1]
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= reach) or (reach,)
-    mirror.check(options.data_root, "retrieval", sorted({TASKS[name].of(n) for name in names for n in lengths}))
-    tasks = [(f"{name}_{n}", partial(_task, name, subject, options, n)) for n in lengths for name in names]
-    result = run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    mirror.check_datasets(options.data_root, "retrieval", sorted({TASKS[name].of(n) for name in names for n in lengths}))
+    tasks = [(f"{name}_{n}", partial(_make_task, name, subject, options, n)) for n in lengths for name in names]
+    result = run_own_tasks(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
     for name in names:
         most = max(TASKS[name].lengths, default=None)
         if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):
@@ -96,20 +96,20 @@ def run_retrieval(subject: Subject, options: EvalOptions) -> SuiteResult:
     return result
 
 
-def said(output: str, answers: Sequence[str]) -> float:
+def contains_answer(output: str, answers: Sequence[str]) -> float:
     """In any case, anywhere; an empty answer, which is in every text, is none."""
     return float(any(answer.strip() and answer.lower() in output.lower() for answer in answers))
 
 
-def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> OwnTask:
-    source, count = TASKS[name], asked_counter(subject.tokenizer, options.apply_chat_template)
-    rows = mirror.rows(options.data_root, "retrieval", source.of(length), None, "validation")
+def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int) -> OwnTask:
+    source, count = TASKS[name], prompt_token_counter(subject.tokenizer, options.apply_chat_template)
+    rows = mirror.load_rows(options.data_root, "retrieval", source.of(length), None, "validation")
     docs = []
     for number, row in enumerate(rows):
         cloze = source.read(row)
         if not any(answer.strip() for answer in cloze.answers):
             continue
-        prompt = around(cloze.context, cloze.tail, cloze.answers, subject.tokenizer, count, length - ANSWER_TOKENS)
+        prompt = truncate_around(cloze.context, cloze.tail, cloze.answers, subject.tokenizer, count, length - ANSWER_TOKENS)
         docs.append(
             {"id": f"{name} {length} {number}", "task": name, "prompt": prompt, "prefix": "", "answers": list(cloze.answers),
              "length": length}
@@ -117,9 +117,9 @@ def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> Own
         if options.limit is not None and len(docs) == options.limit:
             break
     return OwnTask(
-        f"{name}_{length}", docs, lambda doc, output: said(output, doc["answers"]), ANSWER_TOKENS, until=("\n",)
+        f"{name}_{length}", docs, lambda doc, output: contains_answer(output, doc["answers"]), ANSWER_TOKENS, until=("\n",)
     )
 
 
-def _split(text: str, place: int) -> tuple[str, str]:
+def _split_at(text: str, place: int) -> tuple[str, str]:
     return (text[:place], text[place:]) if place > 0 else ("", text)

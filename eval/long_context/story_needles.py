@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from surgery.eval.long_context.ruler.base import Question, Room, Unfit
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError
 from surgery.eval.stories import needle_question
 
 
@@ -18,7 +18,7 @@ class StoryNeedles:
     answer_tokens: int = 8
     needs: str | None = None
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         special = room.count("")
         for depth in depths or (None,):
             for index in range(samples):
@@ -30,8 +30,8 @@ class StoryNeedles:
                 )
                 tokens = room.count(asked.prompt) + self.answer_tokens
                 if tokens > room.length:
-                    raise Unfit(f"needs {tokens:,} tokens with this tokenizer")
-                yield Question(
+                    raise LengthTooShortError(f"needs {tokens:,} tokens with this tokenizer")
+                yield RulerQuestion(
                     f"{self.name} {room.length} {depth} {index}", asked.prompt, "", (asked.answer.strip(),), room.length, tokens,
                     depth=depth,
                 )  # fmt: skip

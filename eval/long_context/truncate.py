@@ -8,10 +8,10 @@ from typing import Any
 
 from surgery.eval.long_context.ruler.prompt import Count
 
-TRIES = 8
+MAX_TRIES = 8
 
 
-def without_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
+def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
     """The first and the last half of `most` tokens, as LongBench cuts: instruction and question stand at the ends."""
     if count(prompt) <= most:
         return prompt
@@ -19,12 +19,12 @@ def without_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
 
     def cut(room: int) -> str:
         half = max(1, room // 2)
-        return _text(tokenizer, ids_T[:half]) + _text(tokenizer, ids_T[-half:])
+        return _decode(tokenizer, ids_T[:half]) + _decode(tokenizer, ids_T[-half:])
 
-    return _fitting(cut, count, most)
+    return _shrink_to_fit(cut, count, most)
 
 
-def around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
+def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
     """context + tail in `most` tokens: of the context those around the first place where an answer stands (its beginning,
     where none does), half of them before it, as Just Read Twice cuts (Arora et al. 2024, arXiv:2407.05483)."""
     if count(context + tail) <= most:
@@ -40,15 +40,15 @@ def around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, coun
     def cut(room: int) -> str:
         kept = max(1, room - count(tail))
         start = max(0, min(here - kept // 2, len(ids_T) - kept))
-        return _text(tokenizer, ids_T[start : start + kept]) + tail
+        return _decode(tokenizer, ids_T[start : start + kept]) + tail
 
-    return _fitting(cut, count, most)
+    return _shrink_to_fit(cut, count, most)
 
 
-def _fitting(cut: Callable[[int], str], count: Count, most: int) -> str:
+def _shrink_to_fit(cut: Callable[[int], str], count: Count, most: int) -> str:
     """What was decoded may be a few tokens more when it is tokenized again: those are cut too."""
     room = most
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         text = cut(room)
         over = count(text) - most
         if over <= 0:
@@ -57,5 +57,5 @@ def _fitting(cut: Callable[[int], str], count: Count, most: int) -> str:
     return text
 
 
-def _text(tokenizer: Any, ids_T: Sequence[int]) -> str:
+def _decode(tokenizer: Any, ids_T: Sequence[int]) -> str:
     return str(tokenizer.decode(ids_T, skip_special_tokens=True))

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.statistics import Interval, Shape, Units, estimate, interval, mcnemar
-from surgery.eval.suite import Metric, Role, Sample, SuiteResult
+from surgery.eval.results.statistics import Interval, Transform, Units, estimate, paired_interval, mcnemar
+from surgery.eval.suite import EvalMetric, Role, Sample, SuiteResult
 
 Key = tuple[str, tuple[tuple[str, Any], ...], str]  # task, group, id
-FEW = 10
+MIN_UNITS = 10
 
 
 @dataclass
-class Row:
+class ComparisonRow:
     """values and errors by role, already scaled as the metric is shown; change: of the scaled values."""
 
     suite: str
     task: str
-    metric: Metric
+    metric: EvalMetric
     group: dict[str, Any]
     samples: int
     units: int
@@ -49,14 +49,14 @@ class Row:
         return asdict(self)
 
 
-def rows_of(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: int = 0) -> list[Row]:
+def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: int = 0) -> list[ComparisonRow]:
     """same: both are one model, so that a change of nothing is certain."""
     first = next(iter(results.values()))
-    samples = {role: _keyed(result.samples) for role, result in results.items()}
-    keys = _shared(suite, samples)
+    samples = {role: _index_samples(result.samples) for role, result in results.items()}
+    keys = _shared_keys(suite, samples)
     whole = Counter(task for task, _, _ in keys)
     found = []
-    for task, group, chosen in _groups(keys):
+    for task, group, chosen in _iterate_groups(keys):
         for name, metric in first.metrics.items():
             alone = len(chosen) == whole[task]  # the only group there is
             if (alone and group and metric.pooled) or (not group and not metric.pooled and chosen[0][1]):
@@ -65,11 +65,11 @@ def rows_of(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: i
             if held:
                 floor = first.floors.get(task, {}).get(name, metric.floor)
                 picked = {role: [samples[role][k] for k in held] for role in results}
-                found.append(_row(suite, task, metric, group, picked, floor, same, seed))
+                found.append(_make_row(suite, task, metric, group, picked, floor, same, seed))
     return found
 
 
-def _keyed(samples: Iterable[Sample]) -> dict[Key, Sample]:
+def _index_samples(samples: Iterable[Sample]) -> dict[Key, Sample]:
     found: dict[Key, Sample] = {}
     for sample in samples:
         key = (sample.task, tuple(sorted(sample.group.items())), sample.id)
@@ -79,7 +79,7 @@ def _keyed(samples: Iterable[Sample]) -> dict[Key, Sample]:
     return found
 
 
-def _shared(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[Key]:
+def _shared_keys(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[Key]:
     every = [set(found) for found in samples.values()]
     keys = set.intersection(*every)
     if any(found != keys for found in every):
@@ -91,7 +91,7 @@ def _shared(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[Key]:
     return [key for key in next(iter(samples.values())) if key in keys]
 
 
-def _groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
+def _iterate_groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
     """(task, group, its keys): a whole task, then by each name of its group, then by all of them."""
     tasks: dict[str, list[Key]] = defaultdict(list)
     for key in keys:
@@ -101,10 +101,10 @@ def _groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
         names = sorted({name for key in held for name, _ in key[1]})
         cuts = [(name,) for name in names] + ([tuple(names)] if len(names) > 1 else [])
         for cut in cuts:
-            yield from _cut(task, held, cut)
+            yield from _split_by_names(task, held, cut)
 
 
-def _cut(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
+def _split_by_names(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
     cells: dict[tuple[Any, ...], list[Key]] = defaultdict(list)
     for key in keys:
         group = dict(key[1])
@@ -113,7 +113,7 @@ def _cut(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[s
         yield task, dict(zip(names, values)), cells[values]
 
 
-def units_of(samples: list[Sample], name: str) -> Units:
+def collect_units(samples: list[Sample], name: str) -> Units:
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     for index, sample in enumerate(samples):
@@ -123,22 +123,22 @@ def units_of(samples: list[Sample], name: str) -> Units:
     return Units(np.array(list(sums.values())), np.array(list(weights.values())))
 
 
-def _row(
+def _make_row(
     suite: str,
     task: str,
-    metric: Metric,
+    metric: EvalMetric,
     group: dict[str, Any],
     samples: Mapping[Role, list[Sample]],
     floor: float | None,
     same: bool,
     seed: int,
-) -> Row:
-    units = {role: units_of(held, metric.name) for role, held in samples.items()}
-    shape: Shape = "exp" if metric.kind == "ppl" else "mean"
+) -> ComparisonRow:
+    units = {role: collect_units(held, metric.name) for role, held in samples.items()}
+    shape: Transform = "exp" if metric.kind == "ppl" else "mean"
     top = 1.0 if metric.kind == "accuracy" else metric.top
     shown = {role: estimate(held, top, shape) for role, held in units.items()}
     first = next(iter(units.values()))
-    row = Row(
+    row = ComparisonRow(
         suite, task, metric, group, len(next(iter(samples.values()))), len(first),
         {role: metric.scale * value for role, (value, _) in shown.items()},
         {role: None if error is None else metric.scale * error for role, (_, error) in shown.items()},
@@ -148,20 +148,20 @@ def _row(
         if value - 1.96 * (error or 0) <= floor:
             row.flags.append("the base does no better than guessing: no evidence of what was lost")
     if len(units) == 2:
-        _compare(row, units, samples, top, shape, same, seed)
+        _add_comparison(row, units, samples, top, shape, same, seed)
     if not all(math.isfinite(held.value) for held in units.values()):
         row.flags.append("not a finite number")
-    if len(first) < FEW:
-        row.flags.append(f"fewer than {FEW} units")
+    if len(first) < MIN_UNITS:
+        row.flags.append(f"fewer than {MIN_UNITS} units")
     return row
 
 
-def _compare(
-    row: Row,
+def _add_comparison(
+    row: ComparisonRow,
     units: Mapping[Role, Units],
     samples: Mapping[Role, list[Sample]],
     top: float | None,
-    shape: Shape,
+    shape: Transform,
     same: bool,
     seed: int,
 ) -> None:
@@ -169,8 +169,8 @@ def _compare(
     if same:
         row.difference, row.ratio = Interval(0.0, 0.0, 0.0), Interval(1.0, 1.0, 1.0)
     else:
-        row.difference = _scaled(interval(ours, base, top, shape, seed), row.metric.scale)
-        row.ratio = _ratio(row, ours, base, seed)
+        row.difference = _scale_interval(paired_interval(ours, base, top, shape, seed), row.metric.scale)
+        row.ratio = _ratio_interval(row, ours, base, seed)
     if row.metric.kind == "accuracy" and row.units == row.samples:
         values = [np.array([s.metrics[row.metric.name] for s in samples[role]]) for role in ("converted", "base")]
         if not all(np.isin(v, (0, 1)).all() for v in values):
@@ -178,14 +178,14 @@ def _compare(
         row.p = mcnemar(*values)
 
 
-def _scaled(found: Interval, scale: float) -> Interval:
+def _scale_interval(found: Interval, scale: float) -> Interval:
     return Interval(*(None if x is None else scale * x for x in (found.change, found.low, found.high)))
 
 
-def _ratio(row: Row, ours: Units, base: Units, seed: int) -> Interval | None:
+def _ratio_interval(row: ComparisonRow, ours: Units, base: Units, seed: int) -> Interval | None:
     """Of perplexities with its interval; of other metrics the plain ratio, for --fail-below."""
     if row.metric.kind == "ppl":
-        nats = interval(ours, base, None, "mean", seed)
+        nats = paired_interval(ours, base, None, "mean", seed)
         return Interval(*(None if x is None else math.exp(min(x, 700.0)) for x in (nats.change, nats.low, nats.high)))
     value = row.values["base"]
     return Interval(row.values["converted"] / value, None, None) if value else None

@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from surgery.eval.suite import EvalOptions
 
 UNKNOWN = "unknown"
-FETCHED = re.compile(r"^Fetched by `surgery fetch-eval-data` from \S+ at ([0-9a-f]{40})\.$", re.MULTILINE)
-NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
-_open: list[dict[str, str]] = []
+FETCHED_LINE = re.compile(r"^Fetched by `surgery fetch-eval-data` from \S+ at ([0-9a-f]{40})\.$", re.MULTILINE)
+DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
+_recordings: list[dict[str, str]] = []
 
 
 @contextmanager
-def recorded() -> Iterator[dict[str, str]]:
+def record_reads() -> Iterator[dict[str, str]]:
     """What `note` is told in this context."""
     reads: dict[str, str] = {}
-    _open.append(reads)
+    _recordings.append(reads)
     try:
         yield reads
     finally:
-        _open.remove(reads)
+        _recordings.remove(reads)
 
 
-def note(kind: str, name: str, root: Path | None = None) -> None:
+def note_read(kind: str, name: str, root: Path | None = None) -> None:
     """kind: mirror (a data set below `root`), file, hub (a data set of the Hub) or package."""
-    if _open:
-        _open[-1][f"{kind}:{name}"] = _now(kind, name, root)
+    if _recordings:
+        _recordings[-1][f"{kind}:{name}"] = _current_digest(kind, name, root)
 
 
-def unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
+def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """Whether a kept result read what would be read today; False where that cannot be told.
 
     Somebody else may have written the result: only the named text, data sets by name and lm-eval are looked at, never a path of
@@ -49,18 +49,18 @@ def unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
-        known = {"mirror": NAME.fullmatch(name), "hub": NAME.fullmatch(name), "file": name == options.text}
+        known = {"mirror": DATASET_NAME.fullmatch(name), "hub": DATASET_NAME.fullmatch(name), "file": name == options.text}
         try:
             if not (known.get(kind) or read == "package:lm_eval"):
                 return False
-            if digest == UNKNOWN or _now(kind, name, options.data_root) != digest:
+            if digest == UNKNOWN or _current_digest(kind, name, options.data_root) != digest:
                 return False
         except (OSError, ValueError):
             return False
     return True
 
 
-def described(reads: Mapping[str, str], root: Path | None) -> dict[str, dict[str, Any]]:
+def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict[str, Any]]:
     """The data of a result: name -> its digest, and its commit where that is known."""
     found: dict[str, dict[str, Any]] = {}
     for read, digest in reads.items():
@@ -68,31 +68,31 @@ def described(reads: Mapping[str, str], root: Path | None) -> dict[str, dict[str
         if kind == "hub":
             found[name] = {"commit": digest}
         elif kind != "package":
-            found[name] = {"sha256": digest} | ({"commit": commit_in(root / name)} if kind == "mirror" and root else {})
+            found[name] = {"sha256": digest} | ({"commit": mirror_commit(root / name)} if kind == "mirror" and root else {})
     return found
 
 
-def commit_in(place: Path) -> str | None:
+def mirror_commit(place: Path) -> str | None:
     """The Hub's commit that a mirror's README names."""
     try:
-        found = FETCHED.search((place / "README.md").read_text(encoding="utf-8", errors="replace"))
+        found = FETCHED_LINE.search((place / "README.md").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
     return found[1] if found else None
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Of this process's Python packages that a score depends on; those that are not installed are left out."""
     import platform
 
     found = {"python": platform.python_version()}
     for package in ("surgery", "torch", "transformers", "datasets", "lm_eval"):
-        if (version := version_of(package)) is not None:
+        if (version := package_version(package)) is not None:
             found[package] = version
     return found
 
 
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     if package == "surgery":
         from surgery.core.version import __version__
 
@@ -103,17 +103,17 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _now(kind: str, name: str, root: Path | None) -> str:
+def _current_digest(kind: str, name: str, root: Path | None) -> str:
     if kind == "mirror":
         return content_digest((root or Path()) / name)
     if kind == "file":
         return content_digest(Path(name))
     if kind == "package":
-        return version_of(name) or UNKNOWN
-    return _commit(name) if kind == "hub" else UNKNOWN
+        return package_version(name) or UNKNOWN
+    return _hub_commit(name) if kind == "hub" else UNKNOWN
 
 
-def _commit(name: str) -> str:
+def _hub_commit(name: str) -> str:
     """Of a data set of the Hub: its newest one, or without a network the one that the cache holds."""
     from huggingface_hub import HfApi, constants
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surgery.eval.suite import Metric, SuiteResult
+from surgery.eval.suite import EvalMetric, SuiteResult
 
-TASKS = 4  # a suite of more is drawn as one
+MAX_TASKS = 4  # a suite of more is drawn as one
 
-COLOURS = {"base": "#0072b2", "converted": "#d55e00"}
+COLORS = {"base": "#0072b2", "converted": "#d55e00"}
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
@@ -25,28 +25,28 @@ def _figure(columns: int = 1, width: float = 7.0) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _saved(figure: Any, path: Path) -> Path:
+def _save_figure(figure: Any, path: Path) -> Path:
     new = path.with_name(f".{path.name}")
     figure.savefig(new, dpi=150, format="png")
     new.replace(path)
     return path
 
 
-def lines(path: Path, series: Series, x: str, y: str, title: str, log: bool = False) -> Path:
+def plot_lines(path: Path, series: Series, x: str, y: str, title: str, log: bool = False) -> Path:
     """One curve for each model."""
     figure, (axes,) = _figure()
     for role, (xs, ys) in series.items():
         style = "--" if role == "base" else "-"
-        axes.plot(xs, ys, style, color=COLOURS.get(role), label=role, marker="o" if len(xs) < 20 else None)
+        axes.plot(xs, ys, style, color=COLORS.get(role), label=role, marker="o" if len(xs) < 20 else None)
     if log:
         axes.set_xscale("log", base=2)
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    return _saved(figure, path)
+    return _save_figure(figure, path)
 
 
-def heat_maps(
+def plot_heat_maps(
     path: Path,
     tables: Mapping[str, Mapping[tuple[float, float], float]],
     x: str,
@@ -70,33 +70,33 @@ def heat_maps(
                 axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=list(every))
     figure.suptitle(title + (f" (*: beyond the {longest:,} tokens it was made for)" if longest else ""))
-    return _saved(figure, path)
+    return _save_figure(figure, path)
 
 
-def by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
+def plot_by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
     """What any suite with lengths or depths shows: a pair of heat maps, length x depth, of each task, and curves by length."""
     first = next(iter(results.values()))
     longest = first.info.get("longest")
     tasks: list[str | None] = list(dict.fromkeys(s.task for s in first.samples))
     metrics = [m for i, m in enumerate(first.metrics.values()) if i == 0 or not m.pooled]
     written = []
-    for task in tasks if len(tasks) <= TASKS else [None]:
+    for task in tasks if len(tasks) <= MAX_TASKS else [None]:
         for metric in metrics:
             name = (task or suite) + (f"-{metric.name}" if len(metrics) > 1 else "")
-            cells = {role: _means(r, task, metric, ("length", "depth")) for role, r in results.items()}
+            cells = {role: _cell_means(r, task, metric, ("length", "depth")) for role, r in results.items()}
             if all(cells.values()) and (metric.kind == "accuracy" or metric.top == 1):
                 beyond = longest if any(x > (longest or x) for table in cells.values() for x, _ in table) else None
                 title = f"{name}, {metric.called}, percent"
-                written.append(heat_maps(folder / f"{name}.png", cells, "length, tokens", "depth", title, beyond))
-            curves = {role: _means(r, task, metric, ("length",)) for role, r in results.items()}
+                written.append(plot_heat_maps(folder / f"{name}.png", cells, "length, tokens", "depth", title, beyond))
+            curves = {role: _cell_means(r, task, metric, ("length",)) for role, r in results.items()}
             if all(len(curve) > 1 for curve in curves.values()):
                 series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
                 said = metric.called + (f", {metric.unit}" if metric.unit else "")
-                written.append(lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True))
+                written.append(plot_lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True))
     return written
 
 
-def _means(result: SuiteResult, task: str | None, metric: Metric, names: tuple[str, ...]) -> dict[Any, float]:
+def _cell_means(result: SuiteResult, task: str | None, metric: EvalMetric, names: tuple[str, ...]) -> dict[Any, float]:
     """Weighted means of the cells; as shown where they are no shares."""
     cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for sample in result.samples:

@@ -21,9 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-DRAWS, CHUNK = 2000, 2**22
-LEAST = 5  # units, for an interval of losses: of fewer, draws say little about their own errors
-Shape = Literal["mean", "exp"]
+BOOTSTRAP_DRAWS, CHUNK_ELEMENTS = 2000, 2**22
+MIN_LOSS_UNITS = 5  # units, for an interval of losses: of fewer, draws say little about their own errors
+Transform = Literal["mean", "exp"]
 
 
 @dataclass(frozen=True)
@@ -48,35 +48,35 @@ class Interval:
     high: float | None
 
 
-def estimate(units: Units, top: float | None, shape: Shape) -> tuple[float, float | None]:
+def estimate(units: Units, top: float | None, shape: Transform) -> tuple[float, float | None]:
     """(value, standard error). With `top`, one unit of 0 and one of `top` are added for the error: a score of 100% of n
     questions is not certain."""
-    value = float(_f(units.value, shape))
+    value = float(_transform(units.value, shape))
     if top is not None:
-        units = _with(units, [0.0, top])
+        units = _append_units(units, [0.0, top])
     n = len(units)
     if n < 2:
         return value, None
     residual_U = (units.sums_U - units.value * units.weights_U) / units.weights_U.sum()
     lost = 1.0 if top is not None else n / (n - 1)
-    return value, float(_slope(units.value, shape)) * math.sqrt(lost * float(residual_U @ residual_U))
+    return value, float(_transform_slope(units.value, shape)) * math.sqrt(lost * float(residual_U @ residual_U))
 
 
-def interval(a: Units, b: Units, top: float | None, shape: Shape, seed: int = 0) -> Interval:
+def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, seed: int = 0) -> Interval:
     """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
-    change = float(_f(a.value, shape) - _f(b.value, shape))
+    change = float(_transform(a.value, shape) - _transform(b.value, shape))
     n = len(a)
-    if n < (2 if top is not None else LEAST) or not math.isfinite(change):
+    if n < (2 if top is not None else MIN_LOSS_UNITS) or not math.isfinite(change):
         return Interval(change, None, None)
     rng = np.random.default_rng(seed)
     if top is not None:
-        a, b = _with(a, [top, 0.0]), _with(b, [0.0, top])
-        low, high = np.quantile(_redrawn(a, b, shape, rng)[0], (0.025, 0.975))
+        a, b = _append_units(a, [top, 0.0]), _append_units(b, [0.0, top])
+        low, high = np.quantile(_bootstrap(a, b, shape, rng)[0], (0.025, 0.975))
         return Interval(change, max(float(low), -top), min(float(high), top))
-    se = float(_error(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], n, shape)[1][0])
+    se = float(_changes_and_errors(_columns(a, b).sum(0)[None], _squares(a, b).sum(0)[None], n, shape)[1][0])
     if se == 0 or not math.isfinite(se):
         return Interval(change, change, change) if se == 0 else Interval(change, None, None)
-    drawn_R, errors_R = _redrawn(a, b, shape, rng)
+    drawn_R, errors_R = _bootstrap(a, b, shape, rng)
     whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # a draw of equal units says nothing
     low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
     return Interval(change, change - float(high) * se, change - float(low) * se)
@@ -91,16 +91,16 @@ def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
 
 
 # -- drawing ---------------------------------------------------------------------------------------
-def _redrawn(a: Units, b: Units, shape: Shape, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _bootstrap(a: Units, b: Units, shape: Transform, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """DRAWS changes and their standard errors."""
     n, columns, squares = len(a), _columns(a, b), _squares(a, b)
-    step = max(1, min(DRAWS, CHUNK // n))
+    step = max(1, min(BOOTSTRAP_DRAWS, CHUNK_ELEMENTS // n))
     parts = []
-    for first in range(0, DRAWS, step):
-        rows = min(step, DRAWS - first)
+    for first in range(0, BOOTSTRAP_DRAWS, step):
+        rows = min(step, BOOTSTRAP_DRAWS - first)
         chosen_RU = rng.integers(0, n, size=(rows, n)) + n * np.arange(rows)[:, None]
         counts_RU = np.bincount(chosen_RU.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
-        parts.append(_error(counts_RU @ columns, counts_RU @ squares, n, shape))
+        parts.append(_changes_and_errors(counts_RU @ columns, counts_RU @ squares, n, shape))
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
@@ -115,18 +115,18 @@ def _squares(a: Units, b: Units) -> np.ndarray:
     return (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), 16)
 
 
-def _error(sums: np.ndarray, squares: np.ndarray, n: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+def _changes_and_errors(sums: np.ndarray, squares: np.ndarray, n: int, shape: Transform) -> tuple[np.ndarray, np.ndarray]:
     """(changes, standard errors) of R draws of n units: columns (R, 4) and squares (R, 16) summed over each."""
     sa, wa, sb, wb = np.moveaxis(sums, -1, 0)
     va, vb = sa / wa, sb / wb
-    ga, gb = _slope(va, shape), _slope(vb, shape)
+    ga, gb = _transform_slope(va, shape), _transform_slope(vb, shape)
     c_R4 = np.stack([ga / wa, -ga * va / wa, -gb / wb, gb * vb / wb], axis=-1)
     m_R44 = squares.reshape(-1, 4, 4)
     variance_R = np.einsum("ri,rij,rj->r", c_R4, m_R44, c_R4) * n / (n - 1)
-    return _f(va, shape) - _f(vb, shape), np.sqrt(np.maximum(variance_R, 0))
+    return _transform(va, shape) - _transform(vb, shape), np.sqrt(np.maximum(variance_R, 0))
 
 
-def _with(units: Units, values: list[float]) -> Units:
+def _append_units(units: Units, values: list[float]) -> Units:
     """Two more units of the mean weight."""
     weight = float(units.weights_U.mean())
     return Units(
@@ -134,9 +134,9 @@ def _with(units: Units, values: list[float]) -> Units:
     )
 
 
-def _f(value, shape: Shape):
+def _transform(value, shape: Transform):
     return value if shape == "mean" else np.exp(np.minimum(value, 700.0))
 
 
-def _slope(value, shape: Shape):
-    return np.ones_like(value) if shape == "mean" else _f(value, shape)
+def _transform_slope(value, shape: Transform):
+    return np.ones_like(value) if shape == "mean" else _transform(value, shape)

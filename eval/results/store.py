@@ -22,22 +22,22 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from surgery.checkpoint.safetensors_io import Entry, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.errors import SurgeryError
-from surgery.core.files import refuse_dangling, whole
+from surgery.core.files import refuse_dangling, atomic_write
 from surgery.core.version import __version__
-from surgery.eval.results.data_read import unchanged
-from surgery.eval.suite import EvalOptions, Metric, Sample, SuiteResult
+from surgery.eval.results.data_read import is_unchanged
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, SuiteResult
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
 LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
 
 
-class _Said(BaseModel):
+class _StoredResult(BaseModel):
     """result.json."""
 
     key: dict[str, Any]
-    metrics: dict[str, Metric]
+    metrics: dict[str, EvalMetric]
     floors: dict[str, dict[str, float]]
     notes: list[str]
     info: dict[str, Any]
@@ -46,7 +46,7 @@ class _Said(BaseModel):
     provenance: dict[str, Any] = {}
 
 
-class Store:
+class ResultStore:
     """The folder DIR; None keeps nothing."""
 
     def __init__(self, folder: Path | None):
@@ -75,13 +75,13 @@ class Store:
         if place is None or not (place / RESULT).is_file():
             return None
         try:
-            said = _Said.model_validate_json((place / RESULT).read_bytes(), strict=True)
-            if said.key != key or said.reads is None or not unchanged(said.reads, options or EvalOptions()):
+            said = _StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+            if said.key != key or said.reads is None or not is_unchanged(said.reads, options or EvalOptions()):
                 return None
             read = TypeAdapter(Sample)
             samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
-            found = SuiteResult(samples, **{name: getattr(said, name) for name in _Said.model_fields if name != "key"})
-            found.arrays = _arrays(place / ARRAYS)
+            found = SuiteResult(samples, **{name: getattr(said, name) for name in _StoredResult.model_fields if name != "key"})
+            found.arrays = _load_arrays(place / ARRAYS)
             named = all(name == metric.name for name, metric in found.metrics.items())
             return found if named and all(0 <= s.weight < math.inf for s in samples) else None
         except (ValueError, RecursionError, OSError, SafetensorError):
@@ -104,25 +104,25 @@ class Store:
             raise
 
     def _fill(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
-        with whole(new / SAMPLES, "w") as file:
+        with atomic_write(new / SAMPLES, "w") as file:
             for sample in result.samples:
                 file.write(json.dumps(sample.to_dict(), ensure_ascii=False, default=str) + "\n")
         if result.arrays:
-            write_shard(new / ARRAYS, [Entry.of(name, array) for name, array in result.arrays.items()])
+            write_shard(new / ARRAYS, [TensorSource.of(name, array) for name, array in result.arrays.items()])
         said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
         said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds", "reads", "provenance")}
         for name, data in {RESULT: said, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
-            with whole(new / name, "w") as file:
+            with atomic_write(new / name, "w") as file:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
     def write(self, name: str, text: str) -> None:
         """One file of DIR itself."""
         if self.folder is not None:
-            with whole(self.folder / name, "w") as file:
+            with atomic_write(self.folder / name, "w") as file:
                 file.write(text)
 
 
-def key_of(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
+def result_key(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
     return {
         "surgery": __version__,
         "fingerprint": fingerprint,
@@ -133,7 +133,7 @@ def key_of(fingerprint: str, suite: str, options: EvalOptions, device: str, dtyp
     }
 
 
-def _arrays(path: Path) -> dict[str, Any]:
+def _load_arrays(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     from safetensors.torch import load_file

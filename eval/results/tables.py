@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from surgery.eval.results.compare import Row
+from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.results.statistics import Interval
 
 if TYPE_CHECKING:
     from surgery.eval.run import Evaluation
 
-BY = {"length", "position"}  # groups that have lines of their own
+LINE_GROUPS = {"length", "position"}  # groups that have lines of their own
 HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interval", "p")
 
 
-def lines_of(done: Evaluation) -> list[list[str]]:
+def table_lines(done: Evaluation) -> list[list[str]]:
     """A line for a whole task and metric, and, of the suite's first metric, for each length."""
     compared = "base" in done.models
     lines, before = [], ""
     for row in done.rows:
-        several = len(row.group) == 1 and set(row.group) <= BY and row.metric == done.first(row.suite)
+        several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.first(row.suite)
         if row.speaks or several:
-            line = _line(row, compared)
+            line = _format_line(row, compared)
             lines.append([row.suite if row.suite != before else "", *line])
             before = row.suite
     return lines
@@ -32,20 +32,20 @@ def headers(done: Evaluation) -> list[str]:
     return list(HEADERS if "base" in done.models else (*HEADERS[:3], done.models["converted"]["name"]))
 
 
-def _line(row: Row, compared: bool) -> list[str]:
+def _format_line(row: ComparisonRow, compared: bool) -> list[str]:
     where = "".join(f", {name} {value}" for name, value in row.group.items())
     task = f"{row.task}{where}, {row.metric.called}" + (f" ({row.metric.unit})" if row.metric.unit else "")
-    values = [_value(row, role) for role in (("base", "converted") if compared else ("converted",))]
+    values = [_format_value(row, role) for role in (("base", "converted") if compared else ("converted",))]
     if not compared:
         return [task, str(row.samples), *values]
     if row.metric.kind == "ppl" and row.ratio is not None:
         change = f"x {row.ratio.change:.4g}"
-        return [task, str(row.samples), *values, change, _interval(row.ratio), ""]
+        return [task, str(row.samples), *values, change, _format_interval(row.ratio), ""]
     change = f"{row.difference.change:+.4g}" if row.difference is not None else ""
-    return [task, str(row.samples), *values, change, _interval(row.difference), "" if row.p is None else f"{row.p:.2g}"]
+    return [task, str(row.samples), *values, change, _format_interval(row.difference), "" if row.p is None else f"{row.p:.2g}"]
 
 
-def _value(row: Row, role: Any) -> str:
+def _format_value(row: ComparisonRow, role: Any) -> str:
     if role not in row.values:
         return ""
     error = row.errors[role]
@@ -54,16 +54,16 @@ def _value(row: Row, role: Any) -> str:
     return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
 
 
-def _interval(found: Interval | None) -> str:
+def _format_interval(found: Interval | None) -> str:
     if found is None or found.low is None or found.high is None:
         return ""
     return f"{found.low:.4g} to {found.high:.4g}"
 
 
-def remarks(done: Evaluation) -> list[str]:
+def table_notes(done: Evaluation) -> list[str]:
     """What a reader must know beside the numbers."""
     spoken = [row for row in done.rows if row.speaks]
-    said = [f"{flag}: {_where(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)]
+    said = [f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)]
     for suite, by_role in done.results.items():
         said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
     said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]
@@ -73,9 +73,9 @@ def remarks(done: Evaluation) -> list[str]:
     return said
 
 
-def _where(flag: str, rows: list[Row]) -> str:
+def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:
     """The rows that have it; of a suite whose every row has it, the suite's name."""
-    by_suite: dict[str, list[Row]] = defaultdict(list)
+    by_suite: dict[str, list[ComparisonRow]] = defaultdict(list)
     for row in rows:
         by_suite[row.suite].append(row)
     where: dict[str, None] = {}
@@ -95,12 +95,12 @@ def eval_table(done: Evaluation) -> list[Any]:
     table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, header in enumerate(headers(done)):
         table.add_column(header, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i != 1)
-    for line in lines_of(done):
+    for line in table_lines(done):
         table.add_row(*map(escape, line))
-    return [table, *map(escape, remarks(done))]
+    return [table, *map(escape, table_notes(done))]
 
 
 def markdown(done: Evaluation) -> str:
-    lines = [headers(done), ["---"] * len(headers(done)), *lines_of(done)]
+    lines = [headers(done), ["---"] * len(headers(done)), *table_lines(done)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return text + "\n\n" + "".join(f"- {said}\n" for said in remarks(done))
+    return text + "\n\n" + "".join(f"- {said}\n" for said in table_notes(done))

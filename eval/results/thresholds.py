@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.compare import Row
+from surgery.eval.results.compare import ComparisonRow
 
 EXAMPLE = "for example --fail-below ppl=1.05 --fail-below needle=0.95"
 
 
 @dataclass(frozen=True)
-class Limit:
+class Threshold:
     name: str
     metric: str | None
     share: float
@@ -29,7 +29,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ThresholdResult:
     """ratio: None where the base scores nothing or nothing was measured."""
 
     limit: str
@@ -42,7 +42,7 @@ class Verdict:
         return asdict(self)
 
 
-def parse_limits(given: Sequence[str], compared: bool) -> list[Limit]:
+def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
     found = []
     for text in given:
         name, _, number = text.partition("=")
@@ -53,13 +53,13 @@ def parse_limits(given: Sequence[str], compared: bool) -> list[Limit]:
             share = -1.0
         if not name or not 0 < share < float("inf"):
             raise SurgeryError(f"--fail-below {text!r}: write NAME=SHARE of the base's score, {EXAMPLE}")
-        found.append(Limit(name, metric or None, share))
+        found.append(Threshold(name, metric or None, share))
     if found and not compared:
         raise SurgeryError(f"--fail-below {given[0]} is a share of the base's score: --compare BASE")
     return found
 
 
-def judge(limits: Sequence[Limit], rows: Sequence[Row], first: dict[str, str], broken: Sequence[str]) -> list[Verdict]:
+def check_thresholds(limits: Sequence[Threshold], rows: Sequence[ComparisonRow], first: dict[str, str], broken: Sequence[str]) -> list[ThresholdResult]:
     """first: suite -> its first metric. A limit of what broke is missed, not skipped."""
     found = []
     for limit in limits:
@@ -68,12 +68,12 @@ def judge(limits: Sequence[Limit], rows: Sequence[Row], first: dict[str, str], b
         if not meant and limit.name not in broken:
             names = sorted({f"{row.suite}" for row in rows} | {row.task for row in rows})
             raise SurgeryError(f"--fail-below {limit}: nothing of that name was measured; measured: {', '.join(names)}")
-        found += [_verdict(limit, row) for row in meant] or [Verdict(str(limit), limit.name, "-", None, False)]
+        found += [_check_row(limit, row) for row in meant] or [ThresholdResult(str(limit), limit.name, "-", None, False)]
     return found
 
 
-def _verdict(limit: Limit, row: Row) -> Verdict:
+def _check_row(limit: Threshold, row: ComparisonRow) -> ThresholdResult:
     ratio = row.ratio.change if row.ratio else None
     held = ratio is not None and (ratio >= limit.share if row.metric.higher_is_better else ratio <= limit.share)
     where = "".join(f", {name} {value}" for name, value in row.group.items())
-    return Verdict(str(limit), row.task + where, row.metric.name, ratio, held)
+    return ThresholdResult(str(limit), row.task + where, row.metric.name, ratio, held)

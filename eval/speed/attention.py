@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from surgery.eval.speed.baselines import Made, peers
+from surgery.eval.speed.baselines import CallAndLeaves, fla_baselines
 from surgery.eval.speed.roofline import linear_attention_work, softmax_work
-from surgery.eval.speed.timer import Heat, Rival, Work, backward, forward
-from surgery.mixers import MIXERS, Inputs
+from surgery.eval.speed.timer import BenchmarkCase, TimedImplementation, WorkEstimate, backward, forward
+from surgery.mixers import MIXERS, MixerInputs
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.linear import LinearAttention
-from surgery.mixers.masks.base import MASKS, Rows
+from surgery.mixers.masks.base import MASKS, MaskInputs
 from surgery.mixers.mlr import MLR
 
 TOKENS = {
@@ -31,15 +31,15 @@ TOKENS = {
     "small": (64, 128),
 }
 WIDTHS = {"full": (2, 48, 64, 128), "main": (2, 48, 64, 128), "small": (1, 2, 16, 16)}  # B, H, V, K of the linear ones
-FEW, FEW_TOKENS = (1, 8, 64, 128), (128, 1024, 8192)
+FEW_HEADS, FEW_HEADS_TOKENS = (1, 8, 64, 128), (128, 1024, 8192)
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 CHUNK = 64
 Widths = tuple[int, int, int, int]
-Makers = list[tuple[str, Any, Callable[[], Made], Work, str | None, dict[str, int]]]
+CallMakers = list[tuple[str, Any, Callable[[], CallAndLeaves], WorkEstimate, str | None, dict[str, int]]]
 
 
 @dataclass
-class Tokens:
+class BenchmarkTokens:
     """One length's inputs. Softmax's q, k, v are (B, H, T, 64); q_BT1K and k_BT1K those that all heads share."""
 
     q_BHTV: Tensor
@@ -52,7 +52,7 @@ class Tokens:
     beta_BHT: Tensor
 
     @classmethod
-    def drawn(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> Tokens:
+    def drawn(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> BenchmarkTokens:
         batch, heads, value, key = widths
         draw = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
         levels = (length - 1).bit_length() + 1
@@ -68,34 +68,34 @@ class Tokens:
         )
 
 
-def heats(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) -> Iterator[Heat]:
-    for length in FEW_TOKENS if sizes == "full" else ():
-        yield from _of_length("attention, batch 1, 8 heads", FEW, length, device, dtype, False)
+def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) -> Iterator[BenchmarkCase]:
+    for length in FEW_HEADS_TOKENS if sizes == "full" else ():
+        yield from _length_cases("attention, batch 1, 8 heads", FEW_HEADS, length, device, dtype, False)
     for length in TOKENS[sizes]:
-        yield from _of_length("attention", WIDTHS[sizes], length, device, dtype, others)
+        yield from _length_cases("attention", WIDTHS[sizes], length, device, dtype, others)
 
 
-def _of_length(
+def _length_cases(
     title: str, widths: Widths, length: int, device: torch.device, dtype: torch.dtype, others: bool
-) -> Iterator[Heat]:
+) -> Iterator[BenchmarkCase]:
     batch, heads, value, key = widths
     where = {"batch": batch, "heads": heads, "value": value, "key of softmax": value, "key of linear": key}
     for back in (False, True):
-        tokens = Tokens.drawn(widths, length, device, dtype)
+        tokens = BenchmarkTokens.drawn(widths, length, device, dtype)
         rivals = [
-            Rival(name, lambda m=make, b=back: _run(m, b), choice, work, op=op, options=options)  # type: ignore[misc]
-            for name, choice, make, work, op, options in _makers(tokens, back, others)
+            TimedImplementation(name, lambda m=make, b=back: _make_call(m, b), choice, work, op=op, options=options)  # type: ignore[misc]
+            for name, choice, make, work, op, options in _call_makers(tokens, back, others)
         ]
         sizes = {**where, "lanes": batch * heads, "tokens": length}
-        yield Heat(f"{title}, forward{' + backward' if back else ''}", length, sizes, rivals)
+        yield BenchmarkCase(f"{title}, forward{' + backward' if back else ''}", length, sizes, rivals)
 
 
-def _run(make: Callable[[], Made], back: bool) -> Any:
+def _make_call(make: Callable[[], CallAndLeaves], back: bool) -> Any:
     call, leaves = make()
     return backward(call, leaves) if back else forward(call)
 
 
-def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
+def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMakers:
     batch, heads, length, value = tokens.v_BHTV.shape
     width, key, levels = tokens.v_BHTV.element_size(), tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
     full = softmax_work(batch, heads, length, value, value, back, width)
@@ -103,34 +103,34 @@ def _makers(tokens: Tokens, back: bool, others: bool) -> Makers:
     linear = lambda groups, key, extra: linear_attention_work(  # noqa: E731
         batch, heads, groups, length, key, value, back, width, extra
     )
-    ranks, extents = split(value, length)
+    ranks, extents = split_ranks(value, length)
     backends = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
     torchs = backends if tokens.v_BHTV.is_cuda else {"SDPA": None}
     whole = (value // 2, value // 2), (2 * length,)
-    ours: list[tuple[str, str | None, Callable[[], Made], Work]] = [
-        ("MLR attention, one level", "mlr", lambda: mlr(tokens, *whole), full),
-        ("MLR attention", "mlr", lambda: mlr(tokens, ranks, extents), far),
-        ("SSD", "gates", lambda: masked(tokens, "gates"), linear(1, key, 1)),
-        ("log-linear Mamba-2", "hierarchical", lambda: masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
-        ("Gated DeltaNet", "gates delta", lambda: masked(tokens, "gates", True), linear(1, key, 2)),
-        ("log-linear GDN", "hierarchical delta", lambda: masked(tokens, "hierarchical", True), linear(1, key, 2 + levels)),
-        ("TBM, R = 8", "toeplitz_blocks", lambda: blocked(tokens, "toeplitz_blocks", components=8), linear(heads, value, 0)),
-        ("MHLA", "blocks", lambda: blocked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
+    ours: list[tuple[str, str | None, Callable[[], CallAndLeaves], WorkEstimate]] = [
+        ("MLR attention, one level", "mlr", lambda: make_mlr(tokens, *whole), full),
+        ("MLR attention", "mlr", lambda: make_mlr(tokens, ranks, extents), far),
+        ("SSD", "gates", lambda: make_masked(tokens, "gates"), linear(1, key, 1)),
+        ("log-linear Mamba-2", "hierarchical", lambda: make_masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
+        ("Gated DeltaNet", "gates delta", lambda: make_masked(tokens, "gates", True), linear(1, key, 2)),
+        ("log-linear GDN", "hierarchical delta", lambda: make_masked(tokens, "hierarchical", True), linear(1, key, 2 + levels)),
+        ("TBM, R = 8", "toeplitz_blocks", lambda: make_block_masked(tokens, "toeplitz_blocks", components=8), linear(heads, value, 0)),
+        ("MHLA", "blocks", lambda: make_block_masked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
     ]  # fmt: skip
     works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
     terms = {"MLR attention, one level": {"levels": 1}, "MLR attention": {"levels": len(ranks)}}
     return [
-        *((name, "measured", lambda b=b: sdpa(tokens, b), full, "original", {}) for name, b in torchs.items()),
+        *((name, "measured", lambda b=b: make_sdpa(tokens, b), full, "original", {}) for name, b in torchs.items()),
         *(
             (f"{name}, {way}", way, make, work, op, terms.get(name, {}))
             for name, op, make, work in ours
             for way in ("kernel", "reference")
         ),
-        *((name, "measured", make, work, None, {}) for (name, make), work in zip(peers(tokens), works) if others),
+        *((name, "measured", make, work, None, {}) for (name, make), work in zip(fla_baselines(tokens), works) if others),
     ]
 
 
-def sdpa(t: Tokens, backend: Any) -> Made:
+def make_sdpa(t: BenchmarkTokens, backend: Any) -> CallAndLeaves:
     q, k, v = t.q_BHTV, t.k_BHTV, t.v_BHTV
 
     def call() -> Tensor:
@@ -142,7 +142,7 @@ def sdpa(t: Tokens, backend: Any) -> Made:
     return call, [q, k, v]
 
 
-def split(key: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def split_ranks(key: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ranks 32|8|6|4|4|4|4|2 of 64 dims, or halves of them, and extents T / 2^(l-1)."""
     ranks = RANKS if key == sum(RANKS) else (key // 2, key // 4, key // 4)
     return ranks, tuple(max(1, length >> level) for level in range(1, len(ranks)))
@@ -150,21 +150,21 @@ def split(key: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def mean_rank(key: int, length: int) -> float:
     """Score dims of the average causal pair, sliding: a share 1 - (1 - e)^2 of pairs is nearer than e T."""
-    ranks, extents = split(key, length)
+    ranks, extents = split_ranks(key, length)
     return sum(rank * (1 - (1 - extent / length) ** 2) for rank, extent in zip(ranks, (length, *extents)))
 
 
-def mlr(t: Tokens, ranks: tuple[int, ...], extents: tuple[int, ...]) -> Made:
+def make_mlr(t: BenchmarkTokens, ranks: tuple[int, ...], extents: tuple[int, ...]) -> CallAndLeaves:
     batch, heads, length, value = t.v_BHTV.shape
     shape = AttentionShape(1, heads, heads, value, value, value**-0.5)
     config = MLR(ranks=ranks, extents=extents)
     mixer = MIXERS[config](config, shape).to(t.v_BHTV.device)
     x_BT1 = t.v_BHTV.new_zeros(batch, length, 1)
-    inputs = Inputs(t.q_BHTV, t.k_BHTV, t.v_BHTV, x_BT1)
+    inputs = MixerInputs(t.q_BHTV, t.k_BHTV, t.v_BHTV, x_BT1)
     return lambda: mixer(inputs)[0], [t.q_BHTV, t.k_BHTV, t.v_BHTV]
 
 
-def masked(t: Tokens, mask: str, delta: bool = False) -> Made:
+def make_masked(t: BenchmarkTokens, mask: str, delta: bool = False) -> CallAndLeaves:
     """One query/key head for all; its features are not copied for each."""
     heads = t.v_BHTV.shape[1]
     options = {"levels": t.level_BTH1L.shape[-1]} if mask == "hierarchical" else {}
@@ -179,22 +179,22 @@ def masked(t: Tokens, mask: str, delta: bool = False) -> Made:
     def call() -> Tensor:
         shared = (x.transpose(1, 2).expand(-1, heads, -1, -1) for x in (t.q_BT1K, k_BT1K))
         q_BHTK, k_BHTK = shared
-        return module.chunked(rows_of(q_BHTK, k_BHTK, t.v_BHTV, beta, signals), None, CHUNK)[0]
+        return module.chunked(mask_inputs(q_BHTK, k_BHTK, t.v_BHTV, beta, signals), None, CHUNK)[0]
 
     return call, [t.q_BT1K, k_BT1K, t.v_BHTV, *signals.values(), *([] if beta is None else [beta])]
 
 
-def blocked(t: Tokens, mask: str, **options: int) -> Made:
+def make_block_masked(t: BenchmarkTokens, mask: str, **options: int) -> CallAndLeaves:
     """q, k of a feature map, nonnegative, in every head."""
     config = LinearAttention(mask={"name": mask, "block": CHUNK, **options})
     heads, value = t.v_BHTV.shape[1], t.v_BHTV.shape[-1]
     made = MASKS[config.mask](config.mask, AttentionShape(1, heads, heads, value, value, 1.0))
     module: Any = made.to(t.v_BHTV.device)
     q, k = (x.softmax(-1) for x in (t.q_BHTV, t.k_BHTV))
-    call = lambda: module.chunked(rows_of(q, k, t.v_BHTV, None, {}), None, CHUNK)[0]  # noqa: E731
+    call = lambda: module.chunked(mask_inputs(q, k, t.v_BHTV, None, {}), None, CHUNK)[0]  # noqa: E731
     return call, [q, k, t.v_BHTV, *module.parameters()]
 
 
-def rows_of(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, signals: dict[str, Tensor]) -> Rows:
+def mask_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, signals: dict[str, Tensor]) -> MaskInputs:
     start_B = torch.zeros(v.shape[0], dtype=torch.long, device=v.device)
-    return Rows(q.unsqueeze(2), k, v, beta, start_B, torch.full_like(start_B, v.shape[2]), signals)
+    return MaskInputs(q.unsqueeze(2), k, v, beta, start_B, torch.full_like(start_B, v.shape[2]), signals)

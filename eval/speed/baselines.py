@@ -10,10 +10,10 @@ from torch import Tensor
 
 from surgery.eval.speed.timer import Call
 
-Made = tuple[Call, list[Tensor]]
+CallAndLeaves = tuple[Call, list[Tensor]]
 
 
-def peers(tokens: Any) -> list[tuple[str, Callable[[], Made]]]:
+def fla_baselines(tokens: Any) -> list[tuple[str, Callable[[], CallAndLeaves]]]:
     """(name, a function that gives the call and what gradients go to); importing is part of making. tokens: those of
     bench.attention, laid out here as it wants them."""
     return [
@@ -23,7 +23,7 @@ def peers(tokens: Any) -> list[tuple[str, Callable[[], Made]]]:
     ]
 
 
-def _log_linear(t: Any) -> Made:
+def _log_linear(t: Any) -> CallAndLeaves:
     from fla.ops.log_linear_attn import chunk_log_linear_attn  # type: ignore[import-not-found,unused-ignore]
 
     q, k, v = t.q_BT1K, t.k_BT1K, t.v_BHTV.transpose(1, 2).contiguous()
@@ -31,7 +31,7 @@ def _log_linear(t: Any) -> Made:
     return lambda: chunk_log_linear_attn(q, k, v, gate, level)[0], [q, k, v, gate, level]
 
 
-def _simple_gla(t: Any) -> Made:
+def _simple_gla(t: Any) -> CallAndLeaves:
     from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found,unused-ignore]
 
     v, gate = t.v_BHTV.transpose(1, 2).contiguous(), t.gate_BTH
@@ -39,7 +39,7 @@ def _simple_gla(t: Any) -> Made:
     return lambda: chunk_simple_gla(q, k, v, gate, scale=1.0)[0], [q, k, v, gate]
 
 
-def _gated_delta(t: Any) -> Made:
+def _gated_delta(t: Any) -> CallAndLeaves:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,unused-ignore]
 
     v, beta = t.v_BHTV.transpose(1, 2).contiguous(), t.beta_BHT.transpose(1, 2).contiguous()
@@ -48,7 +48,7 @@ def _gated_delta(t: Any) -> Made:
     return lambda: chunk_gated_delta_rule(q, k, v, gate, beta, scale=1.0)[0], [q, k, v, gate, beta]
 
 
-def version() -> str | None:
+def fla_version() -> str | None:
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as of
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import Choice, choose, watched
-from surgery.eval.speed.attention import split
-from surgery.eval.speed.timer import Call, Heat, Rival, Work, forward, graphed
-from surgery.mixers import MIXERS, Inputs, State
+from surgery.core.dispatch import KernelChoice, use_kernels, record_dispatch
+from surgery.eval.speed.attention import split_ranks
+from surgery.eval.speed.timer import Call, BenchmarkCase, TimedImplementation, WorkEstimate, forward, graph_call
+from surgery.mixers import MIXERS, MixerInputs, MixerState
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.mlr import MLR
@@ -28,12 +28,12 @@ CONTEXTS = {"full": (1024, 4096, 16384, 65536), "main": (16384, 65536), "small":
 BATCHES = {"full": (1, 16), "main": (16,), "small": (1, 2)}
 SHAPES = {"full": (2048, 32, 8, 64), "main": (2048, 32, 8, 64), "small": (32, 4, 2, 16)}  # D, H, G, K = V
 STEPS = 8
-PIECE = 4096  # tokens at once while a cache is filled
+FILL_TOKENS = 4096  # tokens at once while a cache is filled
 
 
-def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str, dict[str, int]]]:
+def mixer_choices(key: int, longest: int) -> list[tuple[str, KernelChoice, Any, str, dict[str, int]]]:
     """MLR attention's extents are those of the longest context."""
-    ranks, extents = split(key, longest)
+    ranks, extents = split_ranks(key, longest)
     whole = MLR(ranks=(key // 2, key // 2), extents=(4 * longest,))
     tbm = {"name": "toeplitz_blocks", "components": 8}
     every: list[tuple[str, str, Any]] = [
@@ -45,7 +45,7 @@ def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str, dict[str
         ("log-linear GDN", "hierarchical delta", LinearAttention(mask="hierarchical", scores="delta")),
         ("TBM, R = 8", "toeplitz_blocks", LinearAttention(mask=tbm, features="relu", normalise=True)),
     ]
-    choices: tuple[Choice, ...] = ("kernel", "reference")
+    choices: tuple[KernelChoice, ...] = ("kernel", "reference")
     levels = {whole: {"levels": 1}, every[1][2]: {"levels": len(ranks)}}
     return [
         (f"{name}, {choice}", choice, config, op, levels.get(config, {}))
@@ -55,7 +55,7 @@ def mixers(key: int, longest: int) -> list[tuple[str, Choice, Any, str, dict[str
 
 
 @dataclass
-class Bench:
+class MixerStates:
     """Mixers and the states of one row, which grow from context to context."""
 
     shape: AttentionShape
@@ -63,58 +63,58 @@ class Bench:
     dtype: torch.dtype
     longest: int
     made: dict[Any, Any] = field(default_factory=dict)
-    states: dict[Any, State] = field(default_factory=dict)
+    states: dict[Any, MixerState] = field(default_factory=dict)
 
-    def inputs(self, batch: int, length: int) -> Inputs:
+    def inputs(self, batch: int, length: int) -> MixerInputs:
         draw = lambda *dims: torch.randn(*dims, device=self.device, dtype=self.dtype)  # noqa: E731
         s = self.shape
         keys = draw(batch, s.groups, length, s.key), draw(batch, s.groups, length, s.value)
-        return Inputs(draw(batch, s.heads, length, s.key), *keys, draw(batch, length, s.dim))
+        return MixerInputs(draw(batch, s.heads, length, s.key), *keys, draw(batch, length, s.dim))
 
-    def state(self, config: Any, batch: int, length: int) -> tuple[Any, State]:
+    def state(self, config: Any, batch: int, length: int) -> tuple[Any, MixerState]:
         """The mixer and its state after that many tokens, every row alike. Filled by kernels whatever is timed."""
         if config not in self.made:
             with torch.device(self.device):
                 self.made[config] = MIXERS[config](config, self.shape).to(self.dtype)
             self.states[config] = self.made[config].empty_state(1, self.device)
         mixer, state = self.made[config], self.states[config]
-        with torch.no_grad(), choose("kernel" if self.device.type == "cuda" else "reference"), watched():
+        with torch.no_grad(), use_kernels("kernel" if self.device.type == "cuda" else "reference"), record_dispatch():
             while (seen := int(state.seen_B)) < length:
-                state = mixer(self.inputs(1, min(PIECE, length - seen)), state)[1]
+                state = mixer(self.inputs(1, min(FILL_TOKENS, length - seen)), state)[1]
         self.states[config] = state
         return mixer, state.rows(torch.zeros(batch, dtype=torch.long))
 
 
-def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat]:
+def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
     dim, heads, groups, key = SHAPES[sizes]
     shape = AttentionShape(dim, heads, groups, key, key, key**-0.5)
     longest = max(CONTEXTS[sizes])
-    bench = Bench(shape, device, dtype, longest)
+    bench = MixerStates(shape, device, dtype, longest)
     where = {"dim": dim, "heads": heads, "groups": groups, "key": key, "value": key}
     for length in CONTEXTS[sizes]:
         for batch in BATCHES[sizes]:
             for graph in (False, True):
                 sized = {**where, "batch": batch, "lanes": batch * heads, "context": length}
                 name = f"decode, batch {batch}{', CUDA graph' if graph else ''}"
-                yield Heat(name, length, sized, _rivals(bench, batch, length, graph, sized), launches=not graph)
+                yield BenchmarkCase(name, length, sized, _implementations(bench, batch, length, graph, sized), launches=not graph)
 
 
-def _rivals(bench: Bench, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> list[Rival]:
+def _implementations(bench: MixerStates, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> list[TimedImplementation]:
     full = 2 * batch * bench.shape.groups * length * bench.shape.key * bench.dtype.itemsize
     sized["cache"] = {"SDPA, room laid out": full, "SDPA, grown as in transformers": full}
     times = STEPS if graph else 1
-    room = lambda: _sdpa(bench, batch, length, True, graph)  # noqa: E731
-    rivals = [Rival("SDPA, room laid out", room, work=Work(full, 0), times=times, op="original")]
+    room = lambda: _sdpa_step(bench, batch, length, True, graph)  # noqa: E731
+    rivals = [TimedImplementation("SDPA, room laid out", room, work=WorkEstimate(full, 0), times=times, op="original")]
     if not graph:
-        grown = lambda: _sdpa(bench, batch, length, False, graph)  # noqa: E731
-        rivals.append(Rival("SDPA, grown as in transformers", grown, work=Work(full, 0)))
-    for name, choice, config, op, options in mixers(bench.shape.key, bench.longest):
-        make = lambda n=name, c=config: _step(bench, n, c, batch, length, graph, sized)  # noqa: E731
-        rivals.append(Rival(name, make, choice, times=times, op=op, options=options))
+        grown = lambda: _sdpa_step(bench, batch, length, False, graph)  # noqa: E731
+        rivals.append(TimedImplementation("SDPA, grown as in transformers", grown, work=WorkEstimate(full, 0)))
+    for name, choice, config, op, options in mixer_choices(bench.shape.key, bench.longest):
+        make = lambda n=name, c=config: _mixer_step(bench, n, c, batch, length, graph, sized)  # noqa: E731
+        rivals.append(TimedImplementation(name, make, choice, times=times, op=op, options=options))
     return rivals
 
 
-def _step(bench: Bench, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> Call:
+def _mixer_step(bench: MixerStates, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> Call:
     """Each step takes the state that the one before left; a graph holds STEPS of them."""
     mixer, state = bench.state(config, batch, length)
     sized["cache"][name] = state.nbytes()
@@ -124,11 +124,11 @@ def _step(bench: Bench, name: str, config: Any, batch: int, length: int, graph: 
         now[0] = mixer(inputs, now[0])[1]
 
     if graph:  # which reads the state it was captured from
-        return graphed([lambda: held.append(now[0]), *STEPS * [forward(advance)]], bench.device)
+        return graph_call([lambda: held.append(now[0]), *STEPS * [forward(advance)]], bench.device)
     return forward(advance)
 
 
-def _sdpa(bench: Bench, batch: int, length: int, room: bool, graph: bool) -> Call:
+def _sdpa_step(bench: MixerStates, batch: int, length: int, room: bool, graph: bool) -> Call:
     held, new = bench.inputs(batch, length + 1), bench.inputs(batch, 1)
     k, v = held.k_BGTK, held.v_BGTV
 
@@ -142,4 +142,4 @@ def _sdpa(bench: Bench, batch: int, length: int, room: bool, graph: bool) -> Cal
         return F.scaled_dot_product_attention(new.q_BHTK, keys, values, enable_gqa=True)
 
     run: Callable[[], Any] = forward(step)
-    return graphed(STEPS * [run], bench.device) if graph else run
+    return graph_call(STEPS * [run], bench.device) if graph else run

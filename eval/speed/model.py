@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from surgery.architectures.attention import attention_paths
-from surgery.eval.speed.attention import split
-from surgery.eval.speed.timer import Call, Heat, Rival, forward
+from surgery.eval.speed.attention import split_ranks
+from surgery.eval.speed.timer import Call, BenchmarkCase, TimedImplementation, forward
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
@@ -48,13 +48,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["main"] = SHAPES["full"]
 CONTEXTS = {"full": (2048, 8192, 32768, 131072), "main": (8192, 131072), "small": (64, 128)}
 STATIC = {"full": (2048, 32768), "main": (8192,), "small": (64,)}  # contexts; compiled anew for each
-ROOM = 512  # tokens of a static cache behind its context
+EXTRA_SLOTS = 512  # tokens of a static cache behind its context
 EXTENT = {"full": 8192, "main": 8192, "small": 128}  # level l of MLR attention is seen within EXTENT / 2^(l-1) tokens
-ORIGINAL, WITHOUT = "original, SDPA", " without cuDNN"
+ORIGINAL, WITHOUT_CUDNN = "original, SDPA", " without cuDNN"
 STEPS = {"full": 6, "main": 6, "small": 2}
 
 
-def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat]:
+def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
     """Decoding comes with its prefill: it goes on from the cache that was left."""
     models: dict[str, Any] = {}
     caches: dict[str, Any] = {}
@@ -62,50 +62,50 @@ def heats(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[Heat
         where = {**SHAPES[sizes], "tokens": length, "batch": 1}
         ids_1T = torch.randint(SHAPES[sizes]["vocab_size"], (1, length), device=device)
         prefills, steps = [], []
-        for name, choice, change in changes(sizes):
-            made = lambda n=name, c=change: _model(models, n, c, sizes, device, dtype)  # noqa: E731
-            off = name.endswith(WITHOUT), name != ORIGINAL  # cuDNN's attention, in prefill and decoding
+        for name, choice, change in model_changes(sizes):
+            made = lambda n=name, c=change: _get_model(models, n, c, sizes, device, dtype)  # noqa: E731
+            off = name.endswith(WITHOUT_CUDNN), name != ORIGINAL  # cuDNN's attention, in prefill and decoding
             pre = lambda n=name, m=made, i=ids_1T, o=off: _prefill(m(), i, caches, n, o[0])  # noqa: E731
-            last = lambda n=name: _left_by_prefill(caches, n)  # noqa: E731
-            step = lambda c=last, m=made, o=off: _steps(m(), c(), STEPS[sizes], device, o[1])  # noqa: E731
+            last = lambda n=name: _take_cache(caches, n)  # noqa: E731
+            step = lambda c=last, m=made, o=off: _decode_steps(m(), c(), STEPS[sizes], device, o[1])  # noqa: E731
             op = "original" if name.startswith(ORIGINAL) else None
-            prefills.append(Rival(name, pre, choice, op=op))
-            steps.append(Rival(name, step, choice, times=STEPS[sizes], op=op))
-        yield Heat("model, prefill", length, where, prefills, launches=True)
-        yield Heat("model, decode", length, where, steps, launches=True)
+            prefills.append(TimedImplementation(name, pre, choice, op=op))
+            steps.append(TimedImplementation(name, step, choice, times=STEPS[sizes], op=op))
+        yield BenchmarkCase("model, prefill", length, where, prefills, launches=True)
+        yield BenchmarkCase("model, decode", length, where, steps, launches=True)
         caches.clear()
         if length in STATIC[sizes]:
-            yield Heat(
+            yield BenchmarkCase(
                 "model, decode, static cache",
                 length,
                 where,
-                _static(models, length, sizes, device, dtype),
+                _static_implementations(models, length, sizes, device, dtype),
                 launches=True,
             )
 
 
-def changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
+def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
     """(name, choice, what is done to the original)."""
-    ranks, extents = split(SHAPES[sizes]["head_dim"], EXTENT[sizes])
+    ranks, extents = split_ranks(SHAPES[sizes]["head_dim"], EXTENT[sizes])
     mlr = MLR(ranks=ranks, extents=extents)
     log_linear = LinearAttention(mask="hierarchical")
     return [
         (ORIGINAL, "measured", lambda model: None),
-        (ORIGINAL + WITHOUT, "measured", lambda model: None),
-        ("log-linear Mamba-2", "measured", lambda model: mixed(model, log_linear)),
-        ("log-linear Mamba-2, reference", "reference", lambda model: mixed(model, log_linear)),
-        ("MLR attention", "measured", lambda model: mixed(model, mlr)),
-        ("MLR attention, reference", "reference", lambda model: mixed(model, mlr)),
-        ("BTT half, 4 x 4", "measured", lambda model: structured(model, BTT(blocks=(4, 4)))),
-        ("BTT s=4", "measured", lambda model: structured(model, BTT(rank=4))),
+        (ORIGINAL + WITHOUT_CUDNN, "measured", lambda model: None),
+        ("log-linear Mamba-2", "measured", lambda model: install_mixers(model, log_linear)),
+        ("log-linear Mamba-2, reference", "reference", lambda model: install_mixers(model, log_linear)),
+        ("MLR attention", "measured", lambda model: install_mixers(model, mlr)),
+        ("MLR attention, reference", "reference", lambda model: install_mixers(model, mlr)),
+        ("BTT half, 4 x 4", "measured", lambda model: replace_linears(model, BTT(blocks=(4, 4)))),
+        ("BTT s=4", "measured", lambda model: replace_linears(model, BTT(rank=4))),
     ]
 
 
-def mixed(model: Any, config: Any) -> None:
+def install_mixers(model: Any, config: Any) -> None:
     install(model, dict.fromkeys(attention_paths(model), config))
 
 
-def structured(model: Any, config: Any) -> None:
+def replace_linears(model: Any, config: Any) -> None:
     """Every linear of the layers; half of its numbers where the config has no rank."""
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
@@ -116,9 +116,9 @@ def structured(model: Any, config: Any) -> None:
             model.model.layers.set_submodule(path, made)
 
 
-def _model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:
+def _get_model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:
     """Made once; kept, for they are small beside what a long prompt takes. Rivals that differ in the choice share one."""
-    name = name.removesuffix(", reference").removesuffix(WITHOUT)
+    name = name.removesuffix(", reference").removesuffix(WITHOUT_CUDNN)
     if name not in models:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,7 +141,7 @@ def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str, flash: 
     def run() -> None:
         caches.pop(name, None)
         cache = DynamicCache(config=model.config)
-        with cudnn(not flash):
+        with allow_cudnn(not flash):
             model(ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
         caches[name] = cache
 
@@ -149,7 +149,7 @@ def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str, flash: 
 
 
 @contextmanager
-def cudnn(on: bool) -> Iterator[None]:
+def allow_cudnn(on: bool) -> Iterator[None]:
     """Whether SDPA may take cuDNN's attention, which torch 2.11 prefers on Hopper, and which makes a plan for every
     length of a cache that it has not met."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -160,45 +160,45 @@ def cudnn(on: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _static(models: dict[str, Any], length: int, sizes: str, device: torch.device, dtype: torch.dtype) -> list[Rival]:
+def _static_implementations(models: dict[str, Any], length: int, sizes: str, device: torch.device, dtype: torch.dtype) -> list[TimedImplementation]:
     rivals = []
-    for name, choice, change in changes(sizes):
-        if name.startswith("MLR") or choice == "reference" or name.endswith(WITHOUT):  # MLR attention's cache grows
+    for name, choice, change in model_changes(sizes):
+        if name.startswith("MLR") or choice == "reference" or name.endswith(WITHOUT_CUDNN):  # MLR attention's cache grows
             continue
-        made = lambda n=name, c=change: _model(models, n, c, sizes, device, dtype)  # noqa: E731
-        kind = _in_a_graph if name.startswith("log-linear") else _compiled
+        made = lambda n=name, c=change: _get_model(models, n, c, sizes, device, dtype)  # noqa: E731
+        kind = _graph_steps if name.startswith("log-linear") else _compiled_steps
         make = lambda m=made, k=kind: k(m(), length, STEPS[sizes], device)  # noqa: E731
         op = "original" if name == ORIGINAL else None
-        rivals.append(Rival(name, make, choice, times=STEPS[sizes], op=op))
+        rivals.append(TimedImplementation(name, make, choice, times=STEPS[sizes], op=op))
     return rivals
 
 
-def _in_a_graph(model: Any, length: int, steps: int, device: torch.device) -> Call:
+def _graph_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:
     """Steps of surgery.modeling.cuda_graph, behind a prefill."""
     from transformers import DynamicCache
 
-    from surgery.modeling.cuda_graph import Captured
+    from surgery.modeling.cuda_graph import CapturedDecodeStep
 
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
-    return _stepping(Captured(model, length + ROOM) if device.type == "cuda" else model, cache, length, steps, device)
+    return _step_call(CapturedDecodeStep(model, length + EXTRA_SLOTS) if device.type == "cuda" else model, cache, length, steps, device)
 
 
-def _compiled(model: Any, length: int, steps: int, device: torch.device) -> Call:
+def _compiled_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:
     """Steps of what transformers compiles, on a cache whose numbers, for time alone, are zeros."""
     from transformers import StaticCache
 
-    cache, config = StaticCache(config=model.config, max_cache_len=length + ROOM), model.config
+    cache, config = StaticCache(config=model.config, max_cache_len=length + EXTRA_SLOTS), model.config
     cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
     for layer in cache.layers:
         seen: Any = getattr(layer, "cumulative_length")  # noqa: B009  not every kind of layer has it
         seen.fill_(length)
     call = model.get_compiled_call(None) if device.type == "cuda" else model
-    return _stepping(call, cache, length, steps, device)
+    return _step_call(call, cache, length, steps, device)
 
 
-def _stepping(call: Any, cache: Any, length: int, steps: int, device: torch.device) -> Call:
+def _step_call(call: Any, cache: Any, length: int, steps: int, device: torch.device) -> Call:
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
     place_11 = torch.full_like(token_11, length)
 
@@ -210,18 +210,18 @@ def _stepping(call: Any, cache: Any, length: int, steps: int, device: torch.devi
     return forward(run)
 
 
-def _left_by_prefill(caches: dict[str, Any], name: str) -> Any:
+def _take_cache(caches: dict[str, Any], name: str) -> Any:
     if name not in caches:
         raise LookupError("not run: its prefill was not")
     return caches.pop(name)
 
 
-def _steps(model: Any, cache: Any, steps: int, device: torch.device, flash: bool) -> Call:
+def _decode_steps(model: Any, cache: Any, steps: int, device: torch.device, flash: bool) -> Call:
     """The cache goes on growing from run to run: by less than a hundredth of a long context."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def run() -> None:
-        with cudnn(not flash):
+        with allow_cudnn(not flash):
             for _ in range(steps):
                 model(token_11, past_key_values=cache, use_cache=True)
 

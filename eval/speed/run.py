@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from surgery.core.device import choose_device, device_name
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.files import disk_errors, write_json
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import explain_disk_errors, write_json
 from surgery.core.progress import Progress
 from surgery.eval.speed import attention, decode, linear, model
 from surgery.eval.speed import train as training
-from surgery.eval.speed.baselines import version as peer_version
-from surgery.eval.speed.roofline import against_floor, ceilings
-from surgery.eval.speed.timer import Heat, Race, Rival, Row
+from surgery.eval.speed.baselines import fla_version as peer_version
+from surgery.eval.speed.roofline import add_floor, measure_ceilings
+from surgery.eval.speed.timer import BenchmarkCase, Benchmark, TimedImplementation, ResultRow
 
 KINDS = ("linear", "attention", "decode", "model")
 TRAIN = "train"
@@ -45,74 +45,74 @@ def bench(
     ends = started + time_limit if time_limit else float("inf")
     if kind == TRAIN:  # which chooses a device for each of its processes
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
-        _check(kind, sizes)
-        return training.train(sizes, only, device, ends, out, progress, where)
+        _check_options(kind, sizes)
+        return training.train(sizes, only, device, ends, out, progress, describe_environment)
     place = choose_device(device)
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
-    _check(kind, sizes, dtype)
+    _check_options(kind, sizes, dtype)
     numbers = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     spend, patience = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
-    race = Race(place, spend, patience, ends, least=3 if kind != "model" else 1)
-    limits = ceilings(race, numbers)
+    race = Benchmark(place, spend, patience, ends, least=3 if kind != "model" else 1)
+    limits = measure_ceilings(race, numbers)
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes,
-        **where(place),
+        **describe_environment(place),
         "dtype": str(numbers).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for heat in _heats(kind, sizes, place, numbers, peers):
-        heat.rivals = _asked(heat, only, gpu)
-        progress.say(line_of(heat, _raced(race, heat, limits, result["rows"])))
+    for heat in _benchmark_cases(kind, sizes, place, numbers, peers):
+        heat.rivals = _select_implementations(heat, only, gpu)
+        progress.say(case_line(heat, _run_case(race, heat, limits, result["rows"])))
         if out is not None:
-            kept(out, result)
+            save_result(out, result)
         if time.monotonic() > ends:
             break
     else:
         result["complete"] = True
     result["seconds"] = round(time.monotonic() - started, 1)
     if out is not None:
-        kept(out, result)
+        save_result(out, result)
     return result
 
 
-def kept(out: Path, result: dict[str, Any]) -> None:
-    with disk_errors(out):
+def save_result(out: Path, result: dict[str, Any]) -> None:
+    with explain_disk_errors(out):
         write_json(out, result)
 
 
-def _check(kind: str, sizes: str, dtype: str | None = None) -> None:
+def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
     asked = ("bench", kind, (*KINDS, TRAIN)), ("--sizes", sizes, SIZES), ("--dtype", dtype or DTYPES[0], DTYPES)
     for what, given, valid in asked:
         if given not in valid:
-            raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{nearest(given, valid)}")
+            raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{suggestion(given, valid)}")
 
 
-def _heats(kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool) -> Iterator[Heat]:
+def _benchmark_cases(kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool) -> Iterator[BenchmarkCase]:
     if kind == "attention":
-        return attention.heats(sizes, device, dtype, peers)
+        return attention.benchmark_cases(sizes, device, dtype, peers)
     return {"linear": linear, "decode": decode, "model": model}[kind].heats(sizes, device, dtype)
 
 
-def _asked(heat: Heat, only: str | None, gpu: bool) -> list[Rival]:
+def _select_implementations(heat: BenchmarkCase, only: str | None, gpu: bool) -> list[TimedImplementation]:
     """Kernels have nothing to show on a CPU."""
     words = (only or "").lower().split(",")
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
 
-    def asked(rival: Rival) -> bool:
+    def asked(rival: TimedImplementation) -> bool:
         name = rival.name.lower()
         return any(word in name for word in among) and not any(word in name for word in without)
 
     return [r for i, r in enumerate(heat.rivals) if (i == 0 or asked(r)) and (gpu or r.choice != "kernel")]
 
 
-def _raced(race: Race, heat: Heat, limits: dict[str, float], into: list[Row]) -> list[Row]:
+def _run_case(race: Benchmark, heat: BenchmarkCase, limits: dict[str, float], into: list[ResultRow]) -> list[ResultRow]:
     rows = race.run(heat)
     works = {rival.name: rival.work for rival in heat.rivals}
     for row in rows:
-        against_floor(row, works[row["rival"]], limits)
+        add_floor(row, works[row["rival"]], limits)
         if rows[0]["ms"] and row["ms"]:
             row["ratio"] = rows[0]["ms"] / row["ms"]
         cache = heat.sizes.get("cache", {})
@@ -123,13 +123,13 @@ def _raced(race: Race, heat: Heat, limits: dict[str, float], into: list[Row]) ->
     return rows
 
 
-def line_of(heat: Heat, rows: list[Row]) -> str:
+def case_line(heat: BenchmarkCase, rows: list[ResultRow]) -> str:
     """What was just measured, on one line."""
     shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
     return f"{heat.table}, {heat.x:,}: " + " | ".join(shown)
 
 
-def where(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """What figures hold for."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     if find_spec("triton") is not None:

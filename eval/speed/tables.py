@@ -11,49 +11,49 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 
-Row = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
+ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
-EXPLAINED = (
+CELL_LEGEND = (
     "a cell: ms, times as fast as the first row, share of the counted floor's speed (bytes over the copy bandwidth or "
     "operations over the matrix rate, whichever takes longer)"
 )
 
 
-def tables(result: dict[str, Any]) -> list[Any]:
+def result_tables(result: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     if result["kind"] == "train":
         return training_tables(result)
     parts: list[Any] = []
-    for title, columns, rows in grids(result["rows"]):
+    for title, columns, rows in result_grids(result["rows"]):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("")
         for column in columns:
             table.add_column(f"{column:,}", justify="right", no_wrap=True)
         for name, cells in rows:
             table.add_row(name, *cells)
-        parts += [table, *notes(result["rows"], title), ""]
-    return [*parts, *crossovers(result["rows"]), "", EXPLAINED, *conditions(result)]
+        parts += [table, *skipped_notes(result["rows"], title), ""]
+    return [*parts, *crossovers(result["rows"]), "", CELL_LEGEND, *format_conditions(result)]
 
 
-def grids(rows: list[Row]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
+def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
     """(title, sizes, (rival, a cell for each size)): the times, then what else is known of a table's rows."""
     found = []
     for title in dict.fromkeys(row["table"] for row in rows):
         here = [row for row in rows if row["table"] == title]
-        found.append(_grid(title, here, cell))
+        found.append(_make_grid(title, here, format_cell))
         kind = title.split(",")[0]
         if kind == "model":
-            found.append(_grid(f"{title}, tokens a second", here, a_second))
+            found.append(_make_grid(f"{title}, tokens a second", here, tokens_per_second))
         if title == "model, prefill":
-            found.append(_grid(f"{title}, peak GB beside weights", here, lambda row: in_units(row.get("peak"), 1e9)))
+            found.append(_make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9)))
         if kind == "decode" and "graph" not in title:
-            found.append(_grid(f"{title}, cache in MB", here, lambda row: in_units(row.get("cache"), 1e6)))
+            found.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
     return found
 
 
-def _grid(
-    title: str, rows: list[Row], shown: Callable[[Row], str]
+def _make_grid(
+    title: str, rows: list[ResultRow], shown: Callable[[ResultRow], str]
 ) -> tuple[str, list[int], list[tuple[str, list[str]]]]:
     columns = sorted({row["x"] for row in rows})
     at = {(row["rival"], row["x"]): shown(row) for row in rows if row["ms"]}
@@ -62,17 +62,17 @@ def _grid(
     return title, columns, [line for line in lines if set(line[1]) != {"-"}]
 
 
-def a_second(row: Row) -> str:
+def tokens_per_second(row: ResultRow) -> str:
     tokens = row["x"] if "prefill" in row["table"] else 1
     return f"{tokens / row['ms'] * 1e3:,.0f}"
 
 
-def in_units(count: float | None, unit: float) -> str:
+def format_in_units(count: float | None, unit: float) -> str:
     return "-" if count is None else f"{count / unit:,.{0 if count >= 100 * unit else 2}f}"
 
 
-def cell(row: Row) -> str:
-    parts = [milliseconds(row["ms"])]
+def format_cell(row: ResultRow) -> str:
+    parts = [format_ms(row["ms"])]
     if "ratio" in row and row["ratio"] != 1:
         parts.append(f"{row['ratio']:.2f}x")
     if row.get("fraction"):
@@ -80,12 +80,12 @@ def cell(row: Row) -> str:
     return " ".join(parts)
 
 
-def milliseconds(ms: float) -> str:
+def format_ms(ms: float) -> str:
     """Three digits."""
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.{2 if ms < 10 else 1}f}" if ms >= 1 else f"{ms:.3g}"
 
 
-def notes(rows: list[Row], title: str) -> list[str]:
+def skipped_notes(rows: list[ResultRow], title: str) -> list[str]:
     """What could not be measured, and why, a line for each reason."""
     found: dict[str, dict[str, list[str]]] = {}
     for row in rows:
@@ -99,12 +99,12 @@ def notes(rows: list[Row], title: str) -> list[str]:
     return [f"  {reason}: {names}" for reason, names in every.items()]
 
 
-def beside(row: Row) -> bool:
+def is_comparison_only(row: ResultRow) -> bool:
     """Whether a row stands for comparison alone: no one would choose it."""
     return row["rival"].endswith((", reference", ", multiplied out"))
 
 
-def crossovers(rows: list[Row]) -> list[str]:
+def crossovers(rows: list[ResultRow]) -> list[str]:
     """From which size on rivals stay ahead of all that torch has for the job, a line a table."""
     lines = []
     for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
@@ -112,7 +112,7 @@ def crossovers(rows: list[Row]) -> list[str]:
         torchs = [row for row in here if row.get("op") == "original" or row["rival"] == here[0]["rival"]]
         best = {x: min(r["ms"] for r in torchs if r["x"] == x) for x in {r["x"] for r in torchs}}
         ahead: dict[str, list[str]] = {}
-        for name in dict.fromkeys(row["rival"] for row in here if row not in torchs and not beside(row)):
+        for name in dict.fromkeys(row["rival"] for row in here if row not in torchs and not is_comparison_only(row)):
             at = sorted((r["x"], r["ms"] < best[r["x"]]) for r in here if r["rival"] == name and r["x"] in best)
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
@@ -122,7 +122,7 @@ def crossovers(rows: list[Row]) -> list[str]:
     return lines
 
 
-def conditions(result: dict[str, Any]) -> list[str]:
+def format_conditions(result: dict[str, Any]) -> list[str]:
     limits, versions = result["ceilings"], result["versions"]
     several = result.get("processes", 1)  # a rival's ratio is to the first row of its own
     ends = f"; rivals in {several} processes" if several > 1 else ""
@@ -136,16 +136,16 @@ def conditions(result: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     """What docs/performance.md shows of a result."""
     lines = []
-    for title, columns, rows in grids(result["rows"]):
+    for title, columns, rows in result_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
         lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
-        lines += ["", *(f"-{note[1:]}" for note in notes(result["rows"], title)), ""]
+        lines += ["", *(f"-{note[1:]}" for note in skipped_notes(result["rows"], title)), ""]
     ahead = [f"- {line}" for line in crossovers(result["rows"])]
-    return "\n".join([*conditions(result), "", *ahead, *([""] if ahead else []), *lines])
+    return "\n".join([*format_conditions(result), "", *ahead, *([""] if ahead else []), *lines])
 
 
-def plotted(result: dict[str, Any], path: Path) -> None:
+def save_plot(result: dict[str, Any], path: Path) -> None:
     """ms against size, a picture for each table."""
     try:
         import matplotlib
@@ -155,7 +155,7 @@ def plotted(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     titles = {row["table"] for row in result["rows"]}
-    every = [grid for grid in grids(result["rows"]) if grid[0] in titles]
+    every = [grid for grid in result_grids(result["rows"]) if grid[0] in titles]
     shown = [grid for grid in every if len(grid[1]) > 1] or every
     across = min(2, len(shown))
     down = -(-len(shown) // across)
@@ -168,26 +168,26 @@ def plotted(result: dict[str, Any], path: Path) -> None:
             axis.plot(*zip(*sorted(points)), marker=".", label=name, linestyle="--" if "reference" in name else "-")
         axis.set(xscale="log", yscale="log", title=title, ylabel="ms")
         axis.legend(fontsize=6)
-    figure.suptitle(conditions(result)[0], fontsize=8)
+    figure.suptitle(format_conditions(result)[0], fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def lost(row: dict[str, Any]) -> float | None:
+def lost_share(row: dict[str, Any]) -> float | None:
     """Share of the bare loop's speed that ours does not reach."""
     if "bare_ms" not in row or "ours_ms" not in row:
         return None
     return 1 - row["bare_ms"] / row["ours_ms"]
 
 
-def line_of(row: dict[str, Any]) -> str:
+def training_line(row: dict[str, Any]) -> str:
     if "ours_ms" not in row:
         return f"{row['case']}, {row['change']}: {row.get('note', 'not run')}"
     said = [f"surgery {row['ours_ms']:.4g} ms, {row['ours_tokens_per_second']:,.0f} tokens/s"]
     if row["ours_peak"]:
         said.append(f"{row['ours_peak'] / 1e9:.1f} GB")
-    if (share := lost(row)) is not None:
+    if (share := lost_share(row)) is not None:
         said.append(f"bare {row['bare_ms']:.4g} ms, {row['bare_tokens_per_second']:,.0f} tokens/s, {share:+.1%} lost")
     return f"{row['case']}, {row['change']}: " + " | ".join(said)
 
@@ -200,7 +200,7 @@ def training_tables(result: dict[str, Any]) -> list[Any]:
     for column in ("", "", "bare loop", "surgery", "lost", "peak GB, bare", "surgery"):
         grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for row in result["rows"]:
-        share = lost(row)
+        share = lost_share(row)
         speeds = [row.get(f"{who}_tokens_per_second") for who in ("bare", "ours")]
         peaks = [row.get(f"{who}_peak") for who in ("bare", "ours")]
         grid.add_row(

@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import Choice, choose, watched
+from surgery.core.dispatch import KernelChoice, use_kernels, record_dispatch
 from surgery.core.errors import SurgeryError
 
-FLUSH = 2**27  # bytes, twice the L2 cache of an H200
-CYCLES, PAUSE = 2_000_000, 5.0  # of a GPU's clock in a millisecond, about; ms of a pause at most
-LONG = 1000.0  # ms of a run
+FLUSH_BYTES = 2**27  # bytes, twice the L2 cache of an H200
+CYCLES_PER_MS, MAX_PAUSE_MS = 2_000_000, 5.0  # of a GPU's clock in a millisecond, about; ms of a pause at most
+LONG_RUN_MS = 1000.0  # ms of a run
 Call = Callable[[], Any]
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
-class Work(NamedTuple):
+class WorkEstimate(NamedTuple):
     """The least that a run must do: bytes read and written once, floating-point operations."""
 
     bytes: float
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 @dataclass
-class Rival:
+class TimedImplementation:
     """make: lays out what a run needs and returns the run. times: calls in one run. op, options: what kernels/tuning.json
     calls this, and what it depends on beside the heat's sizes; way: where it is not the choice. "original" is what others
     replace. A rival of the choice
@@ -47,8 +47,8 @@ class Rival:
 
     name: str
     make: Callable[[], Call]
-    choice: Choice = "measured"
-    work: Work | None = None
+    choice: KernelChoice = "measured"
+    work: WorkEstimate | None = None
     times: int = 1
     op: str | None = None
     options: dict[str, int] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class Rival:
 
 
 @dataclass
-class Heat:
+class BenchmarkCase:
     """One column of a table: rivals at one size x, the first of them the one that others are compared with. launches:
     whether a run's time is to hold what the CPU takes to launch it."""
 
     table: str
     x: int
     sizes: dict[str, Any]
-    rivals: list[Rival]
+    rivals: list[TimedImplementation]
     launches: bool = False
 
 
-class Mark(NamedTuple):
+class TimedRun(NamedTuple):
     """A run: ms until the CPU was done with it, and the events around it on a GPU, to be read once it is over."""
 
     launch: float
@@ -77,7 +77,7 @@ class Mark(NamedTuple):
         return self.launch if self.events is None else self.events[0].elapsed_time(self.events[1])
 
 
-class Race:
+class Benchmark:
     """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer (a
     reference's is a third of that). spend: ms
     for the runs of a rival at a size, at least `least` of them. ends: when to stop, by time.monotonic()."""
@@ -85,12 +85,12 @@ class Race:
     def __init__(self, device: torch.device, spend: float, patience: float, ends: float = float("inf"), least: int = 3):
         self.device, self.spend, self.patience, self.ends, self.least = device, spend, patience, ends, least
         self.last: dict[tuple[str, str], tuple[int, float]] = {}
-        self.flush = torch.empty(FLUSH, dtype=torch.int8, device=device) if device.type == "cuda" else None
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
-    def run(self, heat: Heat) -> list[Row]:
+    def run(self, heat: BenchmarkCase) -> list[ResultRow]:
         rows, calls = [], []
         for rival in heat.rivals:
-            row: Row = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
+            row: ResultRow = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
             if rival.op is not None:
                 row |= {"op": rival.op, "way": rival.way or rival.choice, "options": rival.options}
             rows.append(row)
@@ -108,7 +108,7 @@ class Race:
                     row[part] /= rival.times
         return rows
 
-    def _left_out(self, heat: Heat, rival: Rival) -> str | None:
+    def _left_out(self, heat: BenchmarkCase, rival: TimedImplementation) -> str | None:
         if time.monotonic() > self.ends:
             return "time limit"
         x, ms = self.last.get((heat.table, rival.name), (heat.x, 0.0))
@@ -117,13 +117,13 @@ class Race:
             return f"left out: {ms:,.0f} ms at {x:,}"
         return None
 
-    def _started(self, rival: Rival, row: Row, launches: bool) -> Call | None:
+    def _started(self, rival: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
         """Warms up, which compiles, and takes a first time; None where that goes wrong. A long run that did well at a
         smaller size is warm."""
         x, ms = self.last.get((row["table"], rival.name), (row["x"], 0.0))
-        warm = row["x"] > x and ms * row["x"] / x > LONG and rival.choice != "kernel"
+        warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and rival.choice != "kernel"
         try:
-            with choose(rival.choice), watched() as used:
+            with use_kernels(rival.choice), record_dispatch() as used:
                 call = rival.make()
                 if not warm:
                     self._ms(call)
@@ -131,9 +131,9 @@ class Race:
                 row["note"] = "no kernel"
                 return None
             row["kernels"] = sorted(used)
-            with choose(rival.choice):
+            with use_kernels(rival.choice):
                 row["ms"], launch, row["peak"] = self._second(call)
-                if not launches and self.flush is not None and row["ms"] < LONG / 10 and not self._waits(call):
+                if not launches and self.flush is not None and row["ms"] < LONG_RUN_MS / 10 and not self._waits(call):
                     row["launch"] = min(launch, self._second(call)[1], self._second(call)[1])
                 if row["ms"] > self.patience and self.least > 1:  # was that compiling too, for another kind of size?
                     row["ms"] = min(row["ms"], self._ms(call))
@@ -145,7 +145,7 @@ class Race:
         self._recovered(row)
         return None
 
-    def _recovered(self, row: Row) -> None:
+    def _recovered(self, row: ResultRow) -> None:
         gc.collect()
         if self.device.type != "cuda":
             return
@@ -171,7 +171,7 @@ class Race:
     def _waits(self, call: Call) -> bool:
         """Whether the host waits for the device: then launches cannot be queued, and the time holds them."""
         try:
-            with asking_nothing():
+            with forbid_synchronization():
                 call()
         except RuntimeError as error:
             if "synchronizing" in str(error):
@@ -179,22 +179,22 @@ class Race:
             raise
         return False
 
-    def _turns(self, entries: list[tuple[Rival, Call, Row]]) -> None:
+    def _turns(self, entries: list[tuple[TimedImplementation, Call, ResultRow]]) -> None:
         """The medians of as many runs as `spend` pays for, at most 50."""
         wanted = [max(self._least(row), min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
-        taken: list[list[Mark]] = [[] for _ in entries]
+        taken: list[list[TimedRun]] = [[] for _ in entries]
         for turn in range(max(wanted, default=0)):
             for (rival, call, row), runs, into in zip(entries, wanted, taken):
                 if turn < runs and (turn < 1 or time.monotonic() < self.ends + 2):
-                    with choose(rival.choice):
+                    with use_kernels(rival.choice):
                         into.append(self._marked(call, row.get("launch", 0.0)))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for (_, _, row), marks in zip(entries, taken):
             row["ms"], row["runs"] = median(mark.ms() for mark in marks), len(marks)
 
-    def _least(self, row: Row) -> int:
-        return self.least if row["ms"] < LONG / 10 else 1
+    def _least(self, row: ResultRow) -> int:
+        return self.least if row["ms"] < LONG_RUN_MS / 10 else 1
 
     def _ms(self, call: Call) -> float:
         mark = self._marked(call)
@@ -202,13 +202,13 @@ class Race:
             torch.cuda.synchronize(self.device)
         return mark.ms()
 
-    def _marked(self, call: Call, pause: float = 0.0) -> Mark:
+    def _marked(self, call: Call, pause: float = 0.0) -> TimedRun:
         """A run. pause: ms in which the CPU launches ahead."""
         events = None
         if self.flush is not None:
             self.flush.zero_()
             if pause:
-                torch.cuda._sleep(int(min(1.2 * pause, PAUSE) * CYCLES))
+                torch.cuda._sleep(int(min(1.2 * pause, MAX_PAUSE_MS) * CYCLES_PER_MS))
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
         start = time.perf_counter()
@@ -216,7 +216,7 @@ class Race:
         launch = (time.perf_counter() - start) * 1e3
         if events is not None:
             events[1].record()
-        return Mark(launch, events)
+        return TimedRun(launch, events)
 
 
 # -- runs ----------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def backward(call: Call, leaves: list[Tensor]) -> Call:
     return run
 
 
-def graphed(calls: list[Call], device: torch.device) -> Call:
+def graph_call(calls: list[Call], device: torch.device) -> Call:
     """All calls as one CUDA graph: what they take without the launches of a busy CPU. Elsewhere one after the other."""
 
     def one_by_one() -> None:
@@ -254,7 +254,7 @@ def graphed(calls: list[Call], device: torch.device) -> Call:
         return one_by_one
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), asking_nothing():
+    with torch.cuda.stream(stream), forbid_synchronization():
         for call in calls[:2]:
             call()
     torch.cuda.synchronize(device)
@@ -270,7 +270,7 @@ def graphed(calls: list[Call], device: torch.device) -> Call:
 
 
 @contextmanager
-def asking_nothing() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     """RuntimeError where the host waits for the device: such a call cannot be captured, and trying leaves the random
     generator and the allocator unusable."""
     before = torch.cuda.get_sync_debug_mode()

@@ -5,7 +5,7 @@
     surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, a log line every few steps
 
 A figure is the median of the wall times of a few steps, everything between them included. Behind `accelerate launch`
-surgery's loop runs alone, the batch shared out over the processes; `losses` say whether it is the same training.
+surgery's loop runs alone, the batch shared out over the processes; `weighted_loss` say whether it is the same training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 from surgery.core.errors import SurgeryError
 from surgery.core.files import write_json
 from surgery.core.progress import Progress
-from surgery.eval.speed.model import SHAPES, mixed, structured
-from surgery.eval.speed.tables import line_of
+from surgery.eval.speed.model import SHAPES, install_mixers, replace_linears
+from surgery.eval.speed.tables import training_line
 from surgery.mixers.linear import LinearAttention
 from surgery.structures.btt import BTT
 
-COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
+TEXT_COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
 
 SMALL = {
     "hidden_size": 512,
@@ -45,9 +45,9 @@ SMALL = {
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """batch rows of a step over all devices, rows of a forward. look: steps between lines of the log, what is timed at
-    once; looks: of a run, from the `settled`-th on they are timed: by then our loop has used up what was read ahead of
+    once; looks: of a run, from the `resolve_attention_plan`-th on they are timed: by then our loop has used up what was read ahead of
     it, and goes as fast as text is read. rounds: runs of each loop."""
 
     name: str
@@ -67,26 +67,26 @@ class Case:
         return self.batch * self.length
 
 
-BILLION = Case("1B", SHAPES["full"], 2048, 8, 4, "checkpoint", look=4, looks=3, settled=1, rounds=1)
+BILLION = TrainingCase("1B", SHAPES["full"], 2048, 8, 4, "checkpoint", look=4, looks=3, settled=1, rounds=1)
 CASES = {
     "full": [
-        Case("27M", SMALL, 512, 64, 64),
+        TrainingCase("27M", SMALL, 512, 64, 64),
         BILLION,
-        Case("27M, documents packed", SMALL, 512, 64, 64, packing="documents"),
-        Case("27M, 4 forwards a step", SMALL, 512, 64, 16),
+        TrainingCase("27M, documents packed", SMALL, 512, 64, 64, packing="documents"),
+        TrainingCase("27M, 4 forwards a step", SMALL, 512, 64, 16),
     ],
     "main": [BILLION],
-    "small": [Case("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, look=2, looks=2, settled=1, rounds=1)],
+    "small": [TrainingCase("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, look=2, looks=2, settled=1, rounds=1)],
 }
 CHANGES: dict[str, Callable[[Any], None]] = {
     "original": lambda model: None,
-    "BTT half": lambda model: structured(model, BTT(blocks=(4, 4))),
-    "log-linear Mamba-2": lambda model: mixed(model, LinearAttention(mask="hierarchical")),
+    "BTT half": lambda model: replace_linears(model, BTT(blocks=(4, 4))),
+    "log-linear Mamba-2": lambda model: install_mixers(model, LinearAttention(mask="hierarchical")),
 }
 
 
 @dataclass
-class Timed:
+class LoopTimes:
     """ms of a step, one for every look; bytes at the peak; of all looks the losses and the share of time spent waiting for text."""
 
     ms: list[float] = field(default_factory=list)
@@ -99,13 +99,13 @@ def train(
     sizes: str, only: str | None, device: str | None, ends: float, out: Path | None, progress: Progress, about: Any
 ) -> dict[str, Any]:
     """Rows of every case and change; `about` is told the device and says what figures hold for."""
-    from surgery.training.data.prefetch import one_thread
+    from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.distributed.accelerator import make_accelerator
 
     words = [word for word in (only or "").lower().split(",") if word]
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
-    one_thread()
+    limit_tokenizer_threads()
     result: dict[str, Any] = {"kind": "train", "sizes": sizes, "rows": [], "complete": False}
     with tempfile.TemporaryDirectory() as folder:
         accelerator = make_accelerator(device, "auto", "none", Path(folder))
@@ -116,10 +116,10 @@ def train(
                 name = f"{case.name}, {change}".lower()
                 if any(w in name for w in without) or not any(w in name for w in among) or time.monotonic() > ends:
                     continue
-                row = _Duel(case, change, accelerator, Path(folder)).row()
+                row = _LoopComparison(case, change, accelerator, Path(folder)).row()
                 result["rows"].append(row)
                 if accelerator.is_main_process:
-                    progress.say(line_of(row))
+                    progress.say(training_line(row))
                     if out is not None:
                         write_json(out, result)
     if not result["rows"]:
@@ -130,15 +130,15 @@ def train(
     return result
 
 
-class _Duel:
+class _LoopComparison:
     """One model in both loops."""
 
-    def __init__(self, case: Case, change: str, accelerator: Any, folder: Path):
+    def __init__(self, case: TrainingCase, change: str, accelerator: Any, folder: Path):
         self.case, self.change, self.accelerator, self.folder = case, change, accelerator, folder
         self.device, self.alone = accelerator.device, accelerator.distributed_type.value == "NO"
 
     def row(self) -> dict[str, Any]:
-        case, ours, bare = self.case, Timed(), Timed()
+        case, ours, bare = self.case, LoopTimes(), LoopTimes()
         told = {"case": case.name, "change": self.change, "tokens": case.positions, "length": case.length}
         told |= {"batch": case.batch, "rows": case.rows, "memory": case.memory, "packing": case.packing}
         try:
@@ -159,7 +159,7 @@ class _Duel:
     def _model(self) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from surgery.training.models import recompute
+        from surgery.training.models import enable_gradient_checkpointing
 
         torch.manual_seed(0)
         config = LlamaConfig(**self.case.shape, max_position_embeddings=8192, tie_word_embeddings=True)
@@ -167,23 +167,23 @@ class _Duel:
             model = LlamaForCausalLM(config)
         CHANGES[self.change](model)
         if self.case.memory == "checkpoint":
-            recompute(model)
+            enable_gradient_checkpointing(model)
         return model.train()
 
     # -- surgery's -----------------------------------------------------------------------------------
-    def _ours(self, model: Any, timed: Timed) -> None:
-        from surgery.training.checkpoints import Checkpoints, Position
-        from surgery.training.distributed.accelerator import prepared, unwrapped
-        from surgery.training.logging import Log
-        from surgery.training.loop import Loop, Setting
-        from surgery.training.optim import make_groups, make_optimiser
-        from surgery.training.stages import STAGES, Models
+    def _ours(self, model: Any, timed: LoopTimes) -> None:
+        from surgery.training.checkpoints import CheckpointManager, TrainPosition
+        from surgery.training.distributed.accelerator import prepare, unwrap_model
+        from surgery.training.logging import TrainingLog
+        from surgery.training.loop import TrainingLoop, LoopContext
+        from surgery.training.optim import make_groups, make_optimizer
+        from surgery.training.stages import STAGES, StageModels
 
         recipe, data = self._recipe(), self._data()
         config = recipe.stages[0]
         groups = make_groups(model, {name for name, _ in model.named_parameters()}, config)
-        run, optimiser = prepared(
-            self.accelerator, model, make_optimiser(groups, config.optimiser), config, recipe.precision
+        run, optimiser = prepare(
+            self.accelerator, model, make_optimizer(groups, config.optimiser), config, recipe.precision
         )
         marks: list[float] = []
 
@@ -192,42 +192,42 @@ class _Duel:
             timed.losses.append(line["loss"])
             timed.waited.append(line["waited"])
 
-        setting = Setting(
-            self.accelerator, recipe, data, Log(self.folder), Checkpoints(self.folder / "none", 1), report, lambda _: None
+        setting = LoopContext(
+            self.accelerator, recipe, data, TrainingLog(self.folder), CheckpointManager(self.folder / "none", 1), report, lambda _: None
         )  # fmt: skip
         self._forget()
-        Loop(setting, STAGES[config](config), Models(model, run), groups, optimiser, Position()).run()
+        TrainingLoop(setting, STAGES[config](config), StageModels(model, run), groups, optimiser, TrainPosition()).run()
         timed.peak = self._peak()
         timed.ms += [(b - a) / self.case.look * 1e3 for a, b in pairwise(marks)][self.case.settled - 1 :]
-        unwrapped(self.accelerator, run)
+        unwrap_model(self.accelerator, run)
 
     def _recipe(self) -> Any:
-        from surgery.training.recipe import parse_healing
+        from surgery.training.recipe import parse_healing_recipe
 
         case = self.case
         stage = {"kind": "lm", "length": case.length, "batch": case.batch, "rows": case.rows, "memory": case.memory}
         stage |= {"tokens": case.look * case.looks * case.positions, "rate": 1e-4, "trains": ["all"]}
         data = {"sources": [{"path": str(self._text()), "separator": "\n"}], "packing": case.packing}
-        return parse_healing({"data": data, "stages": [stage], "log": case.look, "checkpoint": 0})
+        return parse_healing_recipe({"data": data, "stages": [stage], "log": case.look, "checkpoint": 0})
 
     def _data(self) -> Any:
         from surgery.calibration.data import load_tokenizer
         from surgery.training.data.dataset import make_data
-        from surgery.training.recipe import data_of
+        from surgery.training.recipe import stage_data_config
 
         recipe = self._recipe()
-        config: Any = data_of(recipe, recipe.stages[0])
-        return make_data(config, load_tokenizer(_embedded()), self.case.length, seed=0)
+        config: Any = stage_data_config(recipe, recipe.stages[0])
+        return make_data(config, load_tokenizer(_tiny_checkpoint()), self.case.length, seed=0)
 
     def _text(self) -> Path:
         """A line for every document; each process has a file of its own."""
         path = self.folder / "stories.txt"
         if not path.exists():
-            path.write_text((_embedded() / "calibration.txt").read_text(encoding="utf-8") * COPIES, encoding="utf-8")
+            path.write_text((_tiny_checkpoint() / "calibration.txt").read_text(encoding="utf-8") * TEXT_COPIES, encoding="utf-8")
         return path
 
     # -- bare ----------------------------------------------------------------------------------------
-    def _bare(self, model: Any, timed: Timed) -> None:
+    def _bare(self, model: Any, timed: LoopTimes) -> None:
         batches = self._batches()
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self._forget()
@@ -254,15 +254,15 @@ class _Duel:
 
     def _batches(self) -> list[list[tuple[dict[str, Any], Any]]]:
         """The first steps' forwards. A stream needs no positions; packed documents do."""
-        from surgery.training.batches import Shares, on_device, steps_of
-        from surgery.training.stages.base import inputs_of, targets_of
+        from surgery.training.batches import BatchLayout, to_device, iter_steps
+        from surgery.training.stages.base import model_inputs, next_token_targets
 
-        steps = steps_of(self._data(), 0, Shares(self.case.batch, self.case.rows), lambda example: 1)
+        steps = iter_steps(self._data(), 0, BatchLayout(self.case.batch, self.case.rows), lambda example: 1)
         found = []
         for _, step in zip(range(4), steps):
-            batches = [on_device(batch, self.device) for batch in step.batches]
+            batches = [to_device(batch, self.device) for batch in step.batches]
             found.append(
-                [({k: v for k, v in inputs_of(b).items() if k != "use_cache"}, targets_of(b)[1]) for b in batches]
+                [({k: v for k, v in model_inputs(b).items() if k != "use_cache"}, next_token_targets(b)[1]) for b in batches]
             )
         if self.case.packing == "stream":
             found = [[({"input_ids": i["input_ids"]}, n) for i, n in step] for step in found]
@@ -283,13 +283,13 @@ class _Duel:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
-def _embedded() -> Path:
+def _tiny_checkpoint() -> Path:
     import importlib.resources
 
     return Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 
 
-def _figures(who: str, timed: Timed, positions: int) -> dict[str, Any]:
+def _figures(who: str, timed: LoopTimes, positions: int) -> dict[str, Any]:
     """ms of a step: the median and all; tokens a second at the median."""
     if not timed.ms:
         return {}

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from surgery.eval.speed.tables import EXPLAINED, conditions, markdown
+from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, TABLE = ROOT / "docs/performance.md", ROOT / "kernels/tuning.json"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
-def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One result for each kind and dtype: several runs of one (some rivals each) as one, the first run's row where two
     have it."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
@@ -38,7 +38,7 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def measured(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tables of kernels/tuning.py, one for each dtype: what each op took in each way, and what it replaces."""
     tables: dict[str, dict[str, Any]] = {}
     for result in results:
@@ -48,21 +48,21 @@ def measured(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
                 heat = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
-                into += _of_one(heat, kind_of(table), launching(result["rows"], kind_of(table), x))
+                into += _case_rows(heat, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
     return list(tables.values())
 
 
-def launching(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
+def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
     """ms that the CPU takes to launch each rival: the least of any size as large, for larger ones launch no less and a busy
     CPU only adds."""
     found: dict[str, float] = {}
     for row in rows:
-        if row["x"] >= x and "launch" in row and kind_of(row["table"]) == kind:
+        if row["x"] >= x and "launch" in row and pass_of_table(row["table"]) == kind:
             found[row["rival"]] = min(row["launch"], found.get(row["rival"], row["launch"]))
     return found
 
 
-def written(tables: list[dict[str, Any]]) -> str:
+def format_json(tables: list[dict[str, Any]]) -> str:
     """As JSON, a line for each row."""
     parts = []
     for table in tables:
@@ -72,7 +72,7 @@ def written(tables: list[dict[str, Any]]) -> str:
     return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
 
 
-def kind_of(table: str) -> str:
+def pass_of_table(table: str) -> str:
     """forward, backward (with forward), step (of decoding); captured, captured step: those in a CUDA graph."""
     if table.startswith("decode"):
         return "captured step" if table.endswith("graph") else "step"
@@ -81,7 +81,7 @@ def kind_of(table: str) -> str:
     return "backward" if table.endswith("backward") else "forward"
 
 
-def _of_one(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
+def _case_rows(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
     """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
     a call takes what the CPU takes to launch it, where that is more."""
     least = {} if "captured" in kind else launches
@@ -91,26 +91,26 @@ def _of_one(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -
     for row in heat:
         if row.get("op") in (None, "original"):
             continue
-        sizes = {**{k: v for k, v in row["sizes"].items() if k in NAMED}, **row["options"]}
-        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": rounded(original)} if original else {})}
-        found.setdefault(json.dumps(entry), entry)[row["way"]] = rounded(took[row["rival"]])
+        sizes = {**{k: v for k, v in row["sizes"].items() if k in SIZE_NAMES}, **row["options"]}
+        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": round_ms(original)} if original else {})}
+        found.setdefault(json.dumps(entry), entry)[row["way"]] = round_ms(took[row["rival"]])
     return list(found.values())
 
 
-NAMED = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
+SIZE_NAMES = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads of all rows
 
 
-def rounded(ms: float) -> float:
+def round_ms(ms: float) -> float:
     return float(f"{ms:.3g}")
 
 
-def page(text: str, results: list[dict[str, Any]]) -> str:
+def update_page(text: str, results: list[dict[str, Any]]) -> str:
     """The page's text with these results between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, mark, after = rest.partition(END)
     assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
     sections = [f"## {heading(result)}\n\n{markdown(result)}" for result in results]
-    return f"{before}{BEGIN}\n{EXPLAINED.capitalize()}.\n\n" + "\n".join(sections) + f"\n{END}{after}"
+    return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections) + f"\n{END}{after}"
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -119,11 +119,11 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def main(paths: list[str]) -> None:
-    results = merged([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+    results = merge_results([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     of_ops = [result for result in results if result["kind"] != "model"]
-    TABLE.write_text(written(measured(of_ops)), encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
-    print(f"{TABLE}\n{PAGE}\n{conditions(results[0])[0]}")
+    TABLE.write_text(format_json(tuning_tables(of_ops)), encoding="utf-8")
+    PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"{TABLE}\n{PAGE}\n{format_conditions(results[0])[0]}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Three kinds of document, each a pure function of a random generator:
 Codes, capitals and the like are drawn afresh for each document, so only the context can answer a question.
 Every draw uses `Random.random()` alone, the one method whose sequence Python promises to keep: the same
 seed gives the same bytes on every version of Python. No torch, no tokenizer: lengths are counted by
-whatever `count` function is passed in (default: words, digits and punctuation marks).
+whatever `format_count` function is passed in (default: words, digits and punctuation marks).
 """
 
 import re
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 
 from surgery.eval.stories.lexicon import WORDS
-from surgery.eval.stories.world import World, between, pick
+from surgery.eval.stories.world import World, log_uniform, pick
 
 Count = Callable[[str], int]
 Counts = Callable[[Sequence[str]], list[int]]  # of many texts at once, as fast tokenizers like it
@@ -56,24 +56,24 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Question:
+class NeedleQuestion:
     """A context with a question at its end, and the answer that should follow (it begins with its space)."""
 
     prompt: str
     answer: str
 
 
-def pieces(text: str) -> list[str]:
+def split_pieces(text: str) -> list[str]:
     """The text cut as the tokenizer cuts it, END in one piece; joined again they are the text."""
     return _PIECE.findall(text)
 
 
 def count_pieces(text: str) -> int:
     """How many words, digits and punctuation marks: a little under the number of tokens."""
-    return len(pieces(text))
+    return len(split_pieces(text))
 
 
-def _invented(rng: Random) -> str:
+def _invented_name(rng: Random) -> str:
     """A name of two syllables that means nothing, like Zelmor."""
     first = pick(rng, WORDS["first"])
     return first + pick(rng, WORDS["second"])
@@ -100,8 +100,8 @@ def mixed_facts(rng: Random, n: int) -> list[Fact]:
     if kind < 0.6:
         return code_facts(rng, n)
     if kind < 0.8:
-        names = {_invented(rng): None for _ in range(n)}
-        return [Fact("capital of", name, _invented(rng)) for name in names]
+        names = {_invented_name(rng): None for _ in range(n)}
+        return [Fact("capital of", name, _invented_name(rng)) for name in names]
     names = {pick(rng, WORDS["girl"]): None for _ in range(n)}
     return [Fact("favorite color of", name, pick(rng, WORDS["adjective"][:12])) for name in names]
 
@@ -115,7 +115,7 @@ def _sentence(world: World) -> str:
 
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
-    """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
+    """Sentences of one story, together at most `length` by `format_count` (none, if the first is longer)."""
     world = World(rng)
     sentences: list[str] = []
     while True:
@@ -141,7 +141,7 @@ def long_filler(rng: Random, length: int, counts: Counts) -> list[str]:
             sentences.append(text)
 
 
-def bury(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
+def insert_facts(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
     """The story with each fact said at its depth: 0 before the first sentence, 1 after the last."""
     order = sorted(range(len(facts)), key=lambda i: depths[i])
     gaps = {i: min(len(sentences), int(depths[i] * (len(sentences) + 1))) for i in order}
@@ -150,13 +150,13 @@ def bury(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
     return "Story:" + "".join(text for line in told for text in line)
 
 
-def _asked(facts: list[Fact]) -> str:
+def _questions_text(facts: list[Fact]) -> str:
     return "".join(f"{fact.prompt}{fact.answer}." for fact in facts)
 
 
 def needle_question(
     rng: Random, length: int, depth: float, distractors: int | None = None, counts: Counts = count_each
-) -> Question:
+) -> NeedleQuestion:
     """A code hidden at `depth` (0 first sentence, 1 last) of a story, among codes of other things.
 
     The prompt and its answer together are at most `length` by `counts`, and less by one sentence at most.
@@ -171,7 +171,7 @@ def needle_question(
         raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
     # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
     depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
-    return Question(bury(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer)
+    return NeedleQuestion(insert_facts(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer)
 
 
 def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:
@@ -179,18 +179,18 @@ def needle_document(rng: Random, length: int, count: Count = count_pieces, early
 
     early: the depth of a fact is u^early, u uniform: 1 anywhere alike, larger the more near the beginning.
     """
-    facts = mixed_facts(rng, between(rng, 1, max(1, min(12, length // 32))))
+    facts = mixed_facts(rng, log_uniform(rng, 1, max(1, min(12, length // 32))))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 4)]
-    used = count(_asked(asked) + "".join(fact.statement for fact in facts)) + 2
+    used = count(_questions_text(asked) + "".join(fact.statement for fact in facts)) + 2
     depths = [rng.random() ** early for _ in facts]
-    return bury(filler(rng, length - used, count), facts, depths) + _asked(asked)
+    return insert_facts(filler(rng, length - used, count), facts, depths) + _questions_text(asked)
 
 
 def list_document(rng: Random, most: int = 16) -> str:
     """Two to `most` facts in a row, and questions about up to eight of them."""
-    facts = mixed_facts(rng, between(rng, 2, most))
+    facts = mixed_facts(rng, log_uniform(rng, 2, most))
     asked = sorted(facts, key=lambda _: rng.random())[: 1 + int(rng.random() * 8)]
-    return "List:" + "".join(fact.statement for fact in facts) + _asked(asked)
+    return "List:" + "".join(fact.statement for fact in facts) + _questions_text(asked)
 
 
 def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
@@ -198,7 +198,7 @@ def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
 
     Not part of the mixture; a first lesson. Half are bare pairs of key and value, half are whole sentences.
     """
-    facts = code_facts(rng, between(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
+    facts = code_facts(rng, log_uniform(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
     head, tail = ("", ",") if rng.random() < 0.5 else (f"The {facts[0].subject} ", ".")
     middle = " is" if head else ""
     parts = [("List:", False)]
@@ -212,8 +212,8 @@ def document(rng: Random) -> str:
     """One document of the mixture: half plain stories, a third stories with needles, a sixth lists."""
     kind = rng.random()
     if kind < 0.5:
-        return "Story:" + "".join(filler(rng, between(rng, 80, 500), ends=True))
-    return needle_document(rng, between(rng, 60, 800)) if kind < 0.83 else list_document(rng)
+        return "Story:" + "".join(filler(rng, log_uniform(rng, 80, 500), ends=True))
+    return needle_document(rng, log_uniform(rng, 60, 800)) if kind < 0.83 else list_document(rng)
 
 
 def corpus(seed: int, characters: int) -> str:

@@ -5,14 +5,14 @@ animals begin with a consonant, so that "a" is always right; animals take a plur
 """
 
 
-def _groups(text: str) -> dict[str, tuple[str, ...]]:
+def _parse_groups(text: str) -> dict[str, tuple[str, ...]]:
     """'name: a, b c' (lines that begin with a space continue the group) -> {name: ('a', 'b c')}"""
     lines = text.strip().replace("\n ", " ").splitlines()
     parts = (line.partition(":") for line in lines)
     return {name: tuple(" ".join(entry.split()) for entry in body.split(",")) for name, _, body in parts}
 
 
-WORDS = _groups("""
+WORDS = _parse_groups("""
 girl: Mia, Anna, Lily, Rosa, Nora, Clara, Ella, Ruth, Tess, Vera, Hana, Lena, Maya, Zoe, Ines, Greta, Dora,
  Kira, Sana, Willa, Freya, Jana, Lucia, Olive, Petra, Selma, Thea, Uma, Yara, Bella
 boy: Tom, Ben, Max, Leo, Sam, Finn, Hugo, Oscar, Jack, Paul, Rafi, Milo, Otto, Karl, Nils, Omar, Pavel,
@@ -69,7 +69,7 @@ second: mor, na, dak, lin, tos, ria, bu, gard, vin, ska, po, meth, ran, del, zo,
 """)
 
 # What goes with what: the part of the text that a model has to know by heart, not to find in its context.
-WORK = _groups("""
+WORK = _parse_groups("""
 baker: baked a loaf, lit the oven, kneaded the dough, sold warm rolls
 farmer: plowed the field, fed the chickens, planted corn, cut the hay
 sailor: raised the sail, dropped the net, scrubbed the deck, watched the tide
@@ -95,7 +95,7 @@ messenger: carried a letter, knocked at the gate, saddled the horse, rode all ni
 carpenter: sawed a plank, built a table, sanded the wood, drove a screw
 beekeeper: smoked the hive, gathered the honey, wore a veil, chased a swarm
 """)
-DETAIL = _groups("""
+DETAIL = _parse_groups("""
 forest: mushrooms grew under the oaks, branches cracked, the leaves were wet
 village: smoke rose from the chimneys, children played, every window was lit
 river: the water rushed past, trout jumped, a raft drifted by
@@ -127,7 +127,7 @@ square: pigeons pecked at crumbs, a fountain splashed, musicians played
 desert: dunes stretched far away, a camel knelt, the heat was awful
 swamp: mud sucked at every boot, mosquitoes hummed, frogs croaked
 """)
-ACT = _groups("""
+ACT = _parse_groups("""
 dog: barked, wagged its tail, buried a bone
 cat: purred, licked its paw, chased a string
 rabbit: hopped away, nibbled a leaf, dug a burrow
@@ -163,7 +163,7 @@ OPENINGS = (
 )
 
 # The wordings of each kind of event: A acts, B is somebody else, `mine` is a thing that A holds, `new` one
-# that A gets, `hidden` one that lies at `where`. A 2 after a slot: a second draw from the same group.
+# that A gets, `hidden` one that lies at `describe_environment`. A 2 after a slot: a second draw from the same group.
 EVENTS: dict[str, tuple[str, ...]] = {
     "walk": (
         "{when} {A} walked {manner} to the {place}.",

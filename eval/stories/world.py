@@ -17,12 +17,12 @@ def pick(rng: Random, options: Sequence[T]) -> T:
     return options[int(rng.random() * len(options))]
 
 
-def skewed(rng: Random, options: Sequence[T]) -> T:
+def pick_skewed(rng: Random, options: Sequence[T]) -> T:
     """An option, the early ones more often (density ~ 1/sqrt): real words are not equally frequent either."""
     return options[int(len(options) * rng.random() * rng.random())]
 
 
-def between(rng: Random, low: int, high: int) -> int:
+def log_uniform(rng: Random, low: int, high: int) -> int:
     """An integer from low to high, both included, uniform in its logarithm: as many short as long ones."""
     return min(high, int(low * ((high + 1) / low) ** rng.random()))
 
@@ -52,7 +52,7 @@ class World:
             base, group = _GOES_WITH[slot]
             return pick(self.rng, group[self[base]])
         if slot not in self.slots:
-            self.slots[slot] = skewed(self.rng, WORDS[slot.rstrip("2")])
+            self.slots[slot] = pick_skewed(self.rng, WORDS[slot.rstrip("2")])
         return self.slots[slot]
 
     def tell(self, templates: Sequence[str]) -> str:
@@ -91,7 +91,7 @@ class World:
         elif kind in ("where", "fetch"):
             self.slots["hidden"], self.slots["where"] = pick(self.rng, self.hidden)
         elif kind == "find":
-            self.slots["new"] = f"{skewed(self.rng, WORDS['adjective'])} {skewed(self.rng, WORDS['thing'])}"
+            self.slots["new"] = f"{pick_skewed(self.rng, WORDS['adjective'])} {pick_skewed(self.rng, WORDS['thing'])}"
         if kind == "hide":
             self.slots["where"] = pick(self.rng, WORDS["spot"])
         text = self.tell(EVENTS[kind])

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from surgery.calibration.data import document_stream
 from surgery.core.errors import SurgeryError
-from surgery.eval.batching import in_batches
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
-from surgery.eval.text import check_text, note_text
+from surgery.eval.batching import score_in_batches
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
+from surgery.eval.text import resolve_text, note_text
 
 
 @dataclass(frozen=True)
-class Cosine:
+class CosineSummary:
     """Mean cosine over sentences, its standard error, the worst of them."""
 
     cosine: float
@@ -32,8 +32,8 @@ class Cosine:
         return asdict(self)
 
 
-def sentences_of(text: str, count: int, words: int = 6) -> list[str]:
-    """The first `count` sentences of at least `words` words."""
+def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
+    """The first `format_count` sentences of at least `words` words."""
     found: list[str] = []
     for document in document_stream(text):
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", document):
@@ -47,7 +47,7 @@ def sentences_of(text: str, count: int, words: int = 6) -> list[str]:
 
 
 @torch.inference_mode()
-def embeddings(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lambda steps=1: None) -> Tensor:
+def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lambda steps=1: None) -> Tensor:
     """(N, D): the last hidden states, averaged over the real tokens, normalised."""
     found = []
     for start in range(0, len(sentences), 32):
@@ -62,32 +62,32 @@ def embeddings(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lam
     return torch.cat(found)
 
 
-def cosine(converted_ND: Tensor, original_ND: Tensor) -> Cosine:
+def summarize_cosine(converted_ND: Tensor, original_ND: Tensor) -> CosineSummary:
     each_N = (converted_ND * original_ND).sum(-1).double()
     se = float(each_N.std() / len(each_N) ** 0.5)
-    return Cosine(float(each_N.mean()), se, float(each_N.min()), len(each_N))
+    return CosineSummary(float(each_N.mean()), se, float(each_N.min()), len(each_N))
 
 
-COSINE = Metric("cosine", "mean")
+COSINE = EvalMetric("cosine", "mean")
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    text = check_text("cosine", options.text, None)
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    text = resolve_text("cosine", options.text, None)
     note_text(text, options)
-    sentences = sentences_of(text, options.limit or max(2, options.tokens // 64))
+    sentences = load_sentences(text, options.limit or max(2, options.tokens // 64))
 
     def score(batch: list[str]) -> list[torch.Tensor]:
-        return list(embeddings(subject.model, subject.tokenizer, batch))
+        return list(embed_sentences(subject.model, subject.tokenizer, batch))
 
-    found = in_batches(subject, options, sentences, score, lambda s: len(s.split()), f"embeddings of {subject.name}")
+    found = score_in_batches(subject, options, sentences, score, lambda s: len(s.split()), f"embeddings of {subject.name}")
     samples = [Sample("cosine", stable_id(s), {}, shown={"sentence": s}) for s in sentences]
     return SuiteResult(samples, {"cosine": COSINE}, arrays={"embedding_ND": torch.stack(found)})
 
 
-def joint(base: SuiteResult, converted: SuiteResult) -> SuiteResult:
+def compare_embeddings(base: SuiteResult, converted: SuiteResult) -> SuiteResult:
     each_N = (base.arrays["embedding_ND"] * converted.arrays["embedding_ND"]).sum(-1).double().tolist()
     samples = [Sample(s.task, s.id, {"cosine": c}, shown=s.shown) for s, c in zip(converted.samples, each_N)]
     return SuiteResult(samples, {"cosine": COSINE}, notes=[f"the worst sentence has {min(each_N):.4f}"])
 
 
-register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, joint=joint))
+register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, joint=compare_embeddings))

@@ -23,13 +23,13 @@ import torch
 
 from surgery.calibration.data import special_tokens
 from surgery.core.errors import SurgeryError
-from surgery.eval.batching import in_batches
-from surgery.eval.losses import check_head, tokens_at_once
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
+from surgery.eval.batching import score_in_batches
+from surgery.eval.losses import check_lm_head, max_batch_tokens
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
 
 
-def drawn(rng: Random, items: Sequence[int], count: int) -> list[int]:
-    """`count` of them, without replacement."""
+def draw_without_replacement(rng: Random, items: Sequence[int], count: int) -> list[int]:
+    """`format_count` of them, without replacement."""
     pool = list(items)
     for i in range(count):
         j = i + int(rng.random() * (len(pool) - i))
@@ -37,11 +37,11 @@ def drawn(rng: Random, items: Sequence[int], count: int) -> list[int]:
     return pool[:count]
 
 
-POWER = 0.01
+POWER_LAW_EXPONENT = 0.01
 
 
 @dataclass(frozen=True)
-class Recall:
+class RecallSequence:
     """ids[queries[i]] is a key, and targets[i] should follow it; gaps[i]: tokens since it stood there with its value."""
 
     ids: tuple[int, ...]
@@ -50,7 +50,7 @@ class Recall:
     gaps: tuple[int, ...]
 
 
-def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER) -> Recall:
+def make_recall_sequence(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER_LAW_EXPONENT) -> RecallSequence:
     """One sequence of `length` tokens of the vocabulary (its first is never a key, as in Zoology)."""
     if length % 2 or 4 * pairs > length or len(vocabulary) <= length:
         raise SurgeryError(
@@ -58,8 +58,8 @@ def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, powe
             "4 times the pairs, and below the vocabulary's size"
         )
     half = len(vocabulary) // 2
-    keys = drawn(rng, vocabulary[1:half], pairs)
-    values = drawn(rng, vocabulary[half:], pairs)
+    keys = draw_without_replacement(rng, vocabulary[1:half], pairs)
+    values = draw_without_replacement(rng, vocabulary[half:], pairs)
     ids = [token for pair in zip(keys, values) for token in pair]
     ids += [vocabulary[int(rng.random() * len(vocabulary))] for _ in range(length - 2 * pairs)]
     places = _power_law(rng, (length - 2 * pairs) // 2, pairs, power)
@@ -67,7 +67,7 @@ def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, powe
     for key, query in zip(keys, queries):
         ids[query] = key
     order = sorted(range(pairs), key=lambda i: queries[i])
-    return Recall(
+    return RecallSequence(
         tuple(ids),
         tuple(queries[i] for i in order),
         tuple(values[i] for i in order),
@@ -76,23 +76,23 @@ def recall(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, powe
 
 
 def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
-    """`count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
+    """`format_count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
     largest of u^(1 / weight) (Efraimidis and Spirakis 2006)."""
     scores = [(rng.random() ** ((s + 1) ** (1 - power)), s) for s in range(space)]
     return [s for _, s in sorted(scores, reverse=True)[:count]]
 
 
 LENGTHS = (64, 128, 256, 512)  # of the paper's Figure 2, there with 4, 8, 16 and 64 pairs
-SHARE = 16  # tokens to a pair
-SEQUENCES, VOCABULARY = 64, 8192
+TOKENS_PER_PAIR = 16  # tokens to a pair
+SEQUENCES, VOCABULARY_SIZE = 64, 8192
 METRICS = {
-    "accuracy": Metric("accuracy", "accuracy", scale=100, unit="%"),
-    "exact": Metric("exact", "accuracy", scale=100, unit="%", title="exact, of the whole vocabulary"),
-    "nll": Metric("nll", "mean", higher_is_better=False, unit="nats"),
+    "accuracy": EvalMetric("accuracy", "accuracy", scale=100, unit="%"),
+    "exact": EvalMetric("exact", "accuracy", scale=100, unit="%", title="exact, of the whole vocabulary"),
+    "nll": EvalMetric("nll", "mean", higher_is_better=False, unit="nats"),
 }
 
 
-def vocabulary_of(tokenizer: Any, seed: int) -> list[int]:
+def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
     """Up to 8,192 ordinary tokens, shuffled: keys and values are of every kind."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
@@ -100,12 +100,12 @@ def vocabulary_of(tokenizer: Any, seed: int) -> list[int]:
     for i in range(len(ids) - 1, 0, -1):
         j = int(rng.random() * (i + 1))
         ids[i], ids[j] = ids[j], ids[i]
-    return sorted(ids[:VOCABULARY], key=lambda i: rng.random())
+    return sorted(ids[:VOCABULARY_SIZE], key=lambda i: rng.random())
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    check_head(subject.model)
-    vocabulary, (before, _) = vocabulary_of(subject.tokenizer, options.seed), special_tokens(subject.tokenizer)
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(subject.model)
+    vocabulary, (before, _) = sample_vocabulary(subject.tokenizer, options.seed), special_tokens(subject.tokenizer)
     room = min(subject.longest or 2**30, len(vocabulary) - 1) - len(before)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
     if not lengths:
@@ -113,17 +113,17 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
             f"mqar: the model takes {subject.longest} tokens and has {len(vocabulary)}; lengths are {LENGTHS}"
         )
     asked = [
-        (length, i, recall(vocabulary, length, length // SHARE, Random(f"mqar {options.seed} {length} {i}")))
+        (length, i, make_recall_sequence(vocabulary, length, length // TOKENS_PER_PAIR, Random(f"mqar {options.seed} {length} {i}")))
         for length in lengths
         for i in range(options.limit or SEQUENCES)
     ]
     values_V = torch.tensor(vocabulary[len(vocabulary) // 2 :], device=subject.model.device)
 
-    def together(batch: list[tuple[int, int, Recall]]) -> list[list[dict[str, float]]]:
-        return _batch(subject.model, [one for _, _, one in batch], before, values_V)
+    def together(batch: list[tuple[int, int, RecallSequence]]) -> list[list[dict[str, float]]]:
+        return _score_batch(subject.model, [one for _, _, one in batch], before, values_V)
 
-    most = tokens_at_once(subject.model)
-    found = in_batches(subject, options, asked, together, lambda q: q[0], f"mqar of {subject.name}", most)
+    most = max_batch_tokens(subject.model)
+    found = score_in_batches(subject, options, asked, together, lambda q: q[0], f"mqar of {subject.name}", most)
     samples = [
         Sample(
             "mqar",
@@ -140,7 +140,7 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
 
 
 @torch.inference_mode()
-def _batch(model: Any, batch: list[Recall], before: list[int], values_V: torch.Tensor) -> list[list[dict[str, float]]]:
+def _score_batch(model: Any, batch: list[RecallSequence], before: list[int], values_V: torch.Tensor) -> list[list[dict[str, float]]]:
     """For every query of every sequence. Padded right."""
     longest = max(len(one.ids) for one in batch)
     rows = [[*before, *one.ids, *[one.ids[-1]] * (longest - len(one.ids))] for one in batch]

@@ -33,15 +33,15 @@ import numpy as np
 import torch
 
 from surgery.calibration.data import document_stream, special_tokens
-from surgery.core.errors import SurgeryError, nearest
-from surgery.eval.batching import in_batches
-from surgery.eval.losses import check_head
-from surgery.eval.stories import Question, filler, needle_question
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register, stable_id
-from surgery.eval.suites.mqar import drawn
-from surgery.eval.text import Counts, as_array, counter, encoder, note_text
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.eval.batching import score_in_batches
+from surgery.eval.losses import check_lm_head
+from surgery.eval.stories import NeedleQuestion, filler, needle_question
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
+from surgery.eval.suites.mqar import draw_without_replacement
+from surgery.eval.text import Counts, to_array, counter, encoder, note_text
 
-Encoded = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
+EncodedQuestion = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
 
 LENGTHS = (64, 128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -107,29 +107,29 @@ def needle_accuracy(
     for length in lengths:
         row = []
         for depth in depths:
-            asked = [encode(tokenizer, q) for q in questions(tokenizer, length, depth, samples, seed)]
-            right = sum(sum(score(model, batch, place)) for batch in _batches(asked, batch_size))
+            asked = [encode_question(tokenizer, q) for q in cell_questions(tokenizer, length, depth, samples, seed)]
+            right = sum(sum(score_greedy(model, batch, place)) for batch in _batches(asked, batch_size))
             row.append(right / samples)
         accuracy.append(tuple(row))
     return NeedleTable(tuple(lengths), tuple(depths), samples, tuple(accuracy))
 
 
-def questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[Question]:
+def cell_questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[NeedleQuestion]:
     """The questions of one cell: the same for every model that shares the tokenizer, so scores are paired."""
     for index in range(samples):
-        yield numbered_question(tokenizer, length, depth, index, seed)
+        yield make_question(tokenizer, length, depth, index, seed)
 
 
-def numbered_question(
+def make_question(
     tokenizer: Any, length: int, depth: float, index: int, seed: int, counts: Counts | None = None
-) -> Question:
+) -> NeedleQuestion:
     """counts: the tokenizer's, made once for many questions."""
     rng = Random(f"needle {seed} {length} {depth} {index}")
     room = length - tokenizer.num_special_tokens_to_add()
     return needle_question(rng, room, depth, counts=counts or counter(tokenizer, special=False))
 
 
-def encode(tokenizer: Any, question: Question) -> Encoded:
+def encode_question(tokenizer: Any, question: NeedleQuestion) -> EncodedQuestion:
     """The tokens of prompt and answer, and how many of them are the prompt's: those that end in it."""
     whole, size = question.prompt + question.answer, len(question.prompt)
     fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch", None)
@@ -141,14 +141,14 @@ def encode(tokenizer: Any, question: Question) -> Encoded:
     start = found.char_to_token(size)  # the first token beyond the prompt has the answer's first character, if any has
     if start is None:
         start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
-    return as_array(found.ids), start
+    return to_array(found.ids), start
 
 
 @torch.inference_mode()
-def score(model: torch.nn.Module, batch: list[Encoded], device: torch.device) -> list[bool]:
+def score_greedy(model: torch.nn.Module, batch: list[EncodedQuestion], device: torch.device) -> list[bool]:
     """For each (tokens, prompt length): is every answer token the argmax? Padded right, so without a mask."""
     longest = max(len(ids) for ids, _ in batch)
-    ids_BT = padded(batch, longest).to(device)
+    ids_BT = pad_right(batch, longest).to(device)
     # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
     positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -163,7 +163,7 @@ def score(model: torch.nn.Module, batch: list[Encoded], device: torch.device) ->
     ]
 
 
-def padded(batch: list[Encoded], longest: int) -> torch.Tensor:
+def pad_right(batch: list[EncodedQuestion], longest: int) -> torch.Tensor:
     """On the right, with each row's last token."""
     ids_BT = np.empty((len(batch), longest), dtype=np.int64)
     for row, (ids, _) in zip(ids_BT, batch):
@@ -176,12 +176,12 @@ def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
         yield items[start : start + size]
 
 
-CANDIDATES, KEYS = 16, 4
-SHORTEST = 96
+NUM_CANDIDATES, NUM_KEYS = 16, 4
+MIN_LENGTH = 96
 
 
 @dataclass(frozen=True)
-class Ranking:
+class RankingQuestion:
     """ids end where the value should follow; candidates[answer] is right, said: indices of the values of the context."""
 
     ids: tuple[int, ...]
@@ -201,43 +201,43 @@ class Vocabulary:
         ordinary = [i for i in range(len(tokenizer)) if i not in special]
         texts = tokenizer.batch_decode([[i] for i in ordinary], clean_up_tokenization_spaces=False)
         words = [i for i, text in zip(ordinary, texts) if text[:1] == " " and text[1:].isalpha()]
-        if len(words) < 2 * CANDIDATES:  # of tokenizers that mark beginnings otherwise
+        if len(words) < 2 * NUM_CANDIDATES:  # of tokenizers that mark beginnings otherwise
             words = [i for i, text in zip(ordinary, texts) if text.isalpha()]
-        self.words = words if len(words) >= 2 * CANDIDATES else ordinary
-        if len(self.words) < CANDIDATES + KEYS:
-            raise SurgeryError(f"the tokenizer has {len(self.words)} tokens; {CANDIDATES + KEYS} are needed")
+        self.words = words if len(words) >= 2 * NUM_CANDIDATES else ordinary
+        if len(self.words) < NUM_CANDIDATES + NUM_KEYS:
+            raise SurgeryError(f"the tokenizer has {len(self.words)} tokens; {NUM_CANDIDATES + NUM_KEYS} are needed")
 
     def ids(self, text: str) -> list[int]:
         return self.encode([text])[0].tolist()
 
 
-def ranking(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> Ranking:
+def make_ranking_question(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> RankingQuestion:
     """One question of exactly `length` tokens; text: what lies around the codes, None: invented stories."""
-    chosen = drawn(rng, vocabulary.words, KEYS + CANDIDATES)
-    keys, candidates = chosen[:KEYS], chosen[KEYS:]
+    chosen = draw_without_replacement(rng, vocabulary.words, NUM_KEYS + NUM_CANDIDATES)
+    keys, candidates = chosen[:NUM_KEYS], chosen[NUM_KEYS:]
     lead, verb = vocabulary.ids(" The code of"), vocabulary.ids(" is")
     facts = [[*lead, k, *verb, v, *vocabulary.ids(".")] for k, v in zip(keys, candidates)]
     asked = [*lead, keys[0], *verb]
     room = length - len(vocabulary.before) - sum(map(len, facts)) - len(asked)
-    if room < KEYS:
-        raise SurgeryError(f"needle: length {length} leaves no text around the codes; use {SHORTEST} or more")
-    hay = _hay(vocabulary, room, rng, text)
-    places = [round(depth * room), *sorted(int(rng.random() * (room + 1)) for _ in range(KEYS - 1))]
+    if room < NUM_KEYS:
+        raise SurgeryError(f"needle: length {length} leaves no text around the codes; use {MIN_LENGTH} or more")
+    hay = _haystack(vocabulary, room, rng, text)
+    places = [round(depth * room), *sorted(int(rng.random() * (room + 1)) for _ in range(NUM_KEYS - 1))]
     ids, last = list(vocabulary.before), 0
-    for i in sorted(range(KEYS), key=lambda i: places[i]):
+    for i in sorted(range(NUM_KEYS), key=lambda i: places[i]):
         ids += [*hay[last : places[i]], *facts[i]]
         last = places[i]
-    order = sorted(range(CANDIDATES), key=lambda i: candidates[i])
+    order = sorted(range(NUM_CANDIDATES), key=lambda i: candidates[i])
     place = {i: n for n, i in enumerate(order)}
-    return Ranking(
+    return RankingQuestion(
         (*ids, *hay[last:], *asked),
         tuple(candidates[i] for i in order),
         place[0],
-        tuple(sorted(place[i] for i in range(KEYS))),
+        tuple(sorted(place[i] for i in range(NUM_KEYS))),
     )
 
 
-def _hay(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | None) -> list[int]:
+def _haystack(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | None) -> list[int]:
     if text is not None:
         if len(text) < room:
             raise SurgeryError(f"needle: the text has {len(text):,} tokens, a question needs {room:,}: a longer --text")
@@ -250,7 +250,7 @@ def _hay(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | N
 
 
 @torch.inference_mode()
-def rank(model: Any, batch: list[Ranking]) -> list[dict[str, float]]:
+def score_rankings(model: Any, batch: list[RankingQuestion]) -> list[dict[str, float]]:
     """accuracy, any (of the values said), reciprocal_rank, nll among the candidates."""
     longest = max(len(q.ids) for q in batch)
     ids_BT = torch.tensor([[*q.ids, *[q.ids[-1]] * (longest - len(q.ids))] for q in batch], device=model.device)
@@ -261,7 +261,7 @@ def rank(model: Any, batch: list[Ranking]) -> list[dict[str, float]]:
         logits_BV = model(input_ids=ids_BT, use_cache=False).logits[torch.arange(len(batch)), ends_B]
     candidates_BC = torch.tensor([q.candidates for q in batch], device=model.device)
     scores_BC = logits_BV.gather(1, candidates_BC).float().log_softmax(-1).cpu()
-    return [_score(question, scores_C) for question, scores_C in zip(batch, scores_BC.tolist())]
+    return [_score_ranking(question, scores_C) for question, scores_C in zip(batch, scores_BC.tolist())]
 
 
 def last_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -272,7 +272,7 @@ def last_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids_BT, use_cache=False).logits[:, -1]
 
 
-def _score(question: Ranking, scores: list[float]) -> dict[str, float]:
+def _score_ranking(question: RankingQuestion, scores: list[float]) -> dict[str, float]:
     right = scores[question.answer]
     place = 1 + sum(s > right for i, s in enumerate(scores) if i != question.answer)
     best = max(range(len(scores)), key=lambda i: scores[i])
@@ -286,21 +286,21 @@ def _score(question: Ranking, scores: list[float]) -> dict[str, float]:
 
 TASKS = ("needle", "needle-rank")
 SAMPLES = 32
-ACCURACY = Metric("accuracy", "accuracy", scale=100, unit="%")
+ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, unit="%")
 METRICS = {
     "accuracy": ACCURACY,
-    "any": Metric("any", "accuracy", scale=100, unit="%", title="any value of the context"),
-    "reciprocal_rank": Metric("reciprocal_rank", "mean", top=1, title="reciprocal rank"),
-    "nll": Metric("nll", "mean", higher_is_better=False, unit="nats"),
+    "any": EvalMetric("any", "accuracy", scale=100, unit="%", title="any value of the context"),
+    "reciprocal_rank": EvalMetric("reciprocal_rank", "mean", top=1, title="reciprocal rank"),
+    "nll": EvalMetric("nll", "mean", higher_is_better=False, unit="nats"),
 }
 FLOORS = {
     "needle": {"accuracy": 0.01},  # two digits
-    "needle-rank": {"accuracy": 1 / CANDIDATES, "any": KEYS / CANDIDATES},
+    "needle-rank": {"accuracy": 1 / NUM_CANDIDATES, "any": NUM_KEYS / NUM_CANDIDATES},
 }
 
 
 @dataclass(frozen=True)
-class Cell:
+class NeedleCell:
     """Which question; it is written when it is its turn."""
 
     task: str
@@ -313,67 +313,67 @@ class Cell:
         return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    check_head(subject.model)
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(subject.model)
     tasks = options.tasks or TASKS
     for task in tasks:
         if task not in TASKS:
-            raise SurgeryError(f"needle has no task {task!r}{nearest(task, TASKS)}")
+            raise SurgeryError(f"needle has no task {task!r}{suggestion(task, TASKS)}")
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (subject.longest or n))
     depths, count = options.depths or DEPTHS, options.limit or SAMPLES
     samples: list[Sample] = []
     for task in tasks:
-        cells = [Cell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
+        cells = [NeedleCell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
         if task == "needle":
-            samples += _stories(subject, options, cells)
+            samples += _run_story_questions(subject, options, cells)
         else:
-            samples += _rankings(subject, options, [cell for cell in cells if cell.length >= SHORTEST])
+            samples += _run_rankings(subject, options, [cell for cell in cells if cell.length >= MIN_LENGTH])
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
     if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
         said = ", ".join(f"{n:,}" for n in beyond)
         result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
-    if short := [n for n in lengths if n < SHORTEST and "needle-rank" in tasks]:
+    if short := [n for n in lengths if n < MIN_LENGTH and "needle-rank" in tasks]:
         said = ", ".join(f"{n:,}" for n in short)
-        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {SHORTEST}")
+        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {MIN_LENGTH}")
     if not samples:
-        raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {SHORTEST} or more")
+        raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {MIN_LENGTH} or more")
     return result
 
 
-def _stories(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+def _run_story_questions(subject: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
     counts = counter(subject.tokenizer, special=False)
 
-    def write(cell: Cell) -> tuple[Cell, Any, Any]:
+    def write(cell: NeedleCell) -> tuple[NeedleCell, Any, Any]:
         try:
-            question = numbered_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
+            question = make_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
         except ValueError as error:  # too short for its facts
             raise SurgeryError(f"needle: {error}") from None
-        return cell, question, encode(subject.tokenizer, question)
+        return cell, question, encode_question(subject.tokenizer, question)
 
-    def score(batch: list[tuple[Cell, Any, Any]]) -> list[Sample]:
+    def score(batch: list[tuple[NeedleCell, Any, Any]]) -> list[Sample]:
         right = score(subject.model, [encoded for _, _, encoded in batch], subject.model.device)
         shown = [{"prompt": q.prompt[-200:], "target": q.answer} for _, q, _ in batch]
         return [cell.sample({"accuracy": float(r)}, s) for (cell, _, _), r, s in zip(batch, right, shown)]
 
-    return in_batches(
+    return score_in_batches(
         subject, options, cells, score, lambda cell: cell.length, f"needles of {subject.name}", prepare=write
     )
 
 
-def _rankings(subject: Subject, options: EvalOptions, cells: list[Cell]) -> list[Sample]:
+def _run_rankings(subject: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
     vocabulary = Vocabulary(subject.tokenizer)
     text = _text_ids(vocabulary, options, 16 * max((cell.length for cell in cells), default=0))
 
-    def write(cell: Cell) -> tuple[Cell, Ranking]:
+    def write(cell: NeedleCell) -> tuple[NeedleCell, RankingQuestion]:
         rng = Random(f"needle-rank {options.seed} {cell.length} {cell.depth} {cell.index}")
-        return cell, ranking(vocabulary, cell.length, cell.depth, rng, text)
+        return cell, make_ranking_question(vocabulary, cell.length, cell.depth, rng, text)
 
-    def score(batch: list[tuple[Cell, Ranking]]) -> list[Sample]:
-        every = rank(subject.model, [question for _, question in batch])
+    def score(batch: list[tuple[NeedleCell, RankingQuestion]]) -> list[Sample]:
+        every = score_rankings(subject.model, [question for _, question in batch])
         targets = [subject.tokenizer.decode([q.candidates[q.answer]]) for _, q in batch]
         return [cell.sample(m, {"target": target}) for (cell, _), m, target in zip(batch, every, targets)]
 
-    return in_batches(
+    return score_in_batches(
         subject, options, cells, score, lambda cell: cell.length, f"rankings of {subject.name}", prepare=write
     )
 

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.batching import in_batches
-from surgery.eval.losses import check_head, token_losses, tokens_at_once
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
-from surgery.eval.text import Piece, pieces, shortened
+from surgery.eval.batching import score_in_batches
+from surgery.eval.losses import check_lm_head, token_losses, max_batch_tokens
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
+from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
-NLL = Metric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
-FIRST = 64  # the first stretch of positions; each next one is as long as all before it
+NLL = EvalMetric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
+FIRST_STRETCH = 64  # the first stretch of positions; each next one is as long as all before it
 
 
-def stretches(count: int) -> list[tuple[int, int]]:
+def position_ranges(count: int) -> list[tuple[int, int]]:
     """[(0, 64), (64, 128), (128, 256), ..] up to count."""
     cuts = [0]
     while cuts[-1] < count:
-        cuts.append(min(count, max(FIRST, 2 * cuts[-1])))
+        cuts.append(min(count, max(FIRST_STRETCH, 2 * cuts[-1])))
     return list(pairwise(cuts))
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    check_head(subject.model)
-    read = pieces("per-position", subject, options)
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(subject.model)
+    read = load_text_windows("per-position", subject, options)
     longest = max((len(piece.ids) for piece in read), default=0)
     read = [piece for piece in read if len(piece.ids) == longest]  # whole windows only
     if len(read) < 2:
@@ -38,20 +38,20 @@ def run(subject: Subject, options: EvalOptions) -> SuiteResult:
             f"per-position: {len(read)} whole windows of {longest} tokens; at least two: a shorter --length"
         )
 
-    def score(batch: list[Piece]) -> list[Tensor]:
+    def score(batch: list[TextWindow]) -> list[Tensor]:
         return token_losses(subject.model, [piece.ids for piece in batch])
 
-    most, title = tokens_at_once(subject.model), f"loss by position of {subject.name}"
-    losses_NT = torch.stack(in_batches(subject, options, read, score, lambda p: len(p.ids), title, most))
+    most, title = max_batch_tokens(subject.model), f"loss by position of {subject.name}"
+    losses_NT = torch.stack(score_in_batches(subject, options, read, score, lambda p: len(p.ids), title, most))
     samples = [
         Sample(
             "per-position", piece.id, {"nll": float(losses_T[first:last].double().mean())}, {"position": last}, last - first,
             piece.unit or piece.id,
         )
         for piece, losses_T in zip(read, losses_NT)
-        for first, last in stretches(longest - 1)
+        for first, last in position_ranges(longest - 1)
     ]  # fmt: skip
-    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=shortened(subject, options))
+    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=window_length_notes(subject, options))
 
 
 def running_mean(values_T: Tensor, width: int) -> Tensor:
@@ -63,7 +63,7 @@ def running_mean(values_T: Tensor, width: int) -> Tensor:
 
 
 def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
-    from surgery.eval.results.plots import lines
+    from surgery.eval.results.plots import plot_lines
 
     count = next(iter(results.values())).arrays["loss_NT"].shape[1]
     width = max(1, count // 32) | 1
@@ -72,7 +72,7 @@ def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
         mean_T = running_mean(result.arrays["loss_NT"].double().mean(0), width)
         series[role] = (list(range(1, count + 1)), mean_T.tolist())
     title = f"loss by position, running mean of {width}"
-    return [lines(folder / "per-position.png", series, "position in the window", "nats per token", title)]
+    return [plot_lines(folder / "per-position.png", series, "position in the window", "nats per token", title)]
 
 
 register(Suite("per-position", "loss by position in the window", run, plot=plot))

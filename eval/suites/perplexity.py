@@ -12,50 +12,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgery.core.distributed import Ranks
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
-from surgery.eval.batching import in_batches
-from surgery.eval.losses import check_head, token_losses, tokens_at_once
-from surgery.eval.results.compare import rows_of
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
-from surgery.eval.text import Piece, pieces, shortened
+from surgery.eval.batching import score_in_batches
+from surgery.eval.losses import check_lm_head, token_losses, max_batch_tokens
+from surgery.eval.results.compare import compare_results
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
+from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
-NLL = Metric("nll", "ppl", higher_is_better=False, title="perplexity")
+NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    check_head(subject.model)
-    read = pieces("ppl", subject, options)
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(subject.model)
+    read = load_text_windows("ppl", subject, options)
 
-    def score(batch: list[Piece]) -> list[tuple[float, int]]:
+    def score(batch: list[TextWindow]) -> list[tuple[float, int]]:
         losses = token_losses(subject.model, [piece.ids for piece in batch])
         return [(float(each.double().mean()), len(each)) for each in losses]
 
-    most = tokens_at_once(subject.model)
-    found = in_batches(subject, options, read, score, lambda p: len(p.ids), f"perplexity of {subject.name}", most)
+    most = max_batch_tokens(subject.model)
+    found = score_in_batches(subject, options, read, score, lambda p: len(p.ids), f"perplexity of {subject.name}", most)
     samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
     if not samples:
         raise SurgeryError(
             f"ppl: {options.text or 'the text'} has no document of two tokens or more; give a longer text"
         )
     tokens = sum(n for _, n in found)
-    return SuiteResult(samples, {"nll": NLL}, notes=shortened(subject, options), info={"tokens": tokens})
+    return SuiteResult(samples, {"nll": NLL}, notes=window_length_notes(subject, options), info={"tokens": tokens})
 
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """The suite on a loaded model."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    subject = Subject(
-        "converted", "model", Path(), "", model, tokenizer, model.device, model.dtype, longest, Ranks(), Progress()
+    subject = EvalModel(
+        "converted", "model", Path(), "", model, tokenizer, model.device, model.dtype, longest, DistContext(), Progress()
     )
     return run(subject, options)
 
 
-def summary(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
+def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
     """perplexity and its standard error; nats per token of all samples and of each; ratio to the base, {ratio, low, high}."""
     both = {"converted": found} if base is None else {"base": base, "converted": found}
-    row = next(row for row in rows_of("ppl", both, same=False) if row.speaks)
+    row = next(row for row in compare_results("ppl", both, same=False) if row.speaks)
     told = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
     told |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in found.samples]}
     if row.ratio is not None:
@@ -63,7 +63,7 @@ def summary(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, An
     return told
 
 
-def interval(ratio: dict[str, Any], digits: str = ".4g") -> str:
+def format_interval(ratio: dict[str, Any], digits: str = ".4g") -> str:
     """A summary's ratio as text; without ends where there were too few units for an interval."""
     ends = "" if ratio["low"] is None else f" [{ratio['low']:{digits}}, {ratio['high']:{digits}}]"
     return f"{ratio['ratio']:{digits}}{ends}"

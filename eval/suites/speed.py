@@ -11,33 +11,33 @@ from typing import Any
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.losses import check_head
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult, register
+from surgery.eval.losses import check_lm_head
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
-REPEATS, DECODED = 10, 16
+REPEATS, DECODE_TOKENS = 10, 16
 
 
-def _less(name: str, unit: str, title: str) -> Metric:
-    return Metric(name, "mean", higher_is_better=False, unit=unit, title=title, pooled=False)
+def _lower_is_better(name: str, unit: str, title: str) -> EvalMetric:
+    return EvalMetric(name, "mean", higher_is_better=False, unit=unit, title=title, pooled=False)
 
 
 METRICS = {
-    "prefill_ms": _less("prefill_ms", "ms", "prefill"),
-    "decode_ms": _less("decode_ms", "ms", "decode, a token"),
-    "cache_mb": _less("cache_mb", "MB", "cache"),
-    "peak_mb": _less("peak_mb", "MB", "peak memory, weights included"),
+    "prefill_ms": _lower_is_better("prefill_ms", "ms", "prefill"),
+    "decode_ms": _lower_is_better("decode_ms", "ms", "decode, a token"),
+    "cache_mb": _lower_is_better("cache_mb", "MB", "cache"),
+    "peak_mb": _lower_is_better("peak_mb", "MB", "peak memory, weights included"),
 }
 
 
-def run(subject: Subject, options: EvalOptions) -> SuiteResult:
-    return beside([subject], options)[0]
+def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+    return run_in_turns([subject], options)[0]
 
 
-def beside(subjects: list[Subject], options: EvalOptions) -> list[SuiteResult]:
+def run_in_turns(subjects: list[EvalModel], options: EvalOptions) -> list[SuiteResult]:
     first = subjects[0]
     for subject in subjects:
-        check_head(subject.model)
+        check_lm_head(subject.model)
     longest = min((s.longest for s in subjects if s.longest), default=None)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (longest or n)) or (longest or 512,)
     samples: list[list[Sample]] = [[] for _ in subjects]
@@ -45,10 +45,10 @@ def beside(subjects: list[Subject], options: EvalOptions) -> list[SuiteResult]:
     with first.progress.bar("speed", len(lengths)) as tick:
         for length in lengths:
             try:
-                for mine, rows in zip(samples, _at(subjects, options, length)):
+                for mine, rows in zip(samples, _measure_length(subjects, options, length)):
                     mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
             except Exception as error:
-                if not _no_memory(error):
+                if not _is_out_of_memory(error):
                     raise
                 notes.append(f"out of memory at {length:,} tokens")
             tick()
@@ -57,23 +57,23 @@ def beside(subjects: list[Subject], options: EvalOptions) -> list[SuiteResult]:
     return [SuiteResult(mine, METRICS, notes=notes) for mine in samples]
 
 
-def _no_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     from accelerate.utils.memory import should_reduce_batch_size
 
     return should_reduce_batch_size(error)
 
 
-def _at(subjects: list[Subject], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
+def _measure_length(subjects: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
     """What each subject took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
     generator = torch.Generator().manual_seed(options.seed)
     size = min(s.model.config.get_text_config().vocab_size for s in subjects)
     ids_1T = torch.randint(size, (1, length), generator=generator).to(subjects[0].device)
-    rounds = [[_once(subject, ids_1T) for subject in subjects] for _ in range(1 + (options.limit or REPEATS))]
+    rounds = [[_measure_once(subject, ids_1T) for subject in subjects] for _ in range(1 + (options.limit or REPEATS))]
     return [[taken[i] for taken in rounds[1:]] for i in range(len(subjects))]
 
 
 @torch.inference_mode()
-def _once(subject: Subject, ids_1T: torch.Tensor) -> dict[str, float]:
+def _measure_once(subject: EvalModel, ids_1T: torch.Tensor) -> dict[str, float]:
     model, gpu = subject.model, subject.device.type == "cuda"
     others = 0
     if gpu:
@@ -81,22 +81,22 @@ def _once(subject: Subject, ids_1T: torch.Tensor) -> dict[str, float]:
         own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         others = torch.cuda.memory_allocated(subject.device) - own
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    began = _now(subject)
+    began = _synchronized_time(subject)
     out = model(input_ids=ids_1T, use_cache=True, **last)
-    prefilled = _now(subject)
+    prefilled = _synchronized_time(subject)
     cache, token_11 = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    for _ in range(DECODED):
+    for _ in range(DECODE_TOKENS):
         out = model(input_ids=token_11, past_key_values=cache, use_cache=True)
         token_11 = out.logits[:, -1:].argmax(-1)
-    done = _now(subject)
-    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODED}
+    done = _synchronized_time(subject)
+    found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODE_TOKENS}
     found["cache_mb"] = cache_bytes(cache) / 1e6
     if gpu:
         found["peak_mb"] = (torch.cuda.max_memory_allocated(subject.device) - others) / 1e6
     return found
 
 
-def _now(subject: Subject) -> float:
+def _synchronized_time(subject: EvalModel) -> float:
     if subject.device.type == "cuda":
         torch.cuda.synchronize(subject.device)
     return time.perf_counter()
@@ -114,4 +114,4 @@ def cache_bytes(cache: Any) -> int:
     return total
 
 
-register(Suite("speed", "prefill, decode and memory by length", run, beside=beside))
+register(Suite("speed", "prefill, decode and memory by length", run, beside=run_in_turns))

@@ -12,25 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.block_mixing.layout import Grid, packed, packed_rows, unpacked
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.block_mixing.layout import BlockLayout, pack_state, contiguous_rows, unpack_state
 from surgery.kernels.block_mixing.scan import (
-    MOST_HEADS,
+    MAX_HEADS,
     OPERANDS,
-    Kernel,
+    ToeplitzKernel,
     scan,
     scan_backward,
-    scan_both,
-    scan_both_backward,
+    scan_bidirectional,
+    scan_bidirectional_backward,
 )
-from surgery.kernels.tuning import fastest, of_tokens
-from surgery.mixers.masks.block_mixing import blocks_both_ways, blocks_from_zero
-from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_both_ways, toeplitz_causal
+from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.mixers.masks.block_mixing import blocks_bidirectional, blocks_from_zero
+from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_bidirectional, toeplitz_causal
 
-LONGEST = 1024  # tokens in a block; inside it the work is quadratic
+MAX_BLOCK = 1024  # tokens in a block; inside it the work is quadratic
 
 
-class Mixing(Protocol):
+class BlockMixing(Protocol):
     """mix: sums (B, G, N, E) and parameters -> (mixed (B, G, J, N, E), more); mix_back: gradients of sums and of every
     parameter from those of both."""
 
@@ -39,30 +39,30 @@ class Mixing(Protocol):
     def mix_back(self, sums: Tensor, grad: Tensor, grad_more: Any, *parameters: Any) -> tuple[Any, ...]: ...
 
 
-class Causal:
+class CausalMixing:
     """Parameters rate_RG, weight_RGJ, first (B, R, G, E) or None, count_B in blocks or None; more: the last state."""
 
     def mix(self, sums: Tensor, rate: Tensor, weight: Tensor, first: Any, count_B: Any) -> tuple[Tensor, Any]:
-        return scan(sums, Kernel.of(rate, weight), first=first, final=first is not None, count_B=count_B)
+        return scan(sums, ToeplitzKernel.of(rate, weight), first=first, final=first is not None, count_B=count_B)
 
     def mix_back(
         self, sums: Tensor, grad: Tensor, last: Any, rate: Tensor, weight: Tensor, first: Any, count_B: Any
     ) -> tuple[Any, ...]:
-        return *scan_backward(sums, Kernel.of(rate, weight), grad, first, last, count_B), None
+        return *scan_backward(sums, ToeplitzKernel.of(rate, weight), grad, first, last, count_B), None
 
 
-class BothWays:
+class BidirectionalMixing:
     """Parameters rate_RG, weight_RGJ."""
 
     def mix(self, sums: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        return scan_both(sums, Kernel.of(rate, weight)), None
+        return scan_bidirectional(sums, ToeplitzKernel.of(rate, weight)), None
 
     def mix_back(self, sums: Tensor, grad: Tensor, _: Any, rate: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        return scan_both_backward(sums, Kernel.of(rate, weight), grad)
+        return scan_bidirectional_backward(sums, ToeplitzKernel.of(rate, weight), grad)
 
 
 @dataclass(frozen=True)
-class Free:
+class DenseMixing:
     """Parameter weight_GJNN (its upper triangle zero where attention is causal): one matrix product for each group.
     more: the sums, if they are to be kept."""
 
@@ -79,13 +79,13 @@ class Free:
         return sums_grad if kept is None else sums_grad + kept, weight_grad.view_as(weight)
 
 
-class Attend(torch.autograd.Function):
+class BlockMixingFunction(torch.autograd.Function):
     """(out (B, G, J, T, V), what the mixing gives beside) of q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V) and
     own_GJN, the weight of a block in itself (None: the mixing has it)."""
 
     @staticmethod
     def forward(
-        ctx: Any, mixing: Mixing, grid: Grid, q: Tensor, k: Tensor, v: Tensor, own_GJN: Any, *parameters: Any
+        ctx: Any, mixing: BlockMixing, grid: BlockLayout, q: Tensor, k: Tensor, v: Tensor, own_GJN: Any, *parameters: Any
     ) -> Any:
         ctx.mixing, ctx.grid = mixing, grid
         ctx.save_for_backward(q, k, v, own_GJN, *parameters)
@@ -96,7 +96,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_more: Any) -> Any:
         (q, k, v, own_GJN, *parameters), grid = ctx.saved_tensors, ctx.grid
-        grad = q.new_zeros(*q.shape[:-1], v.shape[-1]) if grad is None else packed_rows(grad)
+        grad = q.new_zeros(*q.shape[:-1], v.shape[-1]) if grad is None else contiguous_rows(grad)
         sums = grid.sums(k, v)
         mixed, _ = ctx.mixing.mix(sums, *parameters)
         compared = None if own_GJN is None else q
@@ -108,13 +108,13 @@ class Attend(torch.autograd.Function):
         return None, None, grad_q, grad_k, grad_v, grad_own, *grads
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
+def fits_kernels(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
     batch, groups, per_group, length, _ = q.shape
     same = q.dtype == k.dtype == v.dtype and q.dtype in OPERANDS
-    return same and batch * groups * per_group < 2**16 and 0 < block <= LONGEST and length > 0
+    return same and batch * groups * per_group < 2**16 and 0 < block <= MAX_BLOCK and length > 0
 
 
-def takes_causal(
+def accepts_causal(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
     v_BGTV: Tensor,
@@ -126,16 +126,16 @@ def takes_causal(
     block: int,
     chunk: int,
 ) -> bool:
-    return takes_both_ways(q_BGJTF, k_BGTF, v_BGTV, rate_RG, weight_RGJ, block)
+    return accepts_bidirectional(q_BGJTF, k_BGTF, v_BGTV, rate_RG, weight_RGJ, block)
 
 
-def takes_both_ways(
+def accepts_bidirectional(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> bool:
-    return fits(q_BGJTF, k_BGTF, v_BGTV, block) and len(rate_RG) <= 16 and weight_RGJ.shape[2] <= MOST_HEADS
+    return fits_kernels(q_BGJTF, k_BGTF, v_BGTV, block) and len(rate_RG) <= 16 and weight_RGJ.shape[2] <= MAX_HEADS
 
 
-def takes_free(
+def accepts_dense(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
     v_BGTV: Tensor,
@@ -144,16 +144,16 @@ def takes_free(
     chunk: int = 0,
     keep: bool = False,
 ) -> bool:
-    return fits(q_BGJTF, k_BGTF, v_BGTV, block)
+    return fits_kernels(q_BGJTF, k_BGTF, v_BGTV, block)
 
 
-def operands(matrix_GJMM: Tensor, grid: Grid, q: Tensor) -> Tensor:
+def mixing_operand(matrix_GJMM: Tensor, grid: BlockLayout, q: Tensor) -> Tensor:
     """W of the call's blocks, as its product takes it."""
     dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
     return matrix_GJMM[:, :, : grid.blocks, : grid.blocks].to(dtype)
 
 
-@kernel_for(toeplitz_causal, takes_causal, wins=fastest("toeplitz_blocks", of_tokens))
+@register_kernel(toeplitz_causal, accepts_causal, wins=is_fastest("toeplitz_blocks", TOKENS_READER))
 def toeplitz_causal_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -166,43 +166,43 @@ def toeplitz_causal_triton(
     block: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
-    grid = Grid.of(start_B, v_BGTV.shape[2], block)
+    grid = BlockLayout.of(start_B, v_BGTV.shape[2], block)
     entering, count_blocks = None, None
     if first_BRGFV is not None:
         offset_B = start_B % block
         enters_B = (offset_B == 0) & (count_B > 0)
         gate_BRG = torch.exp(-rate_RG * enters_B[:, None, None])
-        entering = packed(gate_BRG[..., None, None] * first_BRGFV.float())
+        entering = pack_state(gate_BRG[..., None, None] * first_BRGFV.float())
         count_blocks = torch.where(count_B > 0, (offset_B + count_B + block - 1) // block, 0)
     own_GJN = weight_RGJ.float().sum(0).unsqueeze(-1).expand(-1, -1, grid.blocks)
-    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    out, last = Attend.apply(Causal(), grid, *qkv, own_GJN, rate_RG, weight_RGJ, entering, count_blocks)
-    return out, None if last is None else unpacked(last, k_BGTF.shape[-1], v_BGTV.shape[-1])
+    qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    out, last = BlockMixingFunction.apply(CausalMixing(), grid, *qkv, own_GJN, rate_RG, weight_RGJ, entering, count_blocks)
+    return out, None if last is None else unpack_state(last, k_BGTF.shape[-1], v_BGTV.shape[-1])
 
 
-@kernel_for(toeplitz_both_ways, takes_both_ways, wins=fastest("toeplitz_blocks", of_tokens))
-def toeplitz_both_ways_triton(
+@register_kernel(toeplitz_bidirectional, accepts_bidirectional, wins=is_fastest("toeplitz_blocks", TOKENS_READER))
+def toeplitz_bidirectional_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
-    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block)
-    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    return Attend.apply(BothWays(), grid, *qkv, None, rate_RG, weight_RGJ)[0]
+    grid = BlockLayout.from_zero(v_BGTV, v_BGTV.shape[2], block)
+    qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    return BlockMixingFunction.apply(BidirectionalMixing(), grid, *qkv, None, rate_RG, weight_RGJ)[0]
 
 
-@kernel_for(blocks_from_zero, takes_free, wins=fastest("blocks", of_tokens))
+@register_kernel(blocks_from_zero, accepts_dense, wins=is_fastest("blocks", TOKENS_READER))
 def blocks_from_zero_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block, wide=keep)
-    weight_GJNN = operands(matrix_GJMM, grid, q_BGJTF)
+    grid = BlockLayout.from_zero(v_BGTV, v_BGTV.shape[2], block, wide=keep)
+    weight_GJNN = mixing_operand(matrix_GJMM, grid, q_BGJTF)
     own_GJN = matrix_GJMM[:, :, : grid.blocks, : grid.blocks].diagonal(dim1=-2, dim2=-1).float()
-    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    out, sums = Attend.apply(Free(keep), grid, *qkv, own_GJN, weight_GJNN.tril(-1))
-    return out, unpacked(sums, k_BGTF.shape[-1], v_BGTV.shape[-1]).transpose(1, 2) if keep else None
+    qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    out, sums = BlockMixingFunction.apply(DenseMixing(keep), grid, *qkv, own_GJN, weight_GJNN.tril(-1))
+    return out, unpack_state(sums, k_BGTF.shape[-1], v_BGTV.shape[-1]).transpose(1, 2) if keep else None
 
 
-@kernel_for(blocks_both_ways, takes_free, wins=fastest("blocks", of_tokens))
-def blocks_both_ways_triton(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
-    grid = Grid.from_zero(v_BGTV, v_BGTV.shape[2], block)
-    qkv = (packed_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    return Attend.apply(Free(False), grid, *qkv, None, operands(matrix_GJMM, grid, q_BGJTF))[0]
+@register_kernel(blocks_bidirectional, accepts_dense, wins=is_fastest("blocks", TOKENS_READER))
+def blocks_bidirectional_triton(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+    grid = BlockLayout.from_zero(v_BGTV, v_BGTV.shape[2], block)
+    qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
+    return BlockMixingFunction.apply(DenseMixing(False), grid, *qkv, None, mixing_operand(matrix_GJMM, grid, q_BGJTF))[0]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.kernels.block_mixing.scan import OPERANDS, power_of_2, tiles
-from surgery.kernels.block_mixing.tokens import read_back, read_blocks, sum_blocks
+from surgery.kernels.block_mixing.scan import OPERANDS, next_power_of_2, count_tiles
+from surgery.kernels.block_mixing.tokens import read_blocks_backward, read_blocks, sum_blocks
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockLayout:
     """Tokens (B, G, [J,] T, F) in N blocks that begin where start_B + t is a multiple of block. wide: sums in float32."""
 
     start_B: Tensor
@@ -22,28 +22,28 @@ class Grid:
     wide: bool = False
 
     @classmethod
-    def of(cls, start_B: Tensor, length: int, block: int) -> Grid:
+    def of(cls, start_B: Tensor, length: int, block: int) -> BlockLayout:
         return cls(start_B, length, block, (block + length - 2) // block + 1)
 
     @classmethod
-    def from_zero(cls, x: Tensor, length: int, block: int, wide: bool = False) -> Grid:
+    def from_zero(cls, x: Tensor, length: int, block: int, wide: bool = False) -> BlockLayout:
         start_B = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         return cls(start_B, length, block, -(-length // block), wide)
 
     @property
     def tokens(self) -> int:
         """In a tile."""
-        return max(16, min(64, power_of_2(self.block)))
+        return max(16, min(64, next_power_of_2(self.block)))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """x (B, G, [J,] T, F), y (B, G, [J,] T, V) -> (B, G, [J,] N, F V), a last column apart (`apart`)."""
+        """x (B, G, [J,] T, F), y (B, G, [J,] T, V) -> (B, G, [J,] N, F V), a last column apart (`has_extra_column`)."""
         heads, features = x.shape[2] if x.dim() == 5 else 1, x.shape[-1]
-        more = apart(y.shape[-1])
+        more = has_extra_column(y.shape[-1])
         values = y.shape[-1] - more
         wide = torch.float32 if self.wide or x.dtype != torch.bfloat16 else x.dtype
         out = x.new_empty(*x.shape[:-2], self.blocks, features * (values + more), dtype=wide)
-        f_tile, v_tile = side(features), side(values)
-        programs = self.blocks * tiles(features, f_tile) * tiles(values, v_tile)
+        f_tile, v_tile = tile_side(features), tile_side(values)
+        programs = self.blocks * count_tiles(features, f_tile) * count_tiles(values, v_tile)
         sum_blocks[(programs, x.shape[0] * x.shape[1] * heads)](
             x, y, out, self.start_B, self.length, self.blocks, x.shape[1], heads, *strides(x), *strides(y),
             F=features, V=values, MORE=more, BLOCK=self.block, BT=self.tokens, BF=f_tile, BV=v_tile,
@@ -67,12 +67,12 @@ class Grid:
         (G, J, N)."""
         (batch, groups), heads = x.shape[:2], x.shape[2] if x.dim() == 5 else 1
         per_group = y.shape[2] if back else heads
-        more_f, more_v = turned and apart(x.shape[-1]), not turned and apart(z.shape[-1])
+        more_f, more_v = turned and has_extra_column(x.shape[-1]), not turned and has_extra_column(z.shape[-1])
         features, values = x.shape[-1] - more_f, z.shape[-1] - more_v
         out = x.new_empty(*x.shape[:-1], z.shape[-1])
         wide = x.dtype != torch.bfloat16  # spills with a wider tile
-        v_tile = 64 if values > (64 if wide else 128) else max(16, power_of_2(values))
-        v_tiles, t_tiles = tiles(values, v_tile), tiles(self.block, self.tokens)
+        v_tile = 64 if values > (64 if wide else 128) else max(16, next_power_of_2(values))
+        v_tiles, t_tiles = count_tiles(values, v_tile), count_tiles(self.block, self.tokens)
         shares = None
         if compared is not None:
             shares = torch.zeros(batch, groups, heads, self.blocks, t_tiles * v_tiles, device=x.device)
@@ -84,7 +84,7 @@ class Grid:
             *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()), *strides(stand_in),
             F=features, V=values, J=per_group, BACK=back, INNER=weight_GJN is not None, MIXED=mixed is not None,
             SHARES=compared is not None, MORE_F=more_f, MORE_V=more_v, BLOCK=self.block, BT=self.tokens,
-            BF=side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
+            BF=tile_side(features), BV=v_tile, OP=OPERANDS[x.dtype][1], PRECISION=OPERANDS[x.dtype][2],
             num_warps=8 if max(v_tile, features if wide else 0) > 64 else 4, num_stages=2,
         )  # fmt: skip
         return out, None if shares is None else shares.sum((0, -1))
@@ -93,19 +93,19 @@ class Grid:
         self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, grad_sums: Tensor, weight_GJN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Gradients of k and v from those of what is read and of the sums."""
-        features, more = q.shape[-1], apart(v.shape[-1])
+        features, more = q.shape[-1], has_extra_column(v.shape[-1])
         values = v.shape[-1] - more
         if q.dtype != torch.bfloat16 or max(features, values) > 128:
             keys_grad, _ = self.read(v, grad, q, grad_sums, weight_GJN, back=True, turned=True)
             return keys_grad, self.read(k, q, grad, grad_sums, weight_GJN, back=True)[0]
         keys_grad, values_grad = k.new_empty(k.shape), v.new_empty(v.shape)
         wide = max(features, values) > 64
-        read_back[(self.blocks * tiles(self.block, self.tokens), k.shape[0] * k.shape[1])](
+        read_blocks_backward[(self.blocks * count_tiles(self.block, self.tokens), k.shape[0] * k.shape[1])](
             q, k, v, grad, grad_sums, grad if weight_GJN is None else weight_GJN, keys_grad, values_grad, self.start_B,
             self.length, self.blocks, k.shape[1], *strides(q), *k.stride()[:3], *v.stride()[:3], *strides(grad),
             *((0, 0, 0) if weight_GJN is None else weight_GJN.stride()),
             F=features, V=values, J=q.shape[2], INNER=weight_GJN is not None, MORE=more, BLOCK=self.block,
-            BT=self.tokens, BF=max(16, power_of_2(features)), BV=max(16, power_of_2(values)),
+            BT=self.tokens, BF=max(16, next_power_of_2(features)), BV=max(16, next_power_of_2(values)),
             OP=OPERANDS[q.dtype][1], PRECISION=OPERANDS[q.dtype][2], num_warps=8 if wide else 4, num_stages=2,
         )  # fmt: skip
         return keys_grad, values_grad
@@ -116,29 +116,29 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:4] if x.dim() == 5 else (x.stride(0), x.stride(1), 0, x.stride(2))
 
 
-def side(size: int) -> int:
-    return max(16, min(64, power_of_2(size)))
+def tile_side(size: int) -> int:
+    return max(16, min(64, next_power_of_2(size)))
 
 
-def apart(values: int) -> bool:
+def has_extra_column(values: int) -> bool:
     """Whether the last column goes apart: a normaliser's, which would cost a tile of its own."""
     return values > 16 and values % 16 == 1
 
 
-def packed(state: Tensor) -> Tensor:
+def pack_state(state: Tensor) -> Tensor:
     """(.., F, V) -> (.., F V) as sums are stored."""
-    if not apart(state.shape[-1]):
+    if not has_extra_column(state.shape[-1]):
         return state.flatten(-2).contiguous()
     return torch.cat([state[..., :-1].flatten(-2), state[..., -1]], -1)
 
 
-def unpacked(state: Tensor, features: int, values: int) -> Tensor:
-    if not apart(values):
+def unpack_state(state: Tensor, features: int, values: int) -> Tensor:
+    if not has_extra_column(values):
         return state.unflatten(-1, (features, values))
     main = state[..., : features * (values - 1)].unflatten(-1, (features, values - 1))
     return torch.cat([main, state[..., features * (values - 1) :].unsqueeze(-1)], -1)
 
 
-def packed_rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """With rows of numbers side by side, as kernels read them; a block's tokens, 1,024 at most, within 2^31 numbers."""
     return x if x.stride(-1) == 1 and x.stride(-2) < 2**20 else x.contiguous()

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.block_mixing.scan import power_of_2, tiles
-from surgery.kernels.tuning import fastest, of_step
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.block_mixing.scan import next_power_of_2, count_tiles
+from surgery.kernels.tuning import is_fastest, STEP_READER
 from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_step
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_FEATURES = 512  # a program holds all of BV columns
-ENOUGH = 512  # programs; with fewer they take narrower columns
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_FEATURES = 512  # a program holds all of BV columns
+MIN_PROGRAMS = 512  # programs; with fewer they take narrower columns
 
 
 @triton.jit
@@ -54,12 +54,12 @@ def step_states(
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state: Tensor, *_: Any) -> bool:
     """No gradients: of a state that lives on through steps nobody asks them."""
-    fits = all(x.dtype in FLOATS for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MOST_FEATURES
+    fits = all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MAX_FEATURES
     asked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
     return fits and not asked and len(rate) <= 16
 
 
-@kernel_for(toeplitz_step, accepts, wins=fastest("toeplitz_blocks", of_step))
+@register_kernel(toeplitz_step, accepts, wins=is_fastest("toeplitz_blocks", STEP_READER))
 def toeplitz_step_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -76,11 +76,11 @@ def toeplitz_step_triton(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BGJTF, k_BGTF, v_BGTV))
     out = torch.empty(batch, groups, per_group, 1, values, dtype=torch.float32, device=q.device)
     after = torch.empty_like(state)
-    width = 64 if batch * groups * tiles(values, 64) >= ENOUGH else 16
-    step_states[(batch * groups, tiles(values, width))](
+    width = 64 if batch * groups * count_tiles(values, 64) >= MIN_PROGRAMS else 16
+    step_states[(batch * groups, count_tiles(values, width))](
         q, k, v, rate_RG.float().contiguous(), weight_RGJ.float().contiguous(), state, out, after, start_B, count_B,
         groups, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
         R=components, J=per_group, F=features, V=values, BLOCK=block,
-        BF=power_of_2(features), BV=width, num_warps=4,
+        BF=next_power_of_2(features), BV=width, num_warps=4,
     )  # fmt: skip
     return out, after

@@ -11,9 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.block_mixing.scan_kernels import scan_tiles, toeplitz_tables, weigh_tiles
-from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_both
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.block_mixing.scan_kernels import scan_tiles, toeplitz_tables, parameter_grad_tiles
+from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_bidirectional
 
 # How operands of dots come, and their precision: half is exact in tf32, whose range does not end at 65,504. Triton's
 # interpreter has no products of bfloat16.
@@ -23,11 +23,11 @@ OPERANDS = {
     torch.float16: (torch.float32, tl.float32, "tf32"),
     torch.float32: (torch.float32, tl.float32, "tf32x3"),
 }
-MOST_HEADS = 16  # unrolled in the adjoint
+MAX_HEADS = 16  # unrolled in the adjoint
 
 
 @dataclass(frozen=True)
-class Tile:
+class ScanTile:
     """blocks x numbers of one program's tile."""
 
     blocks: int
@@ -37,28 +37,28 @@ class Tile:
 
 
 # The fastest of 30 on one H200 (2026-11-21, 12 heads of 64 x 64): 0.80 ms for 16,384 blocks, whose bytes take 0.77.
-SCAN = {torch.bfloat16: Tile(16, 128, 4, 4), torch.float16: Tile(16, 64, 4, 3), torch.float32: Tile(16, 64, 4, 3)}
-WEIGH = {torch.bfloat16: Tile(32, 64, 4, 4), torch.float16: Tile(16, 32, 2, 3), torch.float32: Tile(16, 32, 2, 2)}
+SCAN_TILES = {torch.bfloat16: ScanTile(16, 128, 4, 4), torch.float16: ScanTile(16, 64, 4, 3), torch.float32: ScanTile(16, 64, 4, 3)}
+PARAMETER_GRAD_TILES = {torch.bfloat16: ScanTile(32, 64, 4, 4), torch.float16: ScanTile(16, 32, 2, 3), torch.float32: ScanTile(16, 32, 2, 2)}
 
 
-def tiles(size: int, tile: int) -> int:
+def count_tiles(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
-def power_of_2(size: int) -> int:
+def next_power_of_2(size: int) -> int:
     """The next one."""
     return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ToeplitzKernel:
     """K(d) of every query head, in float32."""
 
     rate_RG: Tensor
     weight_RGJ: Tensor
 
     @classmethod
-    def of(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> Kernel:
+    def of(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> ToeplitzKernel:
         """Without gradients."""
         return cls(rate_RG.float().contiguous(), weight_RGJ.float().contiguous())
 
@@ -74,7 +74,7 @@ class Kernel:
 
 def scan(
     x: Tensor,
-    kernel: Kernel,
+    kernel: ToeplitzKernel,
     adjoint: bool = False,
     reverse: bool = False,
     diagonal: bool = False,
@@ -82,13 +82,13 @@ def scan(
     final: bool = False,
     count_B: Tensor | None = None,
     onto: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: ScanTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x (B, G, M, E) -> mixed (B, G, J, M, E) and the state behind its last block; the adjoint the other way round.
     onto: added to, in place. States are (B, R, G, E)."""
     batch, groups, blocks, numbers = x.shape[0], x.shape[1], x.shape[-2], x.shape[-1]
     components, _, per_group = kernel.weight_RGJ.shape
-    tile = tile or SCAN[x.dtype]
+    tile = tile or SCAN_TILES[x.dtype]
     shape = (batch, groups, blocks, numbers) if adjoint else (batch, groups, per_group, blocks, numbers)
     if onto is None:
         out = x.new_empty(shape) if count_B is None else x.new_zeros(shape)
@@ -98,7 +98,7 @@ def scan(
     if final:
         last = torch.empty(batch, components, groups, numbers, dtype=torch.float32, device=x.device)
     heads = 1 if adjoint else per_group
-    scan_tiles[(tiles(numbers, tile.numbers) * heads, batch * groups)](
+    scan_tiles[(count_tiles(numbers, tile.numbers) * heads, batch * groups)](
         x, kernel.table(x.dtype, diagonal, tile.blocks) if adjoint and per_group > 1 else x,
         kernel.rate_RG, kernel.weight_RGJ,
         x if first is None else first, out, x if last is None else last, x if count_B is None else count_B,
@@ -111,24 +111,24 @@ def scan(
     return out, last
 
 
-def weigh(
+def parameter_grads(
     x: Tensor,
     grad: Tensor,
-    kernel: Kernel,
+    kernel: ToeplitzKernel,
     reverse: bool = False,
     diagonal: bool = False,
     first: Tensor | None = None,
     grad_last: Tensor | None = None,
     count_B: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: ScanTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(drate_RG, dweight_RGJ) of a scan of x (B, G, M, E) whose result has the gradient grad (B, G, J, M, E)."""
     batch, groups, per_group, blocks, numbers = grad.shape
     components = len(kernel.rate_RG)
-    tile = tile or WEIGH[x.dtype]
-    parts = tiles(numbers, tile.numbers)
+    tile = tile or PARAMETER_GRAD_TILES[x.dtype]
+    parts = count_tiles(numbers, tile.numbers)
     sums = torch.empty(batch, groups, per_group, parts, 2, 16, dtype=torch.float32, device=x.device)
-    weigh_tiles[(parts * per_group, batch * groups)](
+    parameter_grad_tiles[(parts * per_group, batch * groups)](
         x, grad, kernel.rate_RG, kernel.weight_RGJ, x if first is None else first, x if grad_last is None else grad_last, sums,
         x if count_B is None else count_B, groups, blocks, numbers,
         R=components, J=per_group, REVERSE=reverse, DIAGONAL=diagonal, INITIAL=first is not None, FINAL=grad_last is not None,
@@ -139,19 +139,19 @@ def weigh(
     return rate_GJR.sum(1).T, weight_GJR.permute(2, 0, 1)
 
 
-class Scan(torch.autograd.Function):
+class ScanFunction(torch.autograd.Function):
     """Causal; x (B, G, M, E), states (B, R, G, E)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, first: Any, count_B: Any) -> Any:
         ctx.save_for_backward(x, rate_RG, weight_RGJ, first, count_B)
         ctx.set_materialize_grads(False)
-        return scan(x, Kernel.of(rate_RG, weight_RGJ), first=first, final=True, count_B=count_B)
+        return scan(x, ToeplitzKernel.of(rate_RG, weight_RGJ), first=first, final=True, count_B=count_B)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_last: Any) -> Any:
         x, rate_RG, weight_RGJ, first, count_B = ctx.saved_tensors
-        kernel = Kernel.of(rate_RG, weight_RGJ)
+        kernel = ToeplitzKernel.of(rate_RG, weight_RGJ)
         if grad is None:
             grad = x.new_zeros(len(x), x.shape[1], weight_RGJ.shape[2], *x.shape[2:])
         weighed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -160,7 +160,7 @@ class Scan(torch.autograd.Function):
 
 def scan_backward(
     x: Tensor,
-    kernel: Kernel,
+    kernel: ToeplitzKernel,
     grad: Tensor,
     first: Tensor | None,
     grad_last: Tensor | None,
@@ -174,41 +174,41 @@ def scan_backward(
     )
     if not weighed:
         return grad_x, None, None, grad_first
-    return grad_x, *weigh(x, grad, kernel, first=first, grad_last=grad_last, count_B=count_B), grad_first
+    return grad_x, *parameter_grads(x, grad, kernel, first=first, grad_last=grad_last, count_B=count_B), grad_first
 
 
-class ScanBoth(torch.autograd.Function):
+class BidirectionalScanFunction(torch.autograd.Function):
     """Both ways; K(|d|) is symmetric, so the adjoint is the same but for where a stands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
         ctx.save_for_backward(x, rate_RG, weight_RGJ)
-        return scan_both(x, Kernel.of(rate_RG, weight_RGJ))
+        return scan_bidirectional(x, ToeplitzKernel.of(rate_RG, weight_RGJ))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, rate_RG, weight_RGJ = ctx.saved_tensors
-        return scan_both_backward(x, Kernel.of(rate_RG, weight_RGJ), grad.contiguous())
+        return scan_bidirectional_backward(x, ToeplitzKernel.of(rate_RG, weight_RGJ), grad.contiguous())
 
 
-def scan_both(x: Tensor, kernel: Kernel, adjoint: bool = False) -> Tensor:
+def scan_bidirectional(x: Tensor, kernel: ToeplitzKernel, adjoint: bool = False) -> Tensor:
     out, _ = scan(x, kernel, adjoint, diagonal=True)
     return scan(x, kernel, adjoint, reverse=True, onto=out)[0]
 
 
-def scan_both_backward(x: Tensor, kernel: Kernel, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scan_bidirectional_backward(x: Tensor, kernel: ToeplitzKernel, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, rate_RG and weight_RGJ."""
-    ahead, back = weigh(x, grad, kernel, diagonal=True), weigh(x, grad, kernel, reverse=True)
-    return scan_both(grad, kernel, adjoint=True), ahead[0] + back[0], ahead[1] + back[1]
+    ahead, back = parameter_grads(x, grad, kernel, diagonal=True), parameter_grads(x, grad, kernel, reverse=True)
+    return scan_bidirectional(grad, kernel, adjoint=True), ahead[0] + back[0], ahead[1] + back[1]
 
 
 def accepts(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, *_: Any, **__: Any) -> bool:
     components, _, per_group = weight_RGJ.shape
     batch, groups = sum_BGMFV.shape[:2]
-    return sum_BGMFV.dtype in OPERANDS and components <= 16 and per_group <= MOST_HEADS and batch * groups < 2**16
+    return sum_BGMFV.dtype in OPERANDS and components <= 16 and per_group <= MAX_HEADS and batch * groups < 2**16
 
 
-@kernel_for(block_scan, accepts)
+@register_kernel(block_scan, accepts)
 def block_scan_triton(
     sum_BGMFV: Tensor,
     rate_RG: Tensor,
@@ -217,12 +217,12 @@ def block_scan_triton(
     count_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     first = None if first_BRGFV is None else first_BRGFV.flatten(3).float().contiguous()
-    mixed, last = Scan.apply(sum_BGMFV.flatten(3).contiguous(), rate_RG, weight_RGJ, first, count_B)
+    mixed, last = ScanFunction.apply(sum_BGMFV.flatten(3).contiguous(), rate_RG, weight_RGJ, first, count_B)
     values = sum_BGMFV.shape[3:]
     return mixed.view(*mixed.shape[:4], *values), last.view(*last.shape[:3], *values)
 
 
-@kernel_for(block_scan_both, accepts)
-def block_scan_both_triton(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
-    mixed = ScanBoth.apply(sum_BGMFV.flatten(3).contiguous(), rate_RG, weight_RGJ)
+@register_kernel(block_scan_bidirectional, accepts)
+def block_scan_bidirectional_triton(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
+    mixed = BidirectionalScanFunction.apply(sum_BGMFV.flatten(3).contiguous(), rate_RG, weight_RGJ)
     return mixed.unflatten(-1, sum_BGMFV.shape[3:])

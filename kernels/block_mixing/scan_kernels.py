@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_at(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr):
+def tile_pointers(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr):
     """Pointers to x[i, e] of blocks pos0 .. pos0 + BM, counted from the end if REVERSE, and which are there."""
     i = tl.arange(0, BM)
     keep = (pos0 + i < count)[:, None] & (e < E)[None, :]
@@ -30,7 +30,7 @@ def tile_at(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_tile(x, pos0, count, E, e, REVERSE: tl.constexpr, BM: tl.constexpr, OP: tl.constexpr):
-    at, keep = tile_at(x, pos0, count, E, e, REVERSE, BM)
+    at, keep = tile_pointers(x, pos0, count, E, e, REVERSE, BM)
     return tl.load(at, mask=keep, other=0.0).to(OP)
 
 
@@ -62,7 +62,7 @@ def toeplitz_tables(table, rate, weight, G, J, R: tl.constexpr, DIAGONAL: tl.con
 
 
 @triton.jit
-def states_at(state, b, g, G, R, E, e, RP: tl.constexpr):
+def state_pointers(state, b, g, G, R, E, e, RP: tl.constexpr):
     """Pointers to state_BRGE[b, :, g, e] and what of them there is."""
     r = tl.arange(0, RP)
     return state + ((b * R + r)[:, None] * G + g).to(tl.int64) * E + e[None, :], (r < R)[:, None] & (e < E)[None, :]
@@ -91,7 +91,7 @@ def advance(
 
 @triton.jit
 def store_tile(out, mixed, pos0, count, E, e, REVERSE: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr):
-    at, keep = tile_at(out, pos0, count, E, e, REVERSE, BM)
+    at, keep = tile_pointers(out, pos0, count, E, e, REVERSE, BM)
     if ADD:
         mixed += tl.load(at, mask=keep, other=0.0).to(tl.float32)
     tl.store(at, mixed.to(out.dtype.element_ty), mask=keep)
@@ -133,7 +133,7 @@ def scan_tiles(
     fade = tl.exp(-rate_r * BM)[:, None]
     state = tl.zeros((RP, BE), tl.float32)
     if INITIAL:
-        at, there = states_at(first, b, g, G, R, E, e, RP)
+        at, there = state_pointers(first, b, g, G, R, E, e, RP)
         state = tl.load(at, mask=there, other=0.0).to(tl.float32)
     end = count
     if FINAL:  # S behind the last block: its tile comes apart
@@ -152,7 +152,7 @@ def scan_tiles(
             R, HEADS, REVERSE, BM, RP, OP, PRECISION,
         )  # fmt: skip
         store_tile(out, mixed, end, count, E, e, REVERSE, ADD, BM)
-        at, there = states_at(last, b, g, G, R, E, e, RP)
+        at, there = state_pointers(last, b, g, G, R, E, e, RP)
         tl.store(at, state, mask=there)
 
 
@@ -173,7 +173,7 @@ def correlate(
 
 
 @triton.jit(do_not_specialize=["M"])
-def weigh_tiles(
+def parameter_grad_tiles(
     x, grad, rate, weight, first, grad_last, sums, counts, G, M, E,
     R: tl.constexpr, J: tl.constexpr, REVERSE: tl.constexpr, DIAGONAL: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, COUNTED: tl.constexpr,
@@ -204,7 +204,7 @@ def weigh_tiles(
     write = write.to(OP)
     state = tl.zeros((RP, BE), tl.float32)
     if INITIAL:
-        at, there = states_at(first, b, g, G, R, E, e, RP)
+        at, there = state_pointers(first, b, g, G, R, E, e, RP)
         state = tl.load(at, mask=there, other=0.0).to(tl.float32)
     slope = tl.zeros((RP, BE), tl.float32)
     pairs = tl.zeros((BM, BM), tl.float32)
@@ -228,7 +228,7 @@ def weigh_tiles(
             x, grad, later, write.to(OP), tl.exp(-rate_r * gone)[:, None], gone, state, slope, pairs, sum_0, sum_1,
             end, count, E, e, REVERSE, BM, OP, PRECISION,
         )  # fmt: skip
-        at, there = states_at(grad_last, b, g, G, R, E, e, RP)
+        at, there = state_pointers(grad_last, b, g, G, R, E, e, RP)
         share = tl.sum(slope * tl.load(at, mask=there & (j == 0), other=0.0).to(tl.float32), 1)
     read = powers(rate, i.to(tl.float32), G, R, RP)
     sum_1 = tl.sum(read * (sum_1 + i.to(tl.float32)[:, None] * sum_0), 0)

@@ -155,7 +155,7 @@ def read_blocks(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def read_back(
+def read_blocks_backward(
     q, k, v, do, sums, weight, dk, dv, start, T, N, G,
     q_b, q_g, q_j, q_t, k_b, k_g, k_t, v_b, v_g, v_t, o_b, o_g, o_j, o_t, w_g, w_j, w_n,
     F: tl.constexpr, V: tl.constexpr, J: tl.constexpr, INNER: tl.constexpr, MORE: tl.constexpr,

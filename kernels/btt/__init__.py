@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.core.dispatch import kernel_for
+from surgery.core.dispatch import register_kernel
 from surgery.kernels.btt import plan as launch
-from surgery.kernels.btt.decode import TOKENS, few
-from surgery.kernels.btt.to_dense import LARGEST, Dense, from_dense
-from surgery.kernels.tuning import WAYS, Asked, Reading, Way, fastest, learning, sizes, three
+from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, decode_btt
+from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense
+from surgery.kernels.tuning import IMPLEMENTATIONS, TuningQuery, CallReader, Implementation, is_fastest, training_pass, named_sizes, three_tensor_key
 from surgery.structures.btt import btt_linear
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
@@ -29,14 +29,14 @@ DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 # A multiplication takes SLOWER times as long as one of a dense product, multiplying the matrix out as long as the dense
 # product of MULTIPLYING rows; with large blocks the library's batched products are faster up to LARGE_BLOCKS rows, and
 # blocks smaller than LEAST cost as much as those. One H200, bf16, 2026-11-21; dims 1,024 to 11,008, ranks 1 to 16.
-SLOWER, MULTIPLYING, LARGE_BLOCKS, LEAST = 5.6, 500, 4096, 32
-TOO_LARGE = 512  # and with these at any number of rows
+KERNEL_SLOWDOWN, DENSE_BUILD_ROWS, LARGE_BLOCK_ROWS, MIN_BLOCK = 5.6, 500, 4096, 32
+TOO_LARGE_BLOCK = 512  # and with these at any number of rows
 
 # Numbers of z that the backward holds at a time.
-HELD = 2**28
+MAX_HELD_BYTES = 2**28
 
 # Stored numbers of the cores, times this, beyond which their gradients go by that of the dense matrix.
-DENSE_PAYS = 4
+DENSE_ADVANTAGE = 4
 
 
 def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
@@ -44,30 +44,30 @@ def accepts(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | Non
     return x.numel() > 0 and dtypes <= DTYPES and (len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type))
 
 
-def asked(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Asked:
+def tuning_query(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> TuningQuery:
     """What kernels/tuning.json is asked for."""
     (c, d, b, s), in_ = right_cdbs.shape, x.shape[-1]
-    at = sizes(tokens=x.numel() // in_, inputs=in_, outputs=out, rank=s, rows=b, columns=c)
-    ways: tuple[Way, ...] = WAYS if max(d, left_bcsa.shape[3]) <= LARGEST else ("kernel", "reference")
-    return Asked(learning(x, right_cdbs, left_bcsa), at, x, ways)
+    at = named_sizes(tokens=x.numel() // in_, inputs=in_, outputs=out, rank=s, rows=b, columns=c)
+    ways: tuple[Implementation, ...] = IMPLEMENTATIONS if max(d, left_bcsa.shape[3]) <= MAX_BLOCK else ("kernel", "reference")
+    return TuningQuery(training_pass(x, right_cdbs, left_bcsa), at, x, ways)
 
 
-READING = Reading(asked, three)
+CALL_READER = CallReader(tuning_query, three_tensor_key)
 
 
-def by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
+def is_faster_by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
     """Where nothing was measured. Against the matrix multiplied out, or, where its blocks are too large for that, against
     the reference."""
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     rows, dense = x.numel() // in_, in_ * out
-    if rows <= TOKENS:
+    if rows <= TOKENS_PER_PROGRAM:
         return True
-    if max(a, d) > LARGEST:
-        return rows >= LARGE_BLOCKS and min(a, d) >= LEAST and max(a, d) <= TOO_LARGE
-    return rows * (SLOWER * b * c * s * (max(a, LEAST) + max(d, LEAST)) - dense) < MULTIPLYING * dense
+    if max(a, d) > MAX_BLOCK:
+        return rows >= LARGE_BLOCK_ROWS and min(a, d) >= MIN_BLOCK and max(a, d) <= TOO_LARGE_BLOCK
+    return rows * (KERNEL_SLOWDOWN * b * c * s * (max(a, MIN_BLOCK) + max(d, MIN_BLOCK)) - dense) < DENSE_BUILD_ROWS * dense
 
 
-@kernel_for(btt_linear, accepts=accepts, wins=fastest("btt", READING, otherwise=by_rule))
+@register_kernel(btt_linear, accepts=accepts, wins=is_fastest("btt", CALL_READER, otherwise=is_faster_by_rule))
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -76,9 +76,9 @@ def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
     x_NI = within_reach(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     inputs = x_NI, right_cdbs.contiguous(), left_bcsa.contiguous(), bias
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        y_NO = Product.apply(*inputs, out)
+        y_NO = BTTFunction.apply(*inputs, out)
     else:
-        y_NO = product(*inputs, out)
+        y_NO = btt_product(*inputs, out)
     return y_NO if x.dim() == 2 else y_NO.view(*x.shape[:-1], out)
 
 
@@ -90,36 +90,36 @@ def within_reach(x_NI: Tensor) -> Tensor:
 
 
 def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> bool:
-    return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= LARGEST
+    return accepts(x, right_cdbs, left_bcsa, bias, out) and max(right_cdbs.shape[1], left_bcsa.shape[3]) <= MAX_BLOCK
 
 
-@kernel_for(
+@register_kernel(
     btt_linear,
     accepts=accepts_dense,
-    wins=fastest("btt", READING, "dense", lambda *args: not by_rule(*args)),
+    wins=is_fastest("btt", CALL_READER, "dense", lambda *args: not is_faster_by_rule(*args)),
     way="dense",
 )
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """The matrix multiplied out, then the library's product: for many tokens and high ranks."""
-    w_OI = Dense.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])
+    w_OI = DenseFunction.apply(right_cdbs.contiguous(), left_bcsa.contiguous(), out, x.shape[-1])
     return F.linear(x, w_OI, bias)  # which casts where autocast says so
 
 
-def product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
+def btt_product(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     y_NO = x_NI.new_empty(x_NI.shape[0], out)
-    if x_NI.shape[0] <= TOKENS:
-        few(x_NI, right_cdbs, left_bcsa, bias, y_NO)
+    if x_NI.shape[0] <= TOKENS_PER_PROGRAM:
+        decode_btt(x_NI, right_cdbs, left_bcsa, bias, y_NO)
         return y_NO
-    near, far = launch.sides(right_cdbs.shape, left_bcsa.shape)
-    launch.ring(x_NI, right_cdbs, left_bcsa, near, far, right_cdbs.shape[3], bias, y_NO)
+    near, far = launch.core_sides(right_cdbs.shape, left_bcsa.shape)
+    launch.launch_ring(x_NI, right_cdbs, left_bcsa, near, far, right_cdbs.shape[3], bias, y_NO)
     return y_NO
 
 
-class Product(torch.autograd.Function):
+class BTTFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, right: Tensor, left: Tensor, bias: Tensor | None, out: int) -> Tensor:
         ctx.save_for_backward(x_NI, right, left)
-        return product(x_NI, right, left, bias, out)
+        return btt_product(x_NI, right, left, bias, out)
 
     @staticmethod
     @once_differentiable
@@ -131,39 +131,39 @@ class Product(torch.autograd.Function):
         dbias = dy_NO.sum(0) if need_bias else None
         if not (need_right or need_left):
             dright = dleft = None
-        elif through_dense(x_NI, right, left, dy_NO):
+        elif uses_dense_gradient(x_NI, right, left, dy_NO):
             dright, dleft = from_dense(dy_NO.mT @ x_NI, right, left)
         else:
-            return *by_pairs(x_NI, right, left, dy_NO, dx), dbias, None
+            return *core_gradients(x_NI, right, left, dy_NO, dx), dbias, None
         if dx is not None:
-            transposed(dy_NO, right, left, dx)
+            input_gradient(dy_NO, right, left, dx)
         return dx, dright, dleft, dbias, None
 
 
-def through_dense(x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor) -> bool:
+def uses_dense_gradient(x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor) -> bool:
     """Whether the gradient of the dense matrix is the shorter way to those of the cores."""
     dense = x_NI.shape[1] * dy_NO.shape[1]
-    return max(right.shape[1], left.shape[3]) <= LARGEST and DENSE_PAYS * (right.numel() + left.numel()) > dense
+    return max(right.shape[1], left.shape[3]) <= MAX_BLOCK and DENSE_ADVANTAGE * (right.numel() + left.numel()) > dense
 
 
-def transposed(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tensor) -> None:
-    far, near = launch.sides(right_cdbs.shape, left_bcsa.shape)
-    launch.ring(dy_NO, left_bcsa, right_cdbs, near, far, right_cdbs.shape[3], None, dx_NI)
+def input_gradient(dy_NO: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, dx_NI: Tensor) -> None:
+    far, near = launch.core_sides(right_cdbs.shape, left_bcsa.shape)
+    launch.launch_ring(dy_NO, left_bcsa, right_cdbs, near, far, right_cdbs.shape[3], None, dx_NI)
 
 
-def by_pairs(
+def core_gradients(
     x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dx, dright and dleft from z and dz, a stretch of tokens at a time."""
     (c, _, b, s), N = right.shape, x_NI.shape[0]
-    size = max(64, HELD // (b * c * s) // 64 * 64)
+    size = max(64, MAX_HELD_BYTES // (b * c * s) // 64 * 64)
     if size >= N:
-        dright, dleft = launch.gradients(x_NI, right, left, dy_NO, dx_NI, exact=False)
+        dright, dleft = launch.launch_gradients(x_NI, right, left, dy_NO, dx_NI, exact=False)
         return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)
     dright, dleft = (torch.zeros_like(core, dtype=torch.float32) for core in (right, left))
     for n in range(0, N, size):
         dx = None if dx_NI is None else dx_NI[n : n + size]
-        parts = launch.gradients(x_NI[n : n + size], right, left, dy_NO[n : n + size], dx, exact=True)
+        parts = launch.launch_gradients(x_NI[n : n + size], right, left, dy_NO[n : n + size], dx, exact=True)
         dright += parts[0]
         dleft += parts[1]
     return dx_NI, dright.to(right.dtype), dleft.to(left.dtype)

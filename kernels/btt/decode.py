@@ -17,17 +17,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from surgery.kernels.launch import Launch
+from surgery.kernels.launch import CachedLaunch
 
-TOKENS, ROWS = 16, 64  # of a program
+TOKENS_PER_PROGRAM, ROWS_PER_PROGRAM = 16, 64  # of a program
 
 # Programs of both launches for which the early start pays: more do not fit beside each other. One H200, 2026-11-21.
-AT_ONCE = 330
-EARLY = tl.constexpr(hasattr(cuda, "gdc_wait"))  # programmatic dependent launch
+MAX_EARLY_PROGRAMS = 330
+HAS_GDC = tl.constexpr(hasattr(cuda, "gdc_wait"))  # programmatic dependent launch
 
 
 @triton.jit(do_not_specialize=["N"])
-def few_kernel(
+def decode_kernel(
     x, core, bias, out, N, IN, D, R, S, OUT, x_n, x_i, c_g, o_n, o_g, o_s, tiles,
     BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
@@ -64,52 +64,52 @@ def few_kernel(
 
 
 @cache
-def early(device: torch.device) -> bool:
-    return EARLY.value and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def supports_early_launch(device: torch.device) -> bool:
+    return HAS_GDC.value and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-class FewPlan(NamedTuple):
+class DecodePlan(NamedTuple):
     z: int  # numbers of a token
-    first: Launch
-    second: Launch
+    first: CachedLaunch
+    second: CachedLaunch
 
 
 @lru_cache(maxsize=4096)
-def plan_for(
+def decode_plan(
     N: int, in_: int, out: int, right: torch.Size, left: torch.Size, steps: tuple[int, ...], bias: bool, wide: bool,
     ready: bool,
-) -> FewPlan:  # fmt: skip
+) -> DecodePlan:  # fmt: skip
     """steps: of x's axes and of y's rows. ready: whether the device starts launches early."""
     (c, d, b, s), a = right, left[3]
-    programs = c * -(-b * s // ROWS) + b * -(-a // ROWS)
-    soon = ready and programs <= AT_ONCE and b * s % 16 == 0 and a % 16 == 0
+    programs = c * -(-b * s // ROWS_PER_PROGRAM) + b * -(-a // ROWS_PER_PROGRAM)
+    soon = ready and programs <= MAX_EARLY_PROGRAMS and b * s % 16 == 0 and a % 16 == 0
     options = {"launch_pdl": True} if soon else {}
     z, (x_n, x_i, y_n) = b * c * s, steps
     first = _launch(N, in_, z, c, d, b * s, s, (x_n, x_i, z, s, c * s), False, wide, FIRST=soon, SECOND=False)
     second = _launch(N, z, out, b, c * s, a, a, (z, 1, y_n, a, a), bias, wide, FIRST=False, SECOND=soon, **options)
-    return FewPlan(z, first, second)
+    return DecodePlan(z, first, second)
 
 
 def _launch(
     N: int, in_: int, out: int, groups: int, d: int, rows: int, s: int, steps: tuple[int, ...], bias: bool, wide: bool,
     **options: bool,
-) -> Launch:  # fmt: skip
+) -> CachedLaunch:  # fmt: skip
     """steps: of x's axes, and of out's tokens, groups and s."""
     x_n, x_i, o_n, o_g, o_s = steps
-    tiles = -(-rows // ROWS)
+    tiles = -(-rows // ROWS_PER_PROGRAM)
     sizes = N, in_, d, rows, s, out, x_n, x_i, d * rows, o_n, o_g, o_s, tiles
     constants = {
-        "BN": 16, "BD": min(128, max(16, 1 << (d - 1).bit_length())), "BR": ROWS, "BIAS": bias,
+        "BN": 16, "BD": min(128, max(16, 1 << (d - 1).bit_length())), "BR": ROWS_PER_PROGRAM, "BIAS": bias,
         "PRECISION": "tf32x3" if wide else "tf32", "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
-    return Launch(few_kernel, (groups * tiles, -(-N // 16)), sizes, {**constants, **options})
+    return CachedLaunch(decode_kernel, (groups * tiles, -(-N // 16)), sizes, {**constants, **options})
 
 
-def few(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
+def decode_btt(x_NI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, y_NO: Tensor) -> None:
     (N, in_), wide = x_NI.shape, x_NI.dtype == torch.float32
     steps = *x_NI.stride(), y_NO.stride(0)
-    ready = early(x_NI.device)
-    plan = plan_for(N, in_, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, steps, bias is not None, wide, ready)
+    ready = supports_early_launch(x_NI.device)
+    plan = decode_plan(N, in_, y_NO.shape[1], right_cdbs.shape, left_bcsa.shape, steps, bias is not None, wide, ready)
     z_NK = x_NI.new_empty(N, plan.z)
     plan.first(x_NI, right_cdbs, z_NK, z_NK)
     plan.second(z_NK, left_bcsa, y_NO if bias is None else bias, y_NO)

@@ -4,7 +4,7 @@
 slabs behind the first; z is a ring of `ring` slabs, so it stays in the L2 cache and device memory sees x once and y
 once. A program waits only for programs of lower index, which are started first, so the waiting ends.
 
-Backward: `spreads_kernel` computes z and dz, `rest_kernel` the gradients of both cores and of x.
+Backward: `spreads_kernel` computes z and dz, `gradients_kernel` the gradients of both cores and of x.
 
 The two products of BTT and the gradients of its cores, a tile each; kernels/btt/kernels.py makes launches of them.
 
@@ -52,11 +52,11 @@ def ring_kernel(
             _spread(x, right, z, item // tiles_j, item % tiles_j, first, count, N, IN, D, J, S, C, x_n, x_i, r_g, r_d, r_j,
                     BN, BJ, BD, D_ONCE, EVEN_1, PRECISION, "evict_first",
                     flags + slabs + tl.maximum(slab - ring, 0), needed)  # fmt: skip
-            _signal(flags + slab)
+            _set_flag(flags + slab)
         else:
             _gather(z, left, bias, y, item // tiles_a, item % tiles_a, first, count, N, OUT, A, K, B, l_g, l_k, l_a, y_n, y_o,
                     BN, BK, BA, K_ONCE, EVEN_2, BIAS, PRECISION, "evict_first", flags + slab, spreads)  # fmt: skip
-            if _signal(gathered) == gathers - 1:  # the slab's last: nobody waits for these any more
+            if _set_flag(gathered) == gathers - 1:  # the slab's last: nobody waits for these any more
                 tl.store(flags + slab, 0)
                 if slab >= ring:
                     tl.store(gathered - ring, 0)
@@ -88,7 +88,7 @@ def spreads_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "slabs", "left_tiles", "right_tiles"])
-def rest_kernel(
+def gradients_kernel(
     z, dy, dz, x, right, dleft, dright, dx, x_n, x_i, dy_n, dy_o, dx_n, dx_i, N, IN, OUT, D, A, S, C, B, slabs, tiles,
     left_parts, left_tiles, right_parts, right_tiles,
     BN: tl.constexpr, BKL: tl.constexpr, BAL: tl.constexpr, BKR: tl.constexpr, BAR: tl.constexpr, BJ: tl.constexpr,
@@ -104,7 +104,7 @@ def rest_kernel(
         part, item = item % left_parts, item // left_parts
         group, tile_k, tile_a = item // (tiles_k * tiles_a), item // tiles_a % tiles_k, item % tiles_a
         first = part * left_tiles
-        _pair(z, dy, dleft + part.to(tl.int64) * (B * K * A), group, tile_k, tile_a, first,
+        _core_gradient(z, dy, dleft + part.to(tl.int64) * (B * K * A), group, tile_k, tile_a, first,
               tl.minimum(left_tiles, every - first), N, OUT, A, K, B, dy_n, dy_o, K * A, A, 1,
               BN, BKL, BAL, EVEN_L, PRECISION)  # fmt: skip
     elif item < of_left + of_right:
@@ -112,7 +112,7 @@ def rest_kernel(
         part, item = item % right_parts, item // right_parts
         group, tile_k, tile_a = item // (tiles_j * tiles_d), item // tiles_d % tiles_j, item % tiles_d
         first = part * right_tiles
-        _pair(dz, x, dright + part.to(tl.int64) * (C * D * J), group, tile_k, tile_a, first,
+        _core_gradient(dz, x, dright + part.to(tl.int64) * (C * D * J), group, tile_k, tile_a, first,
               tl.minimum(right_tiles, every - first), N, IN, D, J, C, x_n, x_i, D * J, 1, J,
               BN, BKR, BAR, EVEN_R, PRECISION)  # fmt: skip
     else:
@@ -126,14 +126,14 @@ def rest_kernel(
 
 
 @triton.jit
-def _await(flag, needed):
+def _wait_flag(flag, needed):
     if needed > 0:
         while tl.atomic_add(flag, 0, sem="acquire") < needed:
             pass
 
 
 @triton.jit
-def _signal(flag):
+def _set_flag(flag):
     tl.debug_barrier()  # every thread's reads and writes come before
     return tl.atomic_add(flag, 1, sem="release")
 
@@ -144,7 +144,7 @@ def _spread(
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
+    """`format_count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
     j = tile_j * BJ + tl.arange(0, BJ)
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
@@ -155,8 +155,8 @@ def _spread(
     left_n = N - first * BN  # tokens from here on
     left_i = IN - group * D
     if D_ONCE:
-        r_dj = _core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
-    _await(flag, needed)  # with the core on its way
+        r_dj = _load_core(right + d[:, None] * r_d + j[None, :] * r_j, (d[:, None] < D) & (j[None, :] < J), EVEN)
+    _wait_flag(flag, needed)  # with the core on its way
     z_nj = tl.zeros([BN, BJ], tl.float32)
     steps = 1 if D_ONCE else tl.cdiv(D, BD)
     for i in tl.range(0, count * steps):  # tokens and d in one loop: loads run ahead across the tiles
@@ -164,10 +164,10 @@ def _spread(
         inside_n = n[:, None] < left_n - t * BN
         inside = inside_n & (d[None, :] < D - k) & (d[None, :] < left_i - k)
         x_t = x + tl.cast(t, tl.int64) * BN * x_n
-        x_nd = _rows(x_t + n[:, None] * x_n + (k + d)[None, :] * x_i, inside, inside_n, EVEN, ONCE)
+        x_nd = _load_rows(x_t + n[:, None] * x_n + (k + d)[None, :] * x_i, inside, inside_n, EVEN, ONCE)
         if not D_ONCE:
             inside_dj = (d[:, None] < D - k) & (j[None, :] < J)
-            r_dj = _core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
+            r_dj = _load_core(right + (k + d)[:, None] * r_d + j[None, :] * r_j, inside_dj, EVEN)
         at = z + t * rows.to(tl.int64) * BN + row[:, None] * BN + n[None, :]
         if D_ONCE:
             _store_z(at, tl.trans(tl.dot(x_nd, r_dj, input_precision=PRECISION)), j, J, z, EVEN)
@@ -192,7 +192,7 @@ def _gather(
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
+    """`format_count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
     a = tile_a * BA + tl.arange(0, BA)
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
@@ -205,18 +205,18 @@ def _gather(
     if BIAS:
         b_a = tl.load(bias + group * A + a, mask=inside_a, other=0.0).to(tl.float32)
     if K_ONCE:
-        l_ka = _core(left + k[:, None] * l_k + a[None, :] * l_a, (k[:, None] < K) & (a[None, :] < A), EVEN)
-    _await(flag, needed)
+        l_ka = _load_core(left + k[:, None] * l_k + a[None, :] * l_a, (k[:, None] < K) & (a[None, :] < A), EVEN)
+    _wait_flag(flag, needed)
     y_na = tl.zeros([BN, BA], tl.float32)
     steps = 1 if K_ONCE else tl.cdiv(K, BK)
     for i in tl.range(0, count * steps):
         t, first_k = i // steps, i % steps * BK
-        z_kn = _fresh(
+        z_kn = _load_uncached(
             z + t * rows.to(tl.int64) * BN + (first_k + k)[:, None] * BN + n[None, :], k[:, None] < K - first_k, EVEN
         )
         if not K_ONCE:
             inside_ka = (k[:, None] < K - first_k) & (a[None, :] < A)
-            l_ka = _core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside_ka, EVEN)
+            l_ka = _load_core(left + (first_k + k)[:, None] * l_k + a[None, :] * l_a, inside_ka, EVEN)
         at = y + tl.cast(t, tl.int64) * BN * y_n + n[:, None] * y_n + a[None, :] * y_o
         inside_n = n[:, None] < left_n - t * BN
         if K_ONCE:
@@ -241,7 +241,7 @@ def _store_y(at, y_na, inside_n, inside_a, y, EVEN: tl.constexpr, ONCE: tl.const
 
 
 @triton.jit
-def _core(at, inside, EVEN: tl.constexpr):
+def _load_core(at, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     else:
@@ -249,7 +249,7 @@ def _core(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
+def _load_rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
     if EVEN:
         return tl.load(at, mask=inside_n, other=0.0, eviction_policy=ONCE)
     else:
@@ -257,7 +257,7 @@ def _rows(at, inside, inside_n, EVEN: tl.constexpr, ONCE: tl.constexpr):
 
 
 @triton.jit
-def _fresh(at, inside, EVEN: tl.constexpr):
+def _load_uncached(at, inside, EVEN: tl.constexpr):
     """Past the L1 cache: other programs of the same launch wrote it."""
     if EVEN:
         return tl.load(at, cache_modifier=".cg")
@@ -266,11 +266,11 @@ def _fresh(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _pair(
+def _core_gradient(
     z, y, g, group, tile_k, tile_a, first, count, N, OUT, A, K, groups, y_n, y_o, g_g, g_k, g_a,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums `count` tiles from `first` on; z and y begin at the first token of all."""
+    """Sums `format_count` tiles from `first` on; z and y begin at the first token of all."""
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)
@@ -281,10 +281,10 @@ def _pair(
     inside_a = (a < A) & (a < OUT - group * A)
     g_ka = tl.zeros([BK, BA], tl.float32)
     for t in tl.range(0, count):
-        z_kn = _core(z + t * rows * BN + k[:, None] * BN + n[None, :], k[:, None] < K, EVEN)
+        z_kn = _load_core(z + t * rows * BN + k[:, None] * BN + n[None, :], k[:, None] < K, EVEN)
         inside_n = n[:, None] < left_n - t * BN
         y_t = y + tl.cast(t, tl.int64) * BN * y_n
-        y_na = _rows(y_t + n[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, "")
+        y_na = _load_rows(y_t + n[:, None] * y_n + a[None, :] * y_o, inside_n & inside_a[None, :], inside_n, EVEN, "")
         g_ka = tl.dot(z_kn, y_na, g_ka, input_precision=PRECISION)
     at = g + group * g_g + k[:, None] * g_k + a[None, :] * g_a
     tl.store(at, g_ka.to(g.dtype.element_ty), mask=(k[:, None] < K) & (a[None, :] < A))

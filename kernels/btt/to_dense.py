@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LARGEST = 128  # blocks that a program holds
+MAX_BLOCK = 128  # blocks that a program holds
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def dense_kernel(
     tl.store(w + o.to(tl.int64)[:, None] * w_o + i[None, :], w_ad.to(w.dtype.element_ty), mask=inside)
 
 
-def tile(n: int) -> int:
+def tile_size(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -77,13 +77,13 @@ def to_dense(right_cdbs: Tensor, left_bcsa: Tensor, out: int, in_: int) -> Tenso
     w_OI = right_cdbs.new_empty(out, in_)
     dense_kernel[(c * b,)](
         right_cdbs, left_bcsa, w_OI, in_, out, c, d, b, s, a, in_,
-        BD=tile(d), BA=tile(a), BS=min(32, tile(s)), PRECISION="tf32x3" if w_OI.dtype == torch.float32 else "tf32",
+        BD=tile_size(d), BA=tile_size(a), BS=min(32, tile_size(s)), PRECISION="tf32x3" if w_OI.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return w_OI
 
 
-class Dense(torch.autograd.Function):
+class DenseFunction(torch.autograd.Function):
     """W, and the cores' gradients from its own."""
 
     @staticmethod
@@ -101,10 +101,10 @@ def from_dense(g_OI: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> tuple[Ten
     """The gradients of right and left."""
     (c, d, b, s), a = right_cdbs.shape, left_bcsa.shape[3]
     dright, dleft = torch.empty_like(right_cdbs), torch.empty_like(left_bcsa)
-    BS = min(64, tile(s))
+    BS = min(64, tile_size(s))
     cores_kernel[(c * b, -(-s // BS))](
         g_OI, right_cdbs, left_bcsa, dright, dleft, g_OI.shape[1], g_OI.shape[0], c, d, b, s, a, *g_OI.stride(),
-        BD=tile(d), BA=tile(a), BS=BS,
+        BD=tile_size(d), BA=tile_size(a), BS=BS,
         PRECISION="tf32x3" if g_OI.dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
     return dright, dleft

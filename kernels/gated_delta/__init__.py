@@ -18,25 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.custom_op import Opaque
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.gated_delta import output as chunks
 from surgery.kernels.gated_delta import states, wy
-from surgery.kernels.gated_delta.layout import MOST_HEADS, Sizes, sizes
-from surgery.kernels.tuning import fastest, of_tokens
+from surgery.kernels.gated_delta.layout import MOST_HEADS, DeltaSizes, make_sizes
+from surgery.kernels.tuning import is_fastest, TOKENS_READER
 from surgery.mixers.masks.semiseparable import semiseparable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEATURES, CHUNK = 256, 64
+MAX_FEATURES, DEFAULT_CHUNK = 256, 64
 
 
-def packed(x: Tensor) -> Tensor:
+def unit_last_stride(x: Tensor) -> Tensor:
     """With its last axis packed; others as they lie, groups that share their keys too."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, first: Tensor | None, s: Sizes
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, first: Tensor | None, s: DeltaSizes
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, last_RGKV) of q_BGJTK, k_BGTK, v_BGTV, beta_BGT, gates_BGT, first_RGKV or None."""
     c, _, w, u = wy.forward(k, v, beta, gates, s)
@@ -53,9 +53,9 @@ def backward(
     beta: Tensor,
     gates: Tensor,
     first: Tensor | None,
-    s: Sizes,
+    s: DeltaSizes,
 ) -> tuple[Tensor | None, ...]:
-    do, dlast = packed(do), dlast.contiguous()
+    do, dlast = unit_last_stride(do), dlast.contiguous()
     c, y, w, u = wy.forward(k, v, beta, gates, s)
     before, x, _ = states.forward(k, c, w, u, first, s)
     dstates, dx, dfirst = states.backward(q, k, do, c, w, dlast, s)
@@ -76,22 +76,22 @@ class _GatedDelta(torch.autograd.Function):
         return *backward(*grads, *ctx.saved_tensors, ctx.sizes), None
 
 
-def _made(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     rows = len(q) if rest[3] is None else len(rest[3]) - 1
     last = v.new_empty(rows, v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.float32)
     return v.new_empty(*q.shape[:4], v.shape[-1]), last
 
 
-COMPILED = Opaque(
+GATED_DELTA_OP = CustomOp(
     "gated_delta",
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor gates, Tensor? first, Tensor? ends, int chunk",
-    lambda *given: forward(*given[:6], sizes(given[0], given[2], given[7], None, given[6])),
+    lambda *given: forward(*given[:6], make_sizes(given[0], given[2], given[7], None, given[6])),
     lambda do, dlast, *given: (
-        *backward(do, dlast, *given[:6], sizes(given[0], given[2], given[7], None, given[6])),
+        *backward(do, dlast, *given[:6], make_sizes(given[0], given[2], given[7], None, given[6])),
         None,
         None,
     ),
-    _made,
+    _fake_outputs,
 )
 
 
@@ -103,16 +103,16 @@ def gated_delta(
     gates_BGT: Tensor,
     first_RGKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV in v's dtype, last_RGKV in float32). With cu_seqlens (R + 1 borders, B = 1) each of the R packed
     sequences has its own state; else R = B."""
     first = None if first_RGKV is None else first_RGKV.float().contiguous()
     gates = gates_BGT.expand(v_BGTV.shape[:3])
-    given = packed(q_BGJTK), packed(k_BGTK), packed(v_BGTV), beta_BGT, gates, first
+    given = unit_last_stride(q_BGJTK), unit_last_stride(k_BGTK), unit_last_stride(v_BGTV), beta_BGT, gates, first
     if torch.compiler.is_compiling():
-        return COMPILED(*given, cu_seqlens, chunk)
-    return _GatedDelta.apply(*given, sizes(q_BGJTK, v_BGTV, chunk, None, cu_seqlens))
+        return GATED_DELTA_OP(*given, cu_seqlens, chunk)
+    return _GatedDelta.apply(*given, make_sizes(q_BGJTK, v_BGTV, chunk, None, cu_seqlens))
 
 
 def accepts(
@@ -123,13 +123,13 @@ def accepts(
     return (
         beta is not None
         and alike
-        and q.shape[-1] <= FEATURES
+        and q.shape[-1] <= MAX_FEATURES
         and v.numel() > 0
         and v.shape[1] * q.shape[2] < MOST_HEADS
     )
 
 
-@kernel_for(semiseparable, accepts=accepts, wins=fastest("gates delta", of_tokens))
+@register_kernel(semiseparable, accepts=accepts, wins=is_fastest("gates delta", TOKENS_READER))
 def semiseparable_delta(
     q: Tensor,
     k: Tensor,
@@ -145,7 +145,7 @@ def semiseparable_delta(
     gates = gates if weight is None else gates.expand(-1, len(weight), -1, -1)
     for r, gates_BGT in enumerate(gates.unbind(1)):
         first_BGFV = None if first is None else first[:, r]
-        out, last = gated_delta(q, k, v, beta, gates_BGT, first_BGFV, chunk=min(chunk, CHUNK))
+        out, last = gated_delta(q, k, v, beta, gates_BGT, first_BGFV, chunk=min(chunk, DEFAULT_CHUNK))
         outs.append(out if weight is None else out * weight[r, :, :, None, None].to(out.dtype))
         lasts.append(last)
     return sum(outs[1:], outs[0]), torch.stack(lasts, 1)

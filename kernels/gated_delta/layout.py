@@ -21,47 +21,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEVELS = 44  # in the table, of chunks' indices
+MAX_LEVELS = 44  # in the table, of chunks' indices
 MOST_HEADS = 2**16  # of a row: they lie on an axis of a grid, which holds 65,535
 
 
 @triton.jit
-def row_of(rows, r, WIDTH: tl.constexpr):
+def load_row(rows, r, WIDTH: tl.constexpr):
     """(batch, first token, tokens, first position, first chunk in the buffers)."""
     at = rows + r * WIDTH
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
 @triton.jit
-def tokens_of(n, bos, length, start, C: tl.constexpr):
+def chunk_tokens(n, bos, length, start, C: tl.constexpr):
     """(the token in each slot of the row's n-th chunk, whether there is one)."""
     at_C = n * C + tl.arange(0, C) - start % C
     return bos + at_C, (at_C >= 0) & (at_C < length)
 
 
 @triton.jit
-def chunks_of(length, start, C: tl.constexpr):
+def count_chunks(length, start, C: tl.constexpr):
     return (start % C + length + C - 1) // C
 
 
 @triton.jit
-def chunk_here(rows, N, g, G, WIDTH: tl.constexpr, C: tl.constexpr):
+def program_chunk(rows, N, g, G, WIDTH: tl.constexpr, C: tl.constexpr):
     """Of the program's chunk, the first axis of the grid (rows x N): (its row's batch, its place in the buffers, the token
     in each slot, whether there is one, whether the row has such a chunk)."""
     r, n = tl.program_id(0) // N, tl.program_id(0) % N
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    t_C, here_C = tokens_of(n, bos, length, start, C)
-    return batch, (base + n) * G + g, t_C, here_C, n < chunks_of(length, start, C)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
+    t_C, here_C = chunk_tokens(n, bos, length, start, C)
+    return batch, (base + n) * G + g, t_C, here_C, n < count_chunks(length, start, C)
 
 
 @triton.jit
-def number_here(rows, N, WIDTH: tl.constexpr):
+def program_chunk_index(rows, N, WIDTH: tl.constexpr):
     """(the program's chunk, counted in its row; the position of the row's first token)."""
     return tl.program_id(0) % N, tl.load(rows + tl.program_id(0) // N * WIDTH + 3)
 
 
 @triton.jit
-def tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
+def load_tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
     """x[rows, first : first + BLOCK], zeros outside."""
     at_B = first + tl.arange(0, BLOCK)
     return tl.load(
@@ -70,34 +70,34 @@ def tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def put(base, rows_X, stride, here_X, size, first, x, BLOCK: tl.constexpr):
+def store_tile(base, rows_X, stride, here_X, size, first, x, BLOCK: tl.constexpr):
     at_B = first + tl.arange(0, BLOCK)
     mask = here_X[:, None] & (at_B < size)[None, :]
     tl.store(base + rows_X[:, None] * stride + at_B[None, :], x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def matrix(base, rows, size, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def load_matrix(base, rows, size, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """x[:, first : first + BLOCK] of a contiguous (rows, size) matrix, zeros outside."""
     at_R = tl.arange(0, ROWS)
-    return tile(base, at_R, size, at_R < rows, size, first, BLOCK)
+    return load_tile(base, at_R, size, at_R < rows, size, first, BLOCK)
 
 
 @triton.jit
-def put_matrix(base, rows, size, first, x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def store_matrix(base, rows, size, first, x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     at_R = tl.arange(0, ROWS)
-    put(base, at_R, size, at_R < rows, size, first, x, BLOCK)
+    store_tile(base, at_R, size, at_R < rows, size, first, x, BLOCK)
 
 
 @triton.jit
-def fade_of(c, at, C: tl.constexpr):
+def decay_from_start(c, at, C: tl.constexpr):
     """D_t = exp(c_t): gates from the chunk's start to a token."""
     at_C = tl.arange(0, C)
     return tl.exp(tl.load(c + at * 2 * C + at_C) + tl.load(c + at * 2 * C + C + at_C))
 
 
 @triton.jit
-def to_end_of(c, at, C: tl.constexpr):
+def decay_to_end(c, at, C: tl.constexpr):
     """(e_s = exp(c_last - c_s): from a token to the chunk's end, all of the chunk)."""
     at_C = tl.arange(0, C)
     here = c + at * 2 * C
@@ -106,7 +106,7 @@ def to_end_of(c, at, C: tl.constexpr):
 
 
 @triton.jit
-def mask_of(c, at, C: tl.constexpr):
+def decay_mask(c, at, C: tl.constexpr):
     """M_ts = exp(c_t - c_s) for s <= t, else 0."""
     at_C = tl.arange(0, C)
     hi_C, lo_C = tl.load(c + at * 2 * C + at_C), tl.load(c + at * 2 * C + C + at_C)
@@ -115,7 +115,7 @@ def mask_of(c, at, C: tl.constexpr):
 
 
 @dataclass
-class Sizes:
+class DeltaSizes:
     """Of one call. R rows, N chunks a row at most, C slots; table as above; `most`: entries in each level's buffers."""
 
     table: Tensor
@@ -169,20 +169,20 @@ class Sizes:
         return torch.empty(self.most[0], self.G, *shape, dtype=dtype or self.dtype, device=self.table.device)
 
 
-def chunk_of(v_BGTV: Tensor, chunk: int) -> int:
+def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
     """C; of float32 no more than 32 fits a program."""
     longest = 32 if v_BGTV.dtype == torch.float32 else 64
     return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
 
 
-def chunks_at_most(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
+def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
     """N of a row: where it starts is the device's, so one may begin before it."""
-    C = chunk_of(v_BGTV, chunk)
+    C = limit_chunk(v_BGTV, chunk)
     spare = 0 if start_B is None else C - 1
     return max(1, -(-(v_BGTV.shape[2] + spare) // C))
 
 
-def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None) -> Sizes:
+def make_sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None) -> DeltaSizes:
     """start None: rows begin at position 0. No word of what is on the device is waited for."""
     batch, G, J, T, K = q_BGJTF.shape
     device = q_BGJTF.device
@@ -194,11 +194,11 @@ def sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, c
         R, bos_R, count_R = len(cu_seqlens) - 1, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
-    C, N = chunk_of(v_BGTV, chunk), chunks_at_most(v_BGTV, chunk, start_B)
+    C, N = limit_chunk(v_BGTV, chunk), max_chunks(v_BGTV, chunk, start_B)
     chunks_R = (start_R % C + count_R + C - 1) // C
-    level_L = torch.arange(LEVELS, device=device)
+    level_L = torch.arange(MAX_LEVELS, device=device)
     every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)
     bound = R * N if cu_seqlens is None else -(-T // C) + 2 * R
-    most = [bound, *((bound >> level) + 2 * R for level in range(1, LEVELS))]
+    most = [bound, *((bound >> level) + 2 * R for level in range(1, MAX_LEVELS))]
     table = torch.cat([torch.stack([batch_R, bos_R, count_R, start_R], 1), every_RL.cumsum(0) - every_RL], 1)
-    return Sizes(table, R, N, C, most, G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)
+    return DeltaSizes(table, R, N, C, most, G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)

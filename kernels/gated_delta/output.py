@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
-    Sizes,
-    chunk_here,
-    fade_of,
-    mask_of,
-    matrix,
-    put,
-    put_matrix,
-    tile,
-    to_end_of,
+    DeltaSizes,
+    program_chunk,
+    decay_from_start,
+    decay_mask,
+    load_matrix,
+    store_tile,
+    store_matrix,
+    load_tile,
+    decay_to_end,
 )
 
 
@@ -34,20 +34,20 @@ def _forward(
 ):  # fmt: skip
     head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
     g, j = head // J, head % J
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    s_VK = matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
-    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
-    out_CV = tl.dot(q_CK, tl.trans(s_VK), input_precision=P) * fade_of(c, at, C)[:, None]
+    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    q_CK = load_tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    s_VK = load_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, BV, BK)
+    x_VC = load_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
+    out_CV = tl.dot(q_CK, tl.trans(s_VK), input_precision=P) * decay_from_start(c, at, C)[:, None]
     out_CV = tl.dot(p_CC, tl.trans(x_VC), out_CV, input_precision=P)
-    put(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
+    store_tile(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
 
 
-def forward(q: Tensor, k: Tensor, c: Tensor, states: Tensor, x: Tensor, s: Sizes) -> Tensor:
+def forward(q: Tensor, k: Tensor, c: Tensor, states: Tensor, x: Tensor, s: DeltaSizes) -> Tensor:
     out = torch.empty(*q.shape[:4], s.V, dtype=s.dtype, device=q.device)
     strides = (*q.stride()[:4], *k.stride()[:3], q.shape[3])
     grid = (s.R * s.N, s.G * s.J, s.blocks)
@@ -63,14 +63,14 @@ def _backward(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(1).to(tl.int64)
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     at_C = tl.arange(0, C)
     half = k.dtype.element_ty
-    to_end_C, total = to_end_of(c, at, C)
-    fade_C = fade_of(c, at, C)
-    mask_CC = mask_of(c, at, C)
+    to_end_C, total = decay_to_end(c, at, C)
+    fade_C = decay_from_start(c, at, C)
+    mask_CC = decay_mask(c, at, C)
     dc_C = tl.zeros([C], tl.float32)
     z_C = tl.zeros([C], tl.float32)
     both = 0.0
@@ -82,12 +82,12 @@ def _backward(
         qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
         for first in range(0, K, BX):
-            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
-            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            q_CX = load_tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
             qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
         for at_v in range(0, V, BV):
-            do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
-            x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+            do_CV = load_tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+            x_VC = load_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
             dp_CC = tl.dot(do_CV, x_VC, dp_CC, input_precision=P)
         dp_CC *= mask_CC
         qk_CC *= dp_CC
@@ -98,30 +98,30 @@ def _backward(
             dw_CX = tl.zeros([C, BX], tl.float32)
             dk_CX = tl.zeros([C, BX], tl.float32)
             for at_v in range(0, V, BV):
-                s_VX = matrix(states + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
-                do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+                s_VX = load_matrix(states + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+                do_CV = load_tile(do_here, t_C, do_t, here_C, V, at_v, BV)
                 dq_CX = tl.dot(do_CV, s_VX, dq_CX, input_precision=P)
                 if j == 0:
-                    ds_VX = matrix(dstates + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
+                    ds_VX = load_matrix(dstates + (at * V + at_v) * K, V - at_v, K, first, BV, BX)
                     both += tl.sum(s_VX.to(tl.float32) * ds_VX)
-                    dx_VC = matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    dx_VC = load_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
                     dw_CX = tl.dot(tl.trans(dx_VC), s_VX, dw_CX, input_precision=P)
-                    x_VC = matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+                    x_VC = load_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
                     dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
-            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
             if j == 0:
-                put_matrix(dw + at * C * K, C, K, first, -dw_CX, C, BX)
+                store_matrix(dw + at * C * K, C, K, first, -dw_CX, C, BX)
                 dk_CX *= to_end_C[:, None]
                 z_C += tl.sum(dk_CX * k_CX, 1)
             else:
-                dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
-            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
+                dk_CX = load_matrix(dk + at * C * K, C, K, first, C, BX)
+            q_CX = load_tile(q_here, t_C, q_t, here_C, K, first, BX)
             dq_CX *= fade_C[:, None]
             dc_C += tl.sum(dq_CX * q_CX, 1)
             dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
             dk_CX = tl.dot(tl.trans(dp_CC), q_CX, dk_CX, input_precision=P)
-            put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
-            put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+            store_tile(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+            store_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
         tl.debug_barrier()  # the next head adds to what this one stored
     at_C = tl.arange(0, C)
     dc_C += tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
@@ -129,7 +129,7 @@ def _backward(
 
 
 def backward(
-    q: Tensor, k: Tensor, do: Tensor, c: Tensor, states: Tensor, x: Tensor, dstates: Tensor, dx: Tensor, s: Sizes
+    q: Tensor, k: Tensor, do: Tensor, c: Tensor, states: Tensor, x: Tensor, dstates: Tensor, dx: Tensor, s: DeltaSizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk of the chunks in float32, dw, dc)."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

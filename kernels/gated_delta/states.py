@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
-    Sizes,
-    chunk_here,
-    chunks_of,
-    fade_of,
-    mask_of,
-    matrix,
-    put_matrix,
-    row_of,
-    tile,
-    to_end_of,
-    tokens_of,
+    DeltaSizes,
+    program_chunk,
+    count_chunks,
+    decay_from_start,
+    decay_mask,
+    load_matrix,
+    store_matrix,
+    load_row,
+    load_tile,
+    decay_to_end,
+    chunk_tokens,
 )
 
 
@@ -36,30 +36,30 @@ def _forward(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     r, g, at_v = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64), tl.program_id(1) * BV
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
     if FIRST:
-        s_VK = tl.trans(matrix(first + here, K, V, at_v, BK, BV).to(tl.float32))
+        s_VK = tl.trans(load_matrix(first + here, K, V, at_v, BK, BV).to(tl.float32))
     else:
         s_VK = tl.zeros([BV, BK], tl.float32)
-    for n in range(chunks_of(length, start, C)):
+    for n in range(count_chunks(length, start, C)):
         at = (base + n) * G + g
-        t_C, here_C = tokens_of(n, bos, length, start, C)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        u_VC = matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
-        to_end_C, total = to_end_of(c, at, C)
+        t_C, here_C = chunk_tokens(n, bos, length, start, C)
+        k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+        u_VC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+        to_end_C, total = decay_to_end(c, at, C)
         half_VK = s_VK.to(k_CK.dtype)
-        put_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        store_matrix(states + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
         x_VC = u_VC - tl.dot(half_VK, tl.trans(w_CK), input_precision=P)
-        put_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
+        store_matrix(x + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
         x_VC = (x_VC * to_end_C[None, :]).to(k_CK.dtype)
         s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
-    put_matrix(last + here, K, V, at_v, tl.trans(s_VK), BK, BV)
+    store_matrix(last + here, K, V, at_v, tl.trans(s_VK), BK, BV)
 
 
 def forward(
-    k: Tensor, c: Tensor, w: Tensor, u: Tensor, first: Tensor | None, s: Sizes
+    k: Tensor, c: Tensor, w: Tensor, u: Tensor, first: Tensor | None, s: DeltaSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(S^T at the start of every chunk, x^T, the last S_RGKV in float32)."""
     last = torch.empty(s.R, s.G, s.K, s.V, dtype=torch.float32, device=k.device)
@@ -72,24 +72,24 @@ def forward(
 
 
 @triton.jit
-def _local(
+def _local_backward(
     q, k, do, rows, c, dx, q_b, q_g, q_j, q_t, k_b, k_g, k_t, do_b, do_g, do_j, do_t, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx = sum_j P_j^T dO_j, of every chunk by itself."""
     g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
     dx_VC = tl.zeros([BV, C], tl.float32)
     for j in range(J):
-        q_CK = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
-        do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
-        p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
+        q_CK = load_tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
+        do_CV = load_tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
+        p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
         dx_VC = tl.dot(tl.trans(do_CV), p_CC, dx_VC, input_precision=P)
-    put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
+    store_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
 
 
 @triton.jit
@@ -99,39 +99,39 @@ def _backward(
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     r, g, at_v = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64), tl.program_id(1) * BV
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
     here = tl.program_id(0).to(tl.int64) * K * V
-    ds_VK = tl.trans(matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32))
-    chunks = chunks_of(length, start, C)
+    ds_VK = tl.trans(load_matrix(dlast + here, K, V, at_v, BK, BV).to(tl.float32))
+    chunks = count_chunks(length, start, C)
     for i in range(chunks):
         n = chunks - 1 - i
         at = (base + n) * G + g
-        t_C, here_C = tokens_of(n, bos, length, start, C)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        dx_VC = matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C).to(tl.float32)
-        to_end_C, total = to_end_of(c, at, C)
-        fade_C = fade_of(c, at, C)
+        t_C, here_C = chunk_tokens(n, bos, length, start, C)
+        k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+        dx_VC = load_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, BV, C).to(tl.float32)
+        to_end_C, total = decay_to_end(c, at, C)
+        fade_C = decay_from_start(c, at, C)
         half_VK = ds_VK.to(k_CK.dtype)
-        put_matrix(dstates + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        store_matrix(dstates + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
         dx_VC += tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
-        put_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
+        store_matrix(dx + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
         ds_VK = tl.dot((-dx_VC).to(k_CK.dtype), w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
-            q_CK = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
-            do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
+            q_CK = load_tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, 0, BK)
+            do_CV = load_tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * fade_C[:, None]).to(k_CK.dtype)
             ds_VK = tl.dot(tl.trans(do_CV), q_CK, ds_VK, input_precision=P)
-    put_matrix(dfirst + here, K, V, at_v, tl.trans(ds_VK), BK, BV)
+    store_matrix(dfirst + here, K, V, at_v, tl.trans(ds_VK), BK, BV)
 
 
 def backward(
-    q: Tensor, k: Tensor, do: Tensor, c: Tensor, w: Tensor, dlast: Tensor, s: Sizes
+    q: Tensor, k: Tensor, do: Tensor, c: Tensor, w: Tensor, dlast: Tensor, s: DeltaSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dS'^T at the end of every chunk, dx^T, dS at the rows' starts in float32)."""
     dstates, dx, dfirst = s.buffer(s.V, s.K), s.buffer(s.V, s.C), torch.empty_like(dlast)
     strides = (*q.stride()[:4], *k.stride()[:3], *do.stride()[:4])
-    _local[(s.R * s.N, s.G, s.blocks)](q, k, do, s.table, c, dx, *strides, s.N, s.J, **s.kernel, num_warps=4)
+    _local_backward[(s.R * s.N, s.G, s.blocks)](q, k, do, s.table, c, dx, *strides, s.N, s.J, **s.kernel, num_warps=4)
     _backward[(s.R * s.G, s.blocks)](
         q, k, do, s.table, c, w, dlast, dfirst, dstates, dx, *strides, s.J, **s.kernel, num_warps=s.warps(8192),
         num_stages=2,

@@ -19,21 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
-    Sizes,
-    chunk_here,
-    chunks_of,
-    fade_of,
-    mask_of,
-    matrix,
-    put,
-    put_matrix,
-    row_of,
-    tile,
+    DeltaSizes,
+    program_chunk,
+    count_chunks,
+    decay_from_start,
+    decay_mask,
+    load_matrix,
+    store_tile,
+    store_matrix,
+    load_row,
+    load_tile,
 )
 
 
 @triton.jit
-def inverse(a_HH, H: tl.constexpr, P: tl.constexpr):
+def unit_lower_inverse(a_HH, H: tl.constexpr, P: tl.constexpr):
     """(I + A)^-1 of a strictly lower A: of diagonal blocks, twice as large at each step. Where L holds what joins the
     two halves of the blocks and X inverts the halves, X - X L X inverts the blocks: no powers of A, which may grow."""
     i_H1, j_1H = tl.arange(0, H)[:, None], tl.arange(0, H)[None, :]
@@ -47,7 +47,7 @@ def inverse(a_HH, H: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def half_of(x, t_H, stride, here_H):
+def load_half(x, t_H, stride, here_H):
     return tl.load(x + t_H * stride, mask=here_H, other=0.0).to(tl.float32)
 
 
@@ -60,8 +60,8 @@ def _forward(
 ):  # fmt: skip
     """The chunk in two halves, 1 and 2, of H tokens: Y is their inverses and one block below."""
     r, n, g = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(1).to(tl.int64)
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    if n >= chunks_of(length, start, C):
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
+    if n >= count_chunks(length, start, C):
         return
     at = (base + n) * G + g
     half = k.dtype.element_ty
@@ -72,9 +72,9 @@ def _forward(
     t1_H, t2_H = t1_H + bos, t2_H + bos
     k, v = k + batch * k_b + g * k_g, v + batch * v_b + g * v_g
     beta, gates = beta + batch * beta_b + g * beta_g, gates + batch * gates_b + g * gates_g
-    beta1_H, beta2_H = half_of(beta, t1_H, beta_t, here1_H), half_of(beta, t2_H, beta_t, here2_H)
-    gate1_H = tl.maximum(half_of(gates, t1_H, gates_t, here1_H), -60.0)
-    gate2_H = tl.maximum(half_of(gates, t2_H, gates_t, here2_H), -60.0)
+    beta1_H, beta2_H = load_half(beta, t1_H, beta_t, here1_H), load_half(beta, t2_H, beta_t, here2_H)
+    gate1_H = tl.maximum(load_half(gates, t1_H, gates_t, here1_H), -60.0)
+    gate2_H = tl.maximum(load_half(gates, t2_H, gates_t, here2_H), -60.0)
     step1_H, step2_H = tl.floor(gate1_H * 256.0) * 0.00390625, tl.floor(gate2_H * 256.0) * 0.00390625
     mid_hi, mid_lo = tl.sum(step1_H, 0), tl.sum(gate1_H - step1_H, 0)
     hi1_H, lo1_H = tl.cumsum(step1_H, 0), tl.cumsum(gate1_H - step1_H, 0)
@@ -87,8 +87,8 @@ def _forward(
     a2_HH = tl.zeros([H, H], tl.float32)
     a21_HH = tl.zeros([H, H], tl.float32)
     for first in range(0, K, BX):
-        k1_HX = tile(k, t1_H, k_t, here1_H, K, first, BX)
-        k2_HX = tile(k, t2_H, k_t, here2_H, K, first, BX)
+        k1_HX = load_tile(k, t1_H, k_t, here1_H, K, first, BX)
+        k2_HX = load_tile(k, t2_H, k_t, here2_H, K, first, BX)
         a1_HH = tl.dot(k1_HX, tl.trans(k1_HX), a1_HH, input_precision=P)
         a2_HH = tl.dot(k2_HX, tl.trans(k2_HX), a2_HH, input_precision=P)
         a21_HH = tl.dot(k2_HX, tl.trans(k1_HX), a21_HH, input_precision=P)
@@ -98,45 +98,45 @@ def _forward(
     log_HH = (hi2_H[:, None] - hi2_H[None, :]) + (lo2_H[:, None] - lo2_H[None, :])
     a2_HH *= beta2_H[:, None] * tl.exp(tl.where(later_HH, log_HH, float("-inf")))
     a21_HH *= beta2_H[:, None] * tl.exp((hi2_H[:, None] - hi1_H[None, :]) + (lo2_H[:, None] - lo1_H[None, :]))
-    y1_HH, y2_HH = inverse(a1_HH, H, P), inverse(a2_HH, H, P)
+    y1_HH, y2_HH = unit_lower_inverse(a1_HH, H, P), unit_lower_inverse(a2_HH, H, P)
     y21_HH = tl.dot(y2_HH, tl.dot(a21_HH, y1_HH, input_precision=P), input_precision=P)
     y1_HH, y2_HH, y21_HH = y1_HH.to(half), y2_HH.to(half), (-y21_HH).to(half)
     y += at * C * C
-    put(y, at_H, C, all_H, C, 0, y1_HH, H)
-    put(y, at_H, C, all_H, C, H, tl.zeros([H, H], tl.float32), H)
-    put(y, at_H + H, C, all_H, C, 0, y21_HH, H)
-    put(y, at_H + H, C, all_H, C, H, y2_HH, H)
+    store_tile(y, at_H, C, all_H, C, 0, y1_HH, H)
+    store_tile(y, at_H, C, all_H, C, H, tl.zeros([H, H], tl.float32), H)
+    store_tile(y, at_H + H, C, all_H, C, 0, y21_HH, H)
+    store_tile(y, at_H + H, C, all_H, C, H, y2_HH, H)
     scale1_H, scale2_H = beta1_H * tl.exp(hi1_H + lo1_H), beta2_H * tl.exp(hi2_H + lo2_H)
     for first in range(0, K, BX):
-        k1_HX = (tile(k, t1_H, k_t, here1_H, K, first, BX) * scale1_H[:, None]).to(half)
-        k2_HX = (tile(k, t2_H, k_t, here2_H, K, first, BX) * scale2_H[:, None]).to(half)
-        put(w + at * C * K, at_H, K, all_H, K, first, tl.dot(y1_HH, k1_HX, input_precision=P), BX)
+        k1_HX = (load_tile(k, t1_H, k_t, here1_H, K, first, BX) * scale1_H[:, None]).to(half)
+        k2_HX = (load_tile(k, t2_H, k_t, here2_H, K, first, BX) * scale2_H[:, None]).to(half)
+        store_tile(w + at * C * K, at_H, K, all_H, K, first, tl.dot(y1_HH, k1_HX, input_precision=P), BX)
         w2_HX = tl.dot(y2_HH, k2_HX, tl.dot(y21_HH, k1_HX, input_precision=P), input_precision=P)
-        put(w + at * C * K, at_H + H, K, all_H, K, first, w2_HX, BX)
+        store_tile(w + at * C * K, at_H + H, K, all_H, K, first, w2_HX, BX)
     end_hi, end_lo = mid_hi + tl.sum(step2_H, 0), mid_lo + tl.sum(gate2_H - step2_H, 0)
     to_end1_H = tl.exp((end_hi - hi1_H) + (end_lo - lo1_H))
     to_end2_H = tl.exp((end_hi - hi2_H) + (end_lo - lo2_H))
     for at_v in range(0, V, BV):
-        v1_HV = (tile(v, t1_H, v_t, here1_H, V, at_v, BV) * beta1_H[:, None]).to(half)
-        v2_HV = (tile(v, t2_H, v_t, here2_H, V, at_v, BV) * beta2_H[:, None]).to(half)
+        v1_HV = (load_tile(v, t1_H, v_t, here1_H, V, at_v, BV) * beta1_H[:, None]).to(half)
+        v2_HV = (load_tile(v, t2_H, v_t, here2_H, V, at_v, BV) * beta2_H[:, None]).to(half)
         u1_HV = tl.dot(y1_HH, v1_HV, input_precision=P)
         u2_HV = tl.dot(y2_HH, v2_HV, tl.dot(y21_HH, v1_HV, input_precision=P), input_precision=P)
         at_V = tl.arange(0, BV)
         u_here = u + (at * V + at_v) * C
-        put(u_here, at_V, C, at_V < V - at_v, C, 0, tl.trans(u1_HV), H)
-        put(u_here, at_V, C, at_V < V - at_v, C, H, tl.trans(u2_HV), H)
+        store_tile(u_here, at_V, C, at_V < V - at_v, C, 0, tl.trans(u1_HV), H)
+        store_tile(u_here, at_V, C, at_V < V - at_v, C, H, tl.trans(u2_HV), H)
         if OWN:
             u1_VH = tl.trans((u1_HV * to_end1_H[:, None]).to(half))
             u2_VH = tl.trans((u2_HV * to_end2_H[:, None]).to(half))
             for first in range(0, K, BX):
-                added_VX = tl.dot(u1_VH, tile(k, t1_H, k_t, here1_H, K, first, BX), input_precision=P)
-                k2_HX = tile(k, t2_H, k_t, here2_H, K, first, BX)
+                added_VX = tl.dot(u1_VH, load_tile(k, t1_H, k_t, here1_H, K, first, BX), input_precision=P)
+                k2_HX = load_tile(k, t2_H, k_t, here2_H, K, first, BX)
                 added_VX = tl.dot(u2_VH, k2_HX, added_VX, input_precision=P)
-                put_matrix(own + (at * V + at_v) * K, V - at_v, K, first, added_VX, BV, BX)
+                store_matrix(own + (at * V + at_v) * K, V - at_v, K, first, added_VX, BV, BX)
 
 
 def forward(
-    k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, s: Sizes, own: Tensor | None = None
+    k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, s: DeltaSizes, own: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """(c, Y, w, u^T) of every chunk; `own`: is filled with what the chunk writes by itself, (K^T e u)^T."""
     c = s.buffer(2, s.C, dtype=torch.float32)
@@ -158,41 +158,41 @@ def _backward(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(1).to(tl.int64)
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     at_C = tl.arange(0, C)
     out = (batch * G + g) * T
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
     half = k.dtype.element_ty
-    y_CC = matrix(y + at * C * C, C, C, 0, C, C)
-    fade_C = fade_of(c, at, C)
+    y_CC = load_matrix(y + at * C * C, C, C, 0, C, C)
+    fade_C = decay_from_start(c, at, C)
     scale_C = beta_C * fade_C
     dy_CC = tl.zeros([C, C], tl.float32)
     kk_CC = tl.zeros([C, C], tl.float32)
     dbeta_C = tl.zeros([C], tl.float32)
     for first in range(0, V, BV):
-        v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, first, BV)
-        du_CV = tl.trans(matrix(du + (at * V + first) * C, V - first, C, 0, BV, C).to(half))
+        v_CV = load_tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, first, BV)
+        du_CV = tl.trans(load_matrix(du + (at * V + first) * C, V - first, C, 0, BV, C).to(half))
         dy_CC = tl.dot(du_CV, tl.trans((v_CV * beta_C[:, None]).to(half)), dy_CC, input_precision=P)
         dvb_CV = tl.dot(tl.trans(y_CC), du_CV, input_precision=P)
         dbeta_C += tl.sum(dvb_CV * v_CV, 1)
         dvb_CV *= beta_C[:, None]
         if INNER:
-            dvb_CV += tile(dv + out * V, t_C, V, here_C, V, first, BV)
-        put(dv + out * V, t_C, V, here_C, V, first, dvb_CV, BV)
+            dvb_CV += load_tile(dv + out * V, t_C, V, here_C, V, first, BV)
+        store_tile(dv + out * V, t_C, V, here_C, V, first, dvb_CV, BV)
     for first in range(0, K, BX):
-        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
-        dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(half)
+        k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        dw_CX = load_matrix(dw + at * C * K, C, K, first, C, BX).to(half)
         dy_CC = tl.dot(dw_CX, tl.trans((k_CX * scale_C[:, None]).to(half)), dy_CC, input_precision=P)
         kk_CC = tl.dot(k_CX, tl.trans(k_CX), kk_CC, input_precision=P)
     if INNER:
-        dt_CC = matrix(dt + at * C * C, C, C, 0, C, C)
+        dt_CC = load_matrix(dt + at * C * C, C, C, 0, C, C)
         dbeta_C += tl.sum(y_CC * dt_CC, 0)
         dy_CC += dt_CC * beta_C[None, :]
     da_CC = tl.dot(tl.trans(y_CC), dy_CC.to(half), input_precision=P)
     da_CC = tl.dot(da_CC.to(half), tl.trans(y_CC), input_precision=P)
-    da_CC = tl.where(at_C[:, None] > at_C[None, :], -da_CC, 0.0) * mask_of(c, at, C)
+    da_CC = tl.where(at_C[:, None] > at_C[None, :], -da_CC, 0.0) * decay_mask(c, at, C)
     z_CC = da_CC * kk_CC
     dbeta_C += tl.sum(z_CC, 1)
     z_CC *= beta_C[:, None]
@@ -201,23 +201,23 @@ def _backward(
         dc_C += tl.load(dc_in + (at * PARTS + part) * C + at_C)
     dkk_CC = (da_CC * beta_C[:, None]).to(half)
     for first in range(0, K, BX):
-        k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
-        dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(half)
+        k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+        dw_CX = load_matrix(dw + at * C * K, C, K, first, C, BX).to(half)
         dk_CX = tl.dot(tl.trans(y_CC), dw_CX, input_precision=P)
         dscale_C = tl.sum(dk_CX * k_CX, 1)
         dbeta_C += dscale_C * fade_C
         dc_C += dscale_C * scale_C
-        dk_CX = dk_CX * scale_C[:, None] + matrix(dk_in + at * C * K, C, K, first, C, BX)
+        dk_CX = dk_CX * scale_C[:, None] + load_matrix(dk_in + at * C * K, C, K, first, C, BX)
         dk_CX = tl.dot(dkk_CC, k_CX, dk_CX, input_precision=P)
         dk_CX = tl.dot(tl.trans(dkk_CC), k_CX, dk_CX, input_precision=P)
-        put(dk + out * K, t_C, K, here_C, K, first, dk_CX, BX)
+        store_tile(dk + out * K, t_C, K, here_C, K, first, dk_CX, BX)
     tl.store(dbeta + out + t_C, dbeta_C, mask=here_C)
     tl.store(dgates + out + t_C, tl.cumsum(dc_C, 0, reverse=True), mask=here_C)
 
 
 def backward(
     k: Tensor, v: Tensor, beta: Tensor, c: Tensor, y: Tensor, dw: Tensor, du: Tensor, dt: Tensor | None,
-    dk_in: Tensor, dc_in: Tensor, dv: Tensor | None, s: Sizes,
+    dk_in: Tensor, dc_in: Tensor, dv: Tensor | None, s: DeltaSizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dk, dv, dbeta, dgates), the last two float32; du lies as u^T. dk_in, dc_in: what is there of K's and c's gradients, the latter
     in parts; where dt

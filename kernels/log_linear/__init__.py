@@ -14,55 +14,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.custom_op import Opaque
-from surgery.kernels.log_linear.states import grown, grown_grad
-from surgery.kernels.ssd.backward import spans
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.custom_op import CustomOp
+from surgery.kernels.log_linear.states import launch_build_slots, launch_slot_gradients
+from surgery.kernels.ssd.backward import add_passing_gradients
 from surgery.kernels.ssd.layout import (
-    Lay,
-    Tokens,
-    accepted,
-    chunk_of,
+    ChunkTable,
+    TokenTensors,
+    fits_kernels,
+    limit_chunk,
     gate_sums,
-    in_parts,
-    made_out,
-    made_states,
-    of_shared,
-    reads,
-    reads_grad,
-    ready,
-    writes_grad,
+    run_sliced,
+    empty_out,
+    empty_states,
+    reduce_shared,
+    launch_read,
+    launch_read_grad,
+    unit_last_stride,
+    launch_write_grad,
 )
-from surgery.kernels.tuning import fastest, of_tokens
+from surgery.kernels.tuning import is_fastest, TOKENS_READER
 from surgery.mixers.masks.log_linear import levels_after, log_linear
 from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, lay: Lay
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, lay: ChunkTable
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, final_SLGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL."""
-    of = Tokens.of(q, k, v, gate_sums(lay, gates), level)
-    slots, totals, _, final = grown(lay, of, closing_S, levels)
-    return reads(lay, of, slots, totals), final
+    of = TokenTensors.of(q, k, v, gate_sums(lay, gates), level)
+    slots, totals, _, final = launch_build_slots(lay, of, closing_S, levels)
+    return launch_read(lay, of, slots, totals), final
 
 
 def backward(
     d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor,
-    levels: int, lay: Lay,
+    levels: int, lay: ChunkTable,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates), level), ready(d_out)
-    slots, totals, rights, _ = grown(lay, of, closing_S, 0)
-    d_q, d_level, pull, shares = reads_grad(lay, of, slots, totals, d_out)
-    d_q = of_shared(d_q, q)
-    d_slots = grown_grad(lay, of, d_out, d_final.contiguous(), closing_S)
-    d_k, d_v, d_gates, passing = writes_grad(lay, of, slots, d_slots, rights, d_out, pull, levels > 0)
+    of, d_out = TokenTensors.of(q, k, v, gate_sums(lay, gates), level), unit_last_stride(d_out)
+    slots, totals, rights, _ = launch_build_slots(lay, of, closing_S, 0)
+    d_q, d_level, pull, shares = launch_read_grad(lay, of, slots, totals, d_out)
+    d_q = reduce_shared(d_q, q)
+    d_slots = launch_slot_gradients(lay, of, d_out, d_final.contiguous(), closing_S)
+    d_k, d_v, d_gates, passing = launch_write_grad(lay, of, slots, d_slots, rights, d_out, pull, levels > 0)
     groups, per_group, of_tree, _ = shares.shape
-    spans[(lay.places, groups)](
+    add_passing_gradients[(lay.places, groups)](
         shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, of_tree, per_group,
         *d_gates.stride(), C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
     )  # fmt: skip
-    return d_q, of_shared(d_k, k), d_v, d_gates, d_level, None, None
+    return d_q, reduce_shared(d_k, k), d_v, d_gates, d_level, None, None
 
 
 class LogLinear(torch.autograd.Function):
@@ -77,21 +77,21 @@ class LogLinear(torch.autograd.Function):
         return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.lay), None
 
 
-def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any) -> Any:
-    return made_out(q, v), made_states(k, v, len(closing), levels)
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any) -> Any:
+    return empty_out(q, v), empty_states(k, v, len(closing), levels)
 
 
-COMPILED = Opaque(
+LOG_LINEAR_OP = CustomOp(
     "log_linear",
-    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {Lay.SCHEMA}",
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {ChunkTable.SCHEMA}",
     lambda q, k, v, gates, level, closing, levels, *lay: forward(
-        q, k, v, gates, level, closing, levels, Lay.again(v, *lay)
+        q, k, v, gates, level, closing, levels, ChunkTable.again(v, *lay)
     ),
     lambda d_out, d_final, q, k, v, gates, level, closing, levels, *lay: (
-        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, Lay.again(v, *lay)),
+        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, ChunkTable.again(v, *lay)),
         *[None] * len(lay),
     ),
-    _made,
+    _fake_outputs,
 )
 
 
@@ -107,33 +107,33 @@ def log_linear_chunks(
 ) -> Tensor:
     """out_BGJTV in v's dtype, of rows that bring no buckets along. q and k may have 1 in place of G: shared by all
     heads. cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
-    batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], chunk_of(chunk)
+    batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], limit_chunk(chunk)
     if cu_seqlens is not None:
-        lay = Lay.packed(cu_seqlens, length, chunk)
+        lay = ChunkTable.packed(cu_seqlens, length, chunk)
     elif start_B is None:
-        lay = Lay.rows(torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True)
+        lay = ChunkTable.rows(torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True)
     else:
-        lay = Lay.rows(start_B, length, chunk)
-    return _applied(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, lay, lay.start_B, 0)[0]
+        lay = ChunkTable.rows(start_B, length, chunk)
+    return _apply(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, lay, lay.start_B, 0)[0]
 
 
-def _applied(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, lay: Lay, closing_S: Tensor, levels: int
+def _apply(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, lay: ChunkTable, closing_S: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
     gates, level = gates.float().expand(v.shape[:3]), level.float()
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
-        given = ready(q), ready(k), ready(v), gates, level, closing_S, levels
-        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else LogLinear.apply(*given, lay)
+        given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates, level, closing_S, levels
+        return LOG_LINEAR_OP(*given, *lay.plainly()) if torch.compiler.is_compiling() else LogLinear.apply(*given, lay)
 
-    return in_parts(run, q, k, v)
+    return run_sliced(run, q, k, v)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: Tensor, *rest: Any) -> bool:
-    return beta is None and accepted(q, k, v, rest[3])
+    return beta is None and fits_kernels(q, k, v, rest[3])
 
 
-@kernel_for(log_linear, accepts=_accepts, wins=fastest("hierarchical", of_tokens))
+@register_kernel(log_linear, accepts=_accepts, wins=is_fastest("hierarchical", TOKENS_READER))
 def log_linear_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -147,7 +147,7 @@ def log_linear_triton(
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    lay = Lay.rows(start_B, v_BGTV.shape[2], chunk_of(chunk))
+    lay = ChunkTable.rows(start_B, v_BGTV.shape[2], limit_chunk(chunk))
     end_B = start_B + count_B
     if buckets_BLGFV is None:
         levels = 0
@@ -155,21 +155,21 @@ def log_linear_triton(
         levels = levels_after(buckets_BLGFV, start_B, count_B)
     high = max(0, levels - lay.bits)
     tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL
-    out_BGJTV, final_BLGFV = _applied(*tokens, lay, end_B >> lay.bits, high)
+    out_BGJTV, final_BLGFV = _apply(*tokens, lay, end_B >> lay.bits, high)
     if buckets_BLGFV is None:
         return out_BGJTV, None
     gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])
-    left = _Left(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, lay.bits)
+    left = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, lay.bits)
     after = F.pad(left.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + left.high(final_BLGFV, levels)
     if buckets_BLGFV.shape[1]:
-        brought = _Brought(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
+        brought = _InitialBuckets(buckets_BLGFV.float(), gates_BGT, start_B, end_B)
         out_BGJTV = out_BGJTV + brought.read(q_BGJTF, level_BTGJL).to(out_BGJTV.dtype)
         after = after + brought.after(levels)
     return out_BGJTV, after
 
 
 @dataclass
-class _Left:
+class _FinalBuckets:
     """The buckets behind the last of the row's own tokens."""
 
     k_BGTF: Tensor
@@ -211,7 +211,7 @@ class _Left:
 
 
 @dataclass
-class _Brought:
+class _InitialBuckets:
     """The buckets that rows bring along. What was carried in them is carried to the row's start already."""
 
     buckets_BLGFV: Tensor

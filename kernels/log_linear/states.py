@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd.chunk import chunk_at, chunk_state, lowest_bit, sequence, summed, tile_here, total_of
-from surgery.kernels.ssd.layout import Lay, Tokens, level_strides, power_of_two, products, stored
+from surgery.kernels.ssd.chunk import load_chunk, chunk_state, lowest_bit, load_sequence, load_gate_sums, program_tile, load_gate_total
+from surgery.kernels.ssd.layout import ChunkTable, TokenTensors, level_strides, power_of_two, product_options, state_dtype
 
-# Tiles of `grow` and of `grow_grad`, and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128,
+# Tiles of `grow` and of `slot_gradients`, and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128,
 # V = 64, T = 8192.
 BLOCK_K, BLOCK_V, READ_K, READ_V, STAGES = 64, 64, 128, 64, 3
 
 
 @triton.jit
 def tops_of(seq, base, count, VARLEN: tl.constexpr):
-    """The first place of a sequence in `tops` and `gates`, as `Lay.units(3)` counts them: a row of a batch has
+    """The first place of a sequence in `tops` and `block_log_gates`, as `Lay.units(3)` counts them: a row of a batch has
     count // 8 + 2 places, also where 8 does not divide count, and a packed sequence of n chunks has n // 8 + 1 or more."""
     if VARLEN:
         return (base >> 3) + seq
@@ -30,7 +30,7 @@ def tops_of(seq, base, count, VARLEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "U", "shift", "levels"])
-def grow(
+def build_slots(
     k, v, sums, slots, totals, rights, tops, gates, final, closing_S, start, ends, seq_of, first_of,
     count, T, M, U, shift, levels, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAVES: tl.constexpr,
@@ -45,7 +45,7 @@ def grow(
         seq = tl.load(seq_of + m)
     else:
         seq = m // ((count >> (shift + 3)) + 2)
-    row, begin, length, first, off, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
+    row, begin, length, first, off, base = load_sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     if VARLEN:
         unit = m - (base >> (shift + 3)) - seq
     else:
@@ -54,7 +54,7 @@ def grow(
     if ((unit << (shift + 3)) >= first + chunks) or (chunks <= 0):
         return
     g = tl.program_id(1).to(tl.int64)
-    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
+    kk_K, vv_V, tile_KV, inside_KV = program_tile(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
@@ -106,7 +106,7 @@ def grow(
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "order", "levels"])
-def grow_grad(
+def slot_gradients(
     q, sums, level, d_out, d_final, d_slots, closing_S, start, ends, seq_of, first_of,
     count, T, M, order, levels, G, J, sqb, sqg, sqj, sqt, slb, slg, slj, slt, sll, sob, sog, soj, sot,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -125,14 +125,14 @@ def grow_grad(
         m = (m >> order) * count + place
         if place >= count:
             return
-    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     last = first + (off + length + C - 1) // C
     e = unit + 1
     bit = lowest_bit(e)
     readers = tl.minimum(last - e, 1 << bit)
     g = tl.program_id(1).to(tl.int64)
     x_C = tl.arange(0, C)
-    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
+    kk_K, vv_V, tile_KV, inside_KV = program_tile(F, V, BK, BV)
     acc_KV = tl.zeros([BK, BV], tl.float32)
     if FINAL:
         seq = tl.load(seq_of + m) if VARLEN else row
@@ -157,21 +157,21 @@ def grow_grad(
         do_CV = tl.load(
             d_out + j * soj + t_C[:, None] * sot + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0
         )
-        coarse_C, fine_C = summed(sums, here + n // J, C)
+        coarse_C, fine_C = load_gate_sums(sums, here + n // J, C)
         lambda_C = tl.load(level + j * slj + t_C * slt, mask=ok_C, other=0.0).to(tl.float32)
         weight_C = lambda_C * tl.exp(coarse_C + fine_C + passed)
         do_CV = (do_CV.to(tl.float32) * weight_C[:, None]).to(DOT)
         acc_KV += tl.dot(tl.trans(q_CK.to(DOT)), do_CV, input_precision=PRECISION)
-        coarse, fine = total_of(sums, here + n // J, C)
+        coarse, fine = load_gate_total(sums, here + n // J, C)
         passed += tl.where(n % J == J - 1, coarse + fine, 0.0)
     if e <= last:
         tl.store(d_slots + (g * M + m) * F * V + tile_KV, acc_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
 
 
-def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_build_slots(lay: ChunkTable, of: TokenTensors, closing_S: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(slots_GMFV, totals_GM, rights_GM, final_SLGFV), see `grow`: final for chunks closing_S, `levels` of them."""
     groups, _, features, values = of.sizes
-    slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
     totals, rights = (of.sums.new_empty(groups, lay.places) for _ in range(2))
     tops = of.sums.new_empty(groups, lay.units(3), features, values)
     final = of.sums.new_zeros(lay.seqs, levels, groups, features, values)
@@ -182,30 +182,30 @@ def grown(lay: Lay, of: Tokens, closing_S: Tensor, levels: int) -> tuple[Tensor,
         launches, groups, lay.units(3)
     )  # apart: programs of other tiles still read the last one's
     while shift == 0 or lay.most > 1 << shift:
-        grow[(lay.units(shift + 3), groups, tiles)](
+        build_slots[(lay.units(shift + 3), groups, tiles)](
             of.k, of.v, of.sums, slots, totals, rights, tops, gates[shift // 3], final, closing_S,
             *lay.tables(shift + 3), lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
             *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
-            BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **products(of.v.dtype),
+            BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **product_options(of.v.dtype),
             num_warps=4,
         )  # fmt: skip
         shift += 3
     return slots, totals, rights, final
 
 
-def grown_grad(lay: Lay, of: Tokens, d_out: Tensor, d_final: Tensor, closing_S: Tensor) -> Tensor:
-    """d_slots_GMFV, see `grow_grad`."""
+def launch_slot_gradients(lay: ChunkTable, of: TokenTensors, d_out: Tensor, d_final: Tensor, closing_S: Tensor) -> Tensor:
+    """d_slots_GMFV, see `slot_gradients`."""
     assert of.level is not None
     groups, per_group, features, values = of.sizes
-    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
     block_k, block_v = min(power_of_two(features), READ_K), min(power_of_two(values), READ_V)
     tiles = triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
     order = max(lay.count - 1, 0).bit_length()
-    grow_grad[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
+    slot_gradients[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
         of.q, of.sums, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
         order, d_final.shape[1], groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
         F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES,
+        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
     return d_slots

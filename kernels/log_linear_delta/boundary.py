@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.mixers.masks.chunking import to_end
-from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+from surgery.mixers.masks.chunking import log_decay_to_end
+from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
 @dataclass
-class Edge:
+class BoundaryChunk:
     """One chunk of each row. token_BC: the token in each slot, T where there is none."""
 
-    scores: Chunk
+    scores: ChunkScores
     v_BGCV: Tensor
     gates_BGC: Tensor
     level_BGJCL: Tensor
@@ -33,13 +33,13 @@ class Edge:
     def of(
         cls, tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, at_B: Tensor,
         slot_B: Tensor, bits: int,
-    ) -> Edge:  # fmt: skip
+    ) -> BoundaryChunk:  # fmt: skip
         """The chunk of absolute index `at`; slot: the row's first or last place there."""
         at_BC = (at_B << bits).unsqueeze(1) + torch.arange(1 << bits, device=at_B.device) - start_B.unsqueeze(1)
         length = tokens[2].shape[2]
         token_BC = torch.where((at_BC >= 0) & (at_BC < count_B.unsqueeze(1)), at_BC, length)
-        q, k, v, beta, gates = (_taken(x, token_BC, -2 if x.dim() > 3 else -1) for x in tokens)
-        level_BCGJL = _taken(level_BTGJL, token_BC, 1)
+        q, k, v, beta, gates = (_gather_tokens(x, token_BC, -2 if x.dim() > 3 else -1) for x in tokens)
+        level_BCGJL = _gather_tokens(level_BTGJL, token_BC, 1)
         return cls(chunk_scores(q, k, beta), v, gates, level_BCGJL.permute(0, 2, 3, 1, 4), token_BC, slot_B, bits)
 
     @property
@@ -75,11 +75,11 @@ class Edge:
         at_C = torch.arange(1 << self.bits, device=self.slot_B.device)
         bit_BC = bit_length(at_C ^ self.slot_B.unsqueeze(1), self.bits) - 1
         into_BcC = bit_BC.unsqueeze(1) == torch.arange(self.bits, device=self.slot_B.device).unsqueeze(1)
-        write_BGCF = self.scores.write_xCF * to_end(self.gates_BGC).exp().unsqueeze(-1)
+        write_BGCF = self.scores.write_xCF * log_decay_to_end(self.gates_BGC).exp().unsqueeze(-1)
         return (into_BcC[:, :, None, :, None] * write_BGCF.unsqueeze(1)).mT @ self.v_BGCV.unsqueeze(1)
 
 
-def _taken(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
+def _gather_tokens(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
     """Of each row the tokens of that index along `dim`, zeros where it is T; in float32 or wider."""
     x = x.movedim(dim, 1)
     x, here = x.expand(len(token_BC), *x.shape[1:]), token_BC < x.shape[1]
@@ -88,7 +88,7 @@ def _taken(x: Tensor, token_BC: Tensor, dim: int) -> Tensor:
     return torch.where(here.view(*here.shape, *[1] * (x.dim() - 2)), taken, 0).movedim(1, dim)
 
 
-def falls(first: Edge, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
+def final_buckets(first: BoundaryChunk, low_BlGFV: Tensor, end_B: Tensor, at_B: Tensor) -> Tensor:
     """Which buckets those of the first chunk are in after the last token, (B, bits, G, F, V): none where the row goes
     on beyond it. low: at the chunk's end."""
     slot_B = end_B % (1 << first.bits)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.gated_delta.layout import chunk_here, fade_of, mask_of, matrix, number_here, put, put_matrix, tile
+from surgery.kernels.gated_delta.layout import program_chunk, decay_from_start, decay_mask, load_matrix, program_chunk_index, store_tile, store_matrix, load_tile
 from surgery.kernels.log_linear_delta.levels import first_chunk, has_left, lambda_at
 
 
 @triton.jit
-def of_level(lev: tl.constexpr, C: tl.constexpr):
+def level_mask(lev: tl.constexpr, C: tl.constexpr):
     """Whether bit_length(t xor s) is `lev`."""
     differ_CC = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
     return ((differ_CC << 1) >> lev) == 1 if lev > 0 else differ_CC == 0
@@ -29,7 +29,7 @@ def lambdas(level, t_C, l_t, l_l, here_C, C: tl.constexpr, LOG_C: tl.constexpr, 
     lambda_CC = tl.zeros([C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
         lambda_C = tl.load(level + t_C * l_t + min(lev, LAMBDAS - 1) * l_l, mask=here_C, other=0.0)
-        lambda_CC = tl.where(of_level(lev, C), lambda_C[:, None], lambda_CC)
+        lambda_CC = tl.where(level_mask(lev, C), lambda_C[:, None], lambda_CC)
     return lambda_CC
 
 
@@ -41,15 +41,15 @@ def _reads(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     g, j = head // J, head % J
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(k_CK.dtype)
-    w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
-    put_matrix(read + (at * J + j) * C * K, C, K, 0, read_CK, C, BK)
+    q_CK = load_tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(k_CK.dtype)
+    w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+    read_CK = q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
+    store_matrix(read + (at * J + j) * C * K, C, K, 0, read_CK, C, BK)
 
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
@@ -64,36 +64,36 @@ def _forward(
     """What chunks read of themselves (INNER; else it is added to what is there) and of levels low .. high - 1."""
     head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
     g, j = head // J, head % J
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     half = k.dtype.element_ty
-    q_CK = tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
-    k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * mask_of(c, at, C)).to(half)
+    q_CK = load_tile(q + batch * q_b + g * q_g + j * q_j, t_C, q_t, here_C, K, 0, BK)
+    k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+    p_CC = (tl.dot(q_CK, tl.trans(k_CK), input_precision=P) * decay_mask(c, at, C)).to(half)
     at_l = level + batch * l_b + g * l_g + j * l_j
     out += ((batch * G + g) * J + j) * T * V
     if INNER:
         beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-        t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
+        t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
         lambda_CC = lambdas(at_l, t_C, l_t, l_l, here_C, C, LOG_C, LAMBDAS)
         inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
-        v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+        v_CV = load_tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
         out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
     else:
-        out_CV = tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
-    w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = (q_CK * fade_of(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
-    n, start = number_here(rows, N, WIDTH)
+        out_CV = load_tile(out, t_C, V, here_C, V, at_v, BV).to(tl.float32)
+    w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+    read_CK = (q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)).to(half)
+    n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
             here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
             which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
             lambda_C = tl.load(at_l + t_C * l_t + which * l_l, mask=here_C, other=0.0)
-            s_VK = matrix(kept + here * K, V - at_v, K, 0, BV, BK)
+            s_VK = load_matrix(kept + here * K, V - at_v, K, 0, BV, BK)
             out_CV += tl.dot(read_CK, tl.trans(s_VK), input_precision=P) * lambda_C[:, None]
-    put(out, t_C, V, here_C, V, at_v, out_CV, BV)
+    store_tile(out, t_C, V, here_C, V, at_v, out_CV, BV)
 
 
 @triton.jit
@@ -105,15 +105,15 @@ def _backward(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(1).to(tl.int64)
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     at_C = tl.arange(0, C)
     half = k.dtype.element_ty
     beta_C = tl.load(beta + batch * beta_b + g * beta_g + t_C * beta_t, mask=here_C, other=0.0).to(tl.float32)
-    mask_CC = mask_of(c, at, C)
+    mask_CC = decay_mask(c, at, C)
     lower_CC = at_C[:, None] >= at_C[None, :]
-    t_CC = (matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
+    t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     dt_CC = tl.zeros([C, C], tl.float32)
     dc_C = tl.zeros([C], tl.float32)
     for j in range(J):
@@ -125,11 +125,11 @@ def _backward(
         qk_CC = tl.zeros([C, C], tl.float32)
         dp_CC = tl.zeros([C, C], tl.float32)
         for first in range(0, K, BX):
-            q_CX = tile(q_here, t_C, q_t, here_C, K, first, BX)
-            k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+            q_CX = load_tile(q_here, t_C, q_t, here_C, K, first, BX)
+            k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
             qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
-            dread_CX = -matrix(dread_here, C, K, first, C, BX)
-            w_CX = matrix(w + at * C * K, C, K, first, C, BX)
+            dread_CX = -load_matrix(dread_here, C, K, first, C, BX)
+            w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
             dp_CC = tl.dot(dread_CX.to(half), tl.trans(w_CX), dp_CC, input_precision=P)
         p_CC = (qk_CC * mask_CC).to(half)
         inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
@@ -137,20 +137,20 @@ def _backward(
         mixed_CC = (inner_CC * lambda_CC).to(half)
         e_CC = tl.zeros([C, C], tl.float32)
         for at_v in range(0, V, BV):
-            do_CV = tile(do_here, t_C, do_t, here_C, V, at_v, BV)
-            v_CV = tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
+            do_CV = load_tile(do_here, t_C, do_t, here_C, V, at_v, BV)
+            v_CV = load_tile(v + batch * v_b + g * v_g, t_C, v_t, here_C, V, at_v, BV)
             e_CC = tl.dot(do_CV, tl.trans(v_CV), e_CC, input_precision=P)
             dv_CV = tl.dot(tl.trans(mixed_CC), do_CV, input_precision=P)
             out = dv + (batch * G + g) * T * V
             if j > 0:
-                dv_CV += tile(out, t_C, V, here_C, V, at_v, BV)
-            put(out, t_C, V, here_C, V, at_v, dv_CV, BV)
+                dv_CV += load_tile(out, t_C, V, here_C, V, at_v, BV)
+            store_tile(out, t_C, V, here_C, V, at_v, dv_CV, BV)
         e_CC = tl.where(lower_CC, e_CC, 0.0)
         inner_CC *= e_CC
         last_C = tl.zeros([C], tl.float32)
         dlambda = dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
         for lev in tl.static_range(LOG_C + 1):
-            dlambda_C = tl.sum(tl.where(of_level(lev, C), inner_CC, 0.0), 1)
+            dlambda_C = tl.sum(tl.where(level_mask(lev, C), inner_CC, 0.0), 1)
             if lev < LAMBDAS - 1:
                 tl.store(dlambda + lev, dlambda_C, mask=here_C)
             else:
@@ -163,41 +163,41 @@ def _backward(
         dp_CC = tl.dot(e_CC, tl.trans(t_CC), dp_CC, input_precision=P) * mask_CC
         qk_CC *= dp_CC
         dc_C += tl.sum(qk_CC, 1) - tl.sum(qk_CC, 0)
-        put_matrix(ps + (at * J + j) * C * C, C, C, 0, p_CC, C, C)
-        put_matrix(dps + (at * J + j) * C * C, C, C, 0, dp_CC, C, C)
+        store_matrix(ps + (at * J + j) * C * C, C, C, 0, p_CC, C, C)
+        store_matrix(dps + (at * J + j) * C * C, C, C, 0, dp_CC, C, C)
         tl.debug_barrier()  # the next head adds to what this one stored
-    put_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
+    store_matrix(dt + at * C * C, C, C, 0, dt_CC, C, C)
     tl.store(dc + (at * PARTS + PARTS - 1) * C + at_C, dc_C)
 
 
 @triton.jit
-def _features(
+def _backward_features(
     q, k, rows, c, ps, dps, dread, dq, dk, dw, dc, q_b, q_g, q_j, q_t, k_b, k_g, k_t, T, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dw from P and dP . M, a block of features; dc in parts."""
     g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
-    fade_C = fade_of(c, at, C)
+    k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+    fade_C = decay_from_start(c, at, C)
     part = dc + (at * PARTS + tl.program_id(2)) * C + tl.arange(0, C)
     dc_C = tl.load(part)
-    dk_CX = matrix(dk + at * C * K, C, K, first, C, BX)
-    dw_CX = matrix(dw + at * C * K, C, K, first, C, BX).to(tl.float32)
+    dk_CX = load_matrix(dk + at * C * K, C, K, first, C, BX)
+    dw_CX = load_matrix(dw + at * C * K, C, K, first, C, BX).to(tl.float32)
     for j in range(J):
-        q_CX = tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, first, BX)
-        p_CC = matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
-        dp_CC = matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
-        dread_CX = matrix(dread + (at * J + j) * C * K, C, K, first, C, BX)
+        q_CX = load_tile(q + batch * q_b + g * q_g + (0 * g + j) * q_j, t_C, q_t, here_C, K, first, BX)
+        p_CC = load_matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
+        dp_CC = load_matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
+        dread_CX = load_matrix(dread + (at * J + j) * C * K, C, K, first, C, BX)
         dw_CX -= tl.dot(tl.trans(p_CC), dread_CX, input_precision=P)
         dq_CX = dread_CX * fade_C[:, None]
         dc_C += tl.sum(dq_CX * q_CX, 1)
         dq_CX = tl.dot(dp_CC, k_CX, dq_CX, input_precision=P)
-        put(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
+        store_tile(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, first, dq_CX, BX)
         dk_CX = tl.dot(tl.trans(dp_CC), q_CX, dk_CX, input_precision=P)
-    put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
-    put_matrix(dw + at * C * K, C, K, first, dw_CX, C, BX)
+    store_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+    store_matrix(dw + at * C * K, C, K, first, dw_CX, C, BX)
     tl.store(part, dc_C)

@@ -30,15 +30,15 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.gated_delta.layout import (
-    chunk_here,
-    chunks_of,
-    matrix,
-    number_here,
-    put_matrix,
-    row_of,
-    tile,
-    to_end_of,
-    tokens_of,
+    program_chunk,
+    count_chunks,
+    load_matrix,
+    program_chunk_index,
+    store_matrix,
+    load_row,
+    load_tile,
+    decay_to_end,
+    chunk_tokens,
 )
 
 
@@ -65,7 +65,7 @@ def has_left(a0, n, lev, BUCKET: tl.constexpr):
 
 
 @triton.jit
-def pair_of(i, lev, a0, chunks):
+def segment_pair(i, lev, a0, chunks):
     """Of the row's i-th pair: (left segment, counted from the row's first one; the right one's chunks, counted from
     the row's first; how many segments the row has)."""
     first = a0 >> lev
@@ -89,41 +89,41 @@ def _up(
         tl.program_id(1).to(tl.int64),
         tl.program_id(2) * BV,
     )
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
-    left, lo, hi, segments = pair_of(i, lev, a0, chunks)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(start, top, C), count_chunks(length, start, C)
+    left, lo, hi, segments = segment_pair(i, lev, a0, chunks)
     if left >= segments:
         return
     here = tl.load(rows + r * WIDTH + 4 + lev) + left
     s_VK = tl.zeros([BV, BK], tl.float32)
     if left >= 0:
-        s_VK = matrix(state + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
+        s_VK = load_matrix(state + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
     elif BUCKET:
-        s_VK = tl.trans(matrix(bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
+        s_VK = tl.trans(load_matrix(bucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     else:
         hi = lo
     for n in range(lo, hi):
         at = (base + n) * G + g
-        t_C, here_C = tokens_of(n, bos, length, start, C)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        to_end_C, total = to_end_of(c, at, C)
+        t_C, here_C = chunk_tokens(n, bos, length, start, C)
+        k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+        to_end_C, total = decay_to_end(c, at, C)
         half_VK = s_VK.to(k_CK.dtype)
         if KEEP:
-            put_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+            store_matrix(kept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
         x_VC = (tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
         if PASSED:
-            put_matrix(passed + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
+            store_matrix(passed + (at * V + at_v) * C, V - at_v, C, 0, x_VC, BV, C)
         s_VK = tl.dot(x_VC, k_CK, s_VK * total, input_precision=P)
     if AFTER:
         at_end = (a0 + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
-            put_matrix(after + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(s_VK), BK, BV)
+            store_matrix(after + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(s_VK), BK, BV)
     if PARENT:
         if left + 1 < segments:
-            s_VK += matrix(state + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
+            s_VK += load_matrix(state + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
         pair = tl.load(rows + r * WIDTH + 5 + lev) + i
-        put_matrix(parent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, s_VK, BV, BK)
+        store_matrix(parent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, s_VK, BV, BK)
 
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
@@ -140,66 +140,66 @@ def _down(
         tl.program_id(1).to(tl.int64),
         tl.program_id(2) * BV,
     )
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
-    left, lo, hi, segments = pair_of(i, lev, a0, chunks)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(start, top, C), count_chunks(length, start, C)
+    left, lo, hi, segments = segment_pair(i, lev, a0, chunks)
     if left >= segments:
         return
     here = tl.load(rows + r * WIDTH + 4 + lev) + left
     ds_VK = tl.zeros([BV, BK], tl.float32)
     if PARENT:
         pair = tl.load(rows + r * WIDTH + 5 + lev) + i
-        ds_VK = matrix(dparent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
+        ds_VK = load_matrix(dparent + ((pair * G + g) * V + at_v) * K, V - at_v, K, 0, BV, BK)
     if left + 1 < segments:
-        put_matrix(dstate + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
+        store_matrix(dstate + (((here + 1) * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
     if AFTER:
         at_end = (first_chunk(start, top, C) + (tl.load(end + r) // C - start // C)) >> lev
         if ((at_end & 1) == 1) & ((at_end >> 1) == (a0 >> (lev + 1)) + i):
-            ds_VK += tl.trans(matrix(dafter + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
+            ds_VK += tl.trans(load_matrix(dafter + (r * G + g).to(tl.int64) * K * V, K, V, at_v, BK, BV))
     if (left < 0) & (not BUCKET):
         return
     which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
     for back in range(hi - lo):
         n = hi - 1 - back
         at = (base + n) * G + g
-        t_C, here_C = tokens_of(n, bos, length, start, C)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
-        w_CK = matrix(w + at * C * K, C, K, 0, C, BK)
-        to_end_C, total = to_end_of(c, at, C)
+        t_C, here_C = chunk_tokens(n, bos, length, start, C)
+        k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
+        to_end_C, total = decay_to_end(c, at, C)
         half_VK = ds_VK.to(k_CK.dtype)
-        put_matrix(dkept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
+        store_matrix(dkept + (at * V + at_v) * K, V - at_v, K, 0, half_VK, BV, BK)
         dx_VC = (tl.dot(half_VK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]).to(k_CK.dtype)
-        put_matrix(dpassed + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
+        store_matrix(dpassed + (at * V + at_v) * C, V - at_v, C, 0, dx_VC, BV, C)
         ds_VK = tl.dot(dx_VC, w_CK, ds_VK * total, input_precision=P)
         for j in range(J):
-            read_CK = matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
+            read_CK = load_matrix(read + (at * J + j) * C * K, C, K, 0, C, BK)
             at_l = level + batch * l_b + t_C * l_t + g * l_g + (0 * g + j) * l_j + which * l_l
             lambda_C = tl.load(at_l, mask=here_C, other=0.0)
-            do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
+            do_CV = load_tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
             do_CV = (do_CV * lambda_C[:, None]).to(k_CK.dtype)
             ds_VK = tl.dot(tl.trans(do_CV), read_CK, ds_VK, input_precision=P)
     if left >= 0:
-        put_matrix(dstate + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
+        store_matrix(dstate + ((here * G + g) * V + at_v) * K, V - at_v, K, 0, ds_VK, BV, BK)
     else:
-        put_matrix(dbucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(ds_VK), BK, BV)
+        store_matrix(dbucket + (r * G + g).to(tl.int64) * K * V, K, V, at_v, tl.trans(ds_VK), BK, BV)
 
 
 @triton.jit
-def _pass(s_VK, w_CK, k_CK, u_VC, to_end_C, total, kept, passed, rows_V, PASSED: tl.constexpr, K: tl.constexpr,
+def _pass_chunk(s_VK, w_CK, k_CK, u_VC, to_end_C, total, kept, passed, rows_V, PASSED: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """gamma S + K^T e (u - w S), of which S and -e w S are kept. u: the chunk's own or zeros."""
     half_VK = s_VK.to(k_CK.dtype)
-    put_matrix(kept, rows_V, K, 0, half_VK, BV, BK)
+    store_matrix(kept, rows_V, K, 0, half_VK, BV, BK)
     x_VC = tl.dot(half_VK, tl.trans(w_CK), input_precision=P) * -to_end_C[None, :]
     if PASSED:
-        put_matrix(passed, rows_V, C, 0, x_VC, BV, C)
+        store_matrix(passed, rows_V, C, 0, x_VC, BV, C)
     x_VC += u_VC * to_end_C[None, :]
     return tl.dot(x_VC.to(k_CK.dtype), k_CK, s_VK * total, input_precision=P)
 
 
 @triton.jit(do_not_specialize=["top", "GROUPS"])
-def _low(
+def _lowest_levels(
     k, w, u, c, rows, state, kept0, kept1, passed0, passed1, k_b, k_g, k_t, top, GROUPS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, PASSED: tl.constexpr,
@@ -210,8 +210,8 @@ def _low(
         tl.program_id(1).to(tl.int64),
         tl.program_id(2) * BV,
     )
-    batch, bos, length, start, base = row_of(rows, r, WIDTH)
-    a0, chunks = first_chunk(start, top, C), chunks_of(length, start, C)
+    batch, bos, length, start, base = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(start, top, C), count_chunks(length, start, C)
     first = (((a0 >> 2) + i) << 2) - a0
     if first >= chunks:
         return
@@ -222,12 +222,12 @@ def _low(
         n = first + step
         here = (n >= 0) & (n < chunks)
         at = (base + tl.where(here, n, 0)) * G + g
-        t_C, here_C = tokens_of(n, bos, length, start, C)
-        k_CK = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
+        t_C, here_C = chunk_tokens(n, bos, length, start, C)
+        k_CK = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, 0, BK)
         rows_V = tl.where(here, V - at_v, 0)
         at_s, at_x = (at * V + at_v) * K, (at * V + at_v) * C
-        w_CK = matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
-        u_VC = matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
+        w_CK = load_matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
+        u_VC = load_matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
         hi, lo = c + at * 2 * C, c + at * 2 * C + C
         end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
         log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
@@ -237,12 +237,12 @@ def _low(
         if step == 0:
             a_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 1:
-            a_VK = _pass(
+            a_VK = _pass_chunk(
                 a_VK, w_CK, k_CK, u_VC, to_end_C, total, kept0 + at_s, passed0 + at_x, rows_V, PASSED, K, C, BK, BV, P
             )
         if step >= 2:
             none_VC = tl.zeros([BV, C], tl.float32)
-            a_VK = _pass(
+            a_VK = _pass_chunk(
                 a_VK,
                 w_CK,
                 k_CK,
@@ -262,15 +262,15 @@ def _low(
         if step == 2:
             b_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
         if step == 3:
-            b_VK = _pass(
+            b_VK = _pass_chunk(
                 b_VK, w_CK, k_CK, u_VC, to_end_C, total, kept0 + at_s, passed0 + at_x, rows_V, PASSED, K, C, BK, BV, P
             )
     segment = tl.load(rows + r * WIDTH + 6) + i
-    put_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
+    store_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
 
 
 @triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
-def _gather(
+def _gather_gradients(
     k, do, level, rows, c, u, read, kept, passed, dkept, dpassed, down, dk, dw, du, dread, dlevel, dc,
     k_b, k_g, k_t, do_b, do_g, do_j, do_t, l_b, l_t, l_g, l_j, l_l, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
@@ -278,69 +278,69 @@ def _gather(
     BUCKET: tl.constexpr, ADD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     g, first = tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
-    batch, at, t_C, here_C, there = chunk_here(rows, N, g, G, WIDTH, C)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    n, start = number_here(rows, N, WIDTH)
+    n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
     at_C = tl.arange(0, C)
-    to_end_C, total = to_end_of(c, at, C)
+    to_end_C, total = decay_to_end(c, at, C)
     half = k.dtype.element_ty
     dk_CX = tl.zeros([C, BX], tl.float32)
     dw_CX = tl.zeros([C, BX], tl.float32)
     both = 0.0
     if OWN:
         for at_v in range(0, V, BV):
-            u_VC = matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
-            ds_VX = matrix(down + (at * V + at_v) * K, V - at_v, K, first, BV, BX).to(half)
+            u_VC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+            ds_VX = load_matrix(down + (at * V + at_v) * K, V - at_v, K, first, BV, BX).to(half)
             dk_CX = tl.dot(tl.trans((u_VC * to_end_C[None, :]).to(half)), ds_VX, dk_CX, input_precision=P)
     for lev in range(low, high):
         if has_left(a0, n, lev, BUCKET):
             for at_v in range(0, V, BV):
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-                s_VX = matrix(kept + here * K, V - at_v, K, first, BV, BX)
-                ds_VX = matrix(dkept + here * K, V - at_v, K, first, BV, BX)
-                x_VC = matrix(passed + here * C, V - at_v, C, 0, BV, C)
-                y_VC = matrix(dpassed + here * C, V - at_v, C, 0, BV, C)
+                s_VX = load_matrix(kept + here * K, V - at_v, K, first, BV, BX)
+                ds_VX = load_matrix(dkept + here * K, V - at_v, K, first, BV, BX)
+                x_VC = load_matrix(passed + here * C, V - at_v, C, 0, BV, C)
+                y_VC = load_matrix(dpassed + here * C, V - at_v, C, 0, BV, C)
                 dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
                 dw_CX = tl.dot(tl.trans(y_VC), s_VX, dw_CX, input_precision=P)
                 both += tl.sum(s_VX.to(tl.float32) * ds_VX)
-    k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
+    k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, first, BX)
     z_C = tl.sum(dk_CX * k_CX, 1)
     dc_C = tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
     part = dc + (at * PARTS + tl.program_id(2)) * C + at_C
     if ADD:
-        dk_CX += matrix(dk + at * C * K, C, K, first, C, BX)
-        dw_CX += matrix(dw + at * C * K, C, K, first, C, BX)
+        dk_CX += load_matrix(dk + at * C * K, C, K, first, C, BX)
+        dw_CX += load_matrix(dw + at * C * K, C, K, first, C, BX)
         dc_C += tl.load(part)
-    put_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
-    put_matrix(dw + at * C * K, C, K, first, dw_CX, C, BX)
+    store_matrix(dk + at * C * K, C, K, first, dk_CX, C, BX)
+    store_matrix(dw + at * C * K, C, K, first, dw_CX, C, BX)
     tl.store(part, dc_C)
     for j in range(J):
         at_j = (at * J + j) * C * K
-        read_CX = matrix(read + at_j, C, K, first, C, BX)
+        read_CX = load_matrix(read + at_j, C, K, first, C, BX)
         dread_CX = tl.zeros([C, BX], tl.float32)
         if ADD:
-            dread_CX += matrix(dread + at_j, C, K, first, C, BX)
+            dread_CX += load_matrix(dread + at_j, C, K, first, C, BX)
         dlambda = dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
         for lev in range(low, high):
             if has_left(a0, n, lev, BUCKET):
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V
                 seen_CX = tl.zeros([C, BX], tl.float32)
                 for at_v in range(0, V, BV):
-                    do_CV = tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
-                    s_VX = matrix(kept + (here + at_v) * K, V - at_v, K, first, BV, BX)
+                    do_CV = load_tile(do + batch * do_b + g * do_g + (0 * g + j) * do_j, t_C, do_t, here_C, V, at_v, BV)
+                    s_VX = load_matrix(kept + (here + at_v) * K, V - at_v, K, first, BV, BX)
                     seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
                 which = lambda_at(level, start, lev, top, C, LOG_C, LAMBDAS)
                 at_l = level + batch * l_b + t_C * l_t + g * l_g + (0 * g + j) * l_j + which * l_l
                 dread_CX += seen_CX * tl.load(at_l, mask=here_C, other=0.0)[:, None]
                 tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
-        put_matrix(dread + at_j, C, K, first, dread_CX, C, BX)
+        store_matrix(dread + at_j, C, K, first, dread_CX, C, BX)
     if OWN & (first == 0):
         for at_v in range(0, V, BV):
             du_VC = tl.zeros([BV, C], tl.float32)
             for at_k in range(0, K, BX):
-                k_CX = tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, at_k, BX)
-                ds_VX = matrix(down + (at * V + at_v) * K, V - at_v, K, at_k, BV, BX).to(half)
+                k_CX = load_tile(k + batch * k_b + g * k_g, t_C, k_t, here_C, K, at_k, BX)
+                ds_VX = load_matrix(down + (at * V + at_v) * K, V - at_v, K, at_k, BV, BX).to(half)
                 du_VC = tl.dot(ds_VX, tl.trans(k_CX), du_VC, input_precision=P)
-            put_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_VC * to_end_C[None, :], BV, C)
+            store_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_VC * to_end_C[None, :], BV, C)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.gated_delta import wy
-from surgery.kernels.gated_delta.layout import Sizes
+from surgery.kernels.gated_delta.layout import DeltaSizes
 from surgery.kernels.log_linear_delta import chunk as chunks
 from surgery.kernels.log_linear_delta import levels
 from surgery.kernels.log_linear_delta import levels as gather
@@ -17,11 +17,11 @@ from surgery.kernels.log_linear_delta import levels as lowest
 
 # Of the memory that is left, for the states S that chunks read, kept at once (levels are taken in groups): forward all
 # of it, backward a third of it S, the rest dS', x and dx.
-FORWARD, BACKWARD = 1 / 6, 1 / 24
+FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 
 @dataclass
-class Terms:
+class WYTerms:
     """c, Y, w, u^T of every chunk (kernels/gated_delta/wy.py)."""
 
     c: Tensor
@@ -31,7 +31,7 @@ class Terms:
 
 
 @dataclass
-class Call:
+class DeltaCall:
     """One call's inputs and sizes. levels: above chunks; top: see `first_chunk`; bucket_lRGKV: what rows bring along,
     end_R: the position behind their tokens, where the buckets there are wanted; extra_RGKV: what the first chunks have
     besides their tokens."""
@@ -45,7 +45,7 @@ class Call:
     bucket_lRGKV: Tensor | None
     extra_RGKV: Tensor | None
     end_R: Tensor | None
-    s: Sizes
+    s: DeltaSizes
     levels: int
     top: int
 
@@ -85,16 +85,16 @@ class Call:
         most = max(high - low for low, high in groups)
         return torch.empty(most, s.most[0], s.G, s.V, size, dtype=s.dtype, device=self.k.device)
 
-    def prepared(self) -> tuple[Terms, Tensor | None]:
+    def prepared(self) -> tuple[WYTerms, Tensor | None]:
         """What there is of each chunk by itself, and the chunks' own states where `climb` takes them."""
         own = None if self.fused else self.state(0)
-        terms = Terms(*wy.forward(self.k, self.v, self.beta, self.gates, self.s, own))
+        terms = WYTerms(*wy.forward(self.k, self.v, self.beta, self.gates, self.s, own))
         if self.extra_RGKV is not None and own is not None:
             own[self.s.table[:, 4]] += self.extra_RGKV.mT
         return terms, own
 
     def climb(
-        self, t: Terms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None,
+        self, t: WYTerms, low: int, high: int, state: Tensor | None, kept: Tensor, after: Tensor | None = None,
         passed: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Levels low .. high - 1 from the states of level `low`, to those of level `high`."""
@@ -110,7 +110,7 @@ class Call:
         return state
 
     def up(
-        self, level: int, t: Terms, state: Tensor, kept: Tensor | None, passed: Tensor | None, parent: Tensor | None,
+        self, level: int, t: WYTerms, state: Tensor, kept: Tensor | None, passed: Tensor | None, parent: Tensor | None,
         after: Tensor | None,
     ) -> None:  # fmt: skip
         s, (grid, pairs) = self.s, self.grid(level)
@@ -125,17 +125,17 @@ class Call:
             level, self.top, pairs, **s.kernel, **flags, num_warps=s.warps(8192), num_stages=s.stages(3),
         )  # fmt: skip
 
-    def lowest(self, t: Terms, kept: Tensor, passed: Tensor | None) -> Tensor:
+    def lowest(self, t: WYTerms, kept: Tensor, passed: Tensor | None) -> Tensor:
         """Levels 0 and 1 at once."""
         s, groups, state = self.s, ((self.s.N - 1) >> 2) + 2, self.state(2)
-        lowest._low[(s.R * groups, s.G, s.blocks)](
+        lowest._lowest_levels[(s.R * groups, s.G, s.blocks)](
             self.k, t.w, t.u, t.c, s.table, state, kept[0], kept[1], *(kept if passed is None else passed)[:2],
             *self.k.stride()[:3], self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
         return state
 
     def down(
-        self, level: int, t: Terms, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
+        self, level: int, t: WYTerms, read: Tensor, do: Tensor, dparent: Tensor | None, dstate: Tensor,
         dbucket: Tensor | None, dafter: Tensor | None, dkept: Tensor, dpassed: Tensor,
     ) -> None:  # fmt: skip
         s, (grid, pairs) = self.s, self.grid(level)
@@ -152,7 +152,7 @@ class Call:
         """(out_BGJTV, the buckets behind the tokens)."""
         t, state = self.prepared()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
-        groups = self.groups(FORWARD)
+        groups = self.groups(FORWARD_MEMORY_SHARE)
         kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
         for low, high in groups:
@@ -160,7 +160,7 @@ class Call:
             self.read(t, low, high, kept, out)
         return out.to(self.v.dtype), after
 
-    def reads(self, t: Terms) -> Tensor:
+    def reads(self, t: WYTerms) -> Tensor:
         """R of every chunk and query head."""
         s, read = self.s, self.s.buffer(self.s.J, self.s.C, self.s.K)
         chunks._reads[(s.R * s.N, s.G * s.J)](
@@ -168,7 +168,7 @@ class Call:
         )
         return read
 
-    def read(self, t: Terms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
+    def read(self, t: WYTerms, low: int, high: int, kept: Tensor, out: Tensor) -> None:
         """Adds what chunks read of these levels; with the lowest ones, sets it to that and their own."""
         s = self.s
         chunks._forward[(s.R * s.N, s.G * s.J, s.blocks)](
@@ -187,7 +187,7 @@ class Call:
         s = self.s
         t, state = self.prepared()
         read = self.reads(t)
-        groups, starts = self.groups(BACKWARD), []
+        groups, starts = self.groups(BACKWARD_MEMORY_SHARE), []
         kept, passed = self.kept(groups, s.K), self.kept(groups, s.C)
         for low, high in groups:
             starts.append(state)
@@ -228,7 +228,7 @@ class Call:
     def _gather(self, low, high, t, read, kept, do, sums):  # type: ignore[no-untyped-def]
         s = self.s
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather._gather[(s.R * s.N, s.G, self.parts - 1)](
+        gather._gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
             self.k, do, self.level, s.table, t.c, t.u, read, *kept, *sums, *self.k.stride()[:3], *do.stride()[:4],
             *self.l_strides, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0], **self.options,
             BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
@@ -244,7 +244,7 @@ class Call:
             dc, *self.strides, *self.l_strides, *do.stride()[:4], self.q.shape[3], s.N, s.J, **self.options, **parts,
             num_warps=4, num_stages=1,
         )  # fmt: skip
-        chunks._features[(*grid, self.parts - 1)](
+        chunks._backward_features[(*grid, self.parts - 1)](
             self.q, self.k, s.table, t.c, ps, dps, dread, dq, dk, dw, dc, *self.strides[:7], self.q.shape[3], s.N, s.J,
             **s.kernel, **parts, num_warps=4, num_stages=1,
         )  # fmt: skip

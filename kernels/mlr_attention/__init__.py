@@ -15,25 +15,25 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
+from surgery.core.dispatch import register_kernel
 from surgery.kernels.mlr_attention.backward import mlr_keys, mlr_queries
-from surgery.kernels.mlr_attention.decode import LEVELS, decode
+from surgery.kernels.mlr_attention.decode import MAX_LEVELS, launch_decode
 from surgery.kernels.mlr_attention.forward import mlr_forward
-from surgery.kernels.mlr_attention.plan import Plan, Tiles, backward_tiles, forward_tiles
-from surgery.kernels.tuning import Asked, Reading, capturing, fastest, learning, sizes, stepping
+from surgery.kernels.mlr_attention.plan import MLRPlan, AttentionTiles, backward_tiles, forward_tiles
+from surgery.kernels.tuning import TuningQuery, CallReader, is_capturing, is_fastest, training_pass, named_sizes, step_pass
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.kv_layout import Frame
-from surgery.mixers.common.softmax import Term, attend
+from surgery.mixers.common.kv_layout import KVLayout
+from surgery.mixers.common.softmax import ScoreTerm, attend
 
-TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)  # kernels index constants
+HAS_CONSTEXPR_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)  # kernels index constants
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROWS = 64  # queries and heads that share keys, of a step
-DIMS = 256  # of keys and of values, at most
-FIXED = 2048  # slots from which on far scores are not asked for their largest
+MAX_DECODE_ROWS = 64  # queries and heads that share keys, of a step
+MAX_DIMS = 256  # of keys and of values, at most
+FIXED_MAX_SLOTS = 2048  # slots from which on far scores are not asked for their largest
 LANES = 65535  # rows times heads of a launch: what the second axis of a CUDA grid holds
 
 
-def meta(plan: Plan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: Tiles) -> dict[str, Any]:
+def kernel_options(plan: MLRPlan, q: Tensor, v: Tensor, biases: Tensor | None, tiles: AttentionTiles) -> dict[str, Any]:
     """What all three kernels are compiled for."""
     return {
         "EXTENTS": (0, *plan.extents),
@@ -63,7 +63,7 @@ def forward(
     v: Tensor,
     biases: Tensor | None,
     ends: Tensor,
-    plan: Plan,
+    plan: MLRPlan,
     tiles: Any = None,
     walks: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def forward(
     lse = new(B, H, T, dtype=torch.float32, device=q.device)
     (a1, b1, zone), (a2, b2, _) = walks or plan.walks()
     grid = triton.cdiv(T, tiles.M) + plan.holes, B * H
-    fixed = S >= FIXED and q.dtype != torch.float16  # whose exponents are too few
+    fixed = S >= FIXED_MAX_SLOTS and q.dtype != torch.float16  # whose exponents are too few
     again = torch.empty(grid[::-1], dtype=torch.int32, device=q.device) if fixed else None
     for redo in (False, True)[: 1 + fixed]:
         mlr_forward[grid](
@@ -87,14 +87,14 @@ def forward(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], 0 if ends.shape[0] == 1 else 1,
             A1=a1, B1=b1, L1=zone, A2=a2, B2=b2,
             LEAST_RUN=tiles.run, HOLD=tiles.hold and len(plan.ranks) > 1,
-            FIXED=fixed and not redo, REDO=redo, **meta(plan, q, v, biases, tiles),
+            FIXED=fixed and not redo, REDO=redo, **kernel_options(plan, q, v, biases, tiles),
         )  # fmt: skip
     return out, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, ends: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    plan: Plan, tiles: Any = None,
+    plan: MLRPlan, tiles: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v and biases. Those of keys are made for each query head and summed over the ones sharing."""
     B, H, T, R = q.shape
@@ -122,11 +122,11 @@ def backward(
     scalars = (plan.scaling, plan.window or 0, T, S, H, H // G)
     mlr_queries[programs, B * H](
         q, k, v, out, dout, lse, delta, dq, ends, biases, dbiases, masses, *scalars, *strides,
-        A=a, B=b, L1=zone, DBIAS=biases is not None, **meta(plan, q, v, biases, tiles_q),
+        A=a, B=b, L1=zone, DBIAS=biases is not None, **kernel_options(plan, q, v, biases, tiles_q),
     )  # fmt: skip
     mlr_keys[triton.cdiv(S, tiles_k.N) + plan.holes, B * H](
         q, k, v, dout, lse, delta, dk, dv, ends, biases, *scalars, *strides,
-        A=a, B=b, L1=zone, **meta(plan, q, v, biases, tiles_k),
+        A=a, B=b, L1=zone, **kernel_options(plan, q, v, biases, tiles_k),
     )  # fmt: skip
     if H > G:
         dk, dv = (x.unflatten(1, (G, -1)).sum(2).to(q.dtype) for x in (dk, dv))
@@ -143,14 +143,14 @@ def ends_of(ends: Tensor, rows: slice) -> Tensor:
     return ends if len(ends) == 1 else ends[rows]
 
 
-class Attend(torch.autograd.Function):
+class MLRAttentionFunction(torch.autograd.Function):
     """parts: q_BHTR of every level, then k_BGSR of every level; plan may have some of them in one."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: MLRPlan, ends: Tensor, biases: Tensor | None, v: Tensor, *parts: Tensor) -> Tensor:
         levels = len(parts) // 2
-        q, k = aligned(joined(parts[:levels])), aligned(joined(parts[levels:]))
-        values, v = v.shape[-1], aligned(v)
+        q, k = align_rows(join_levels(parts[:levels])), align_rows(join_levels(parts[levels:]))
+        values, v = v.shape[-1], align_rows(v)
         ctx.whole = biases if len(plan.ranks) == 1 and plan.softcap is None else None
         biases = biases if ctx.whole is None else None  # what all scores get more changes nothing
         out, lse = forward(q, k, v, biases, ends, plan)
@@ -161,14 +161,14 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, biases, ends, out, lse = ctx.saved_tensors
-        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, aligned(dout), ctx.plan)
+        dq, dk, dv, dbiases = backward(q, k, v, biases, ends, out, lse, align_rows(dout), ctx.plan)
         dbiases = dbiases if ctx.whole is None else torch.zeros_like(ctx.whole)
         (slots, ranks), dims = zip(*ctx.parts), sum(ctx.plan.ranks)
         dks = [part[:, :, part.shape[2] - n :] for part, n in zip(dk[..., :dims].split(ranks, -1), slots)]
         return None, None, dbiases, dv[..., : ctx.values], *dq[..., :dims].split(ranks, -1), *dks
 
 
-def joined(parts: tuple[Tensor, ...]) -> Tensor:
+def join_levels(parts: tuple[Tensor, ...]) -> Tensor:
     """The levels side by side: a view where they are neighbours in memory; slots that a level has not are zeros."""
     first, slots = parts[0], parts[0].shape[2]
     offset, neighbours = first.storage_offset(), True
@@ -182,7 +182,7 @@ def joined(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([F.pad(part, (0, 0, slots - part.shape[2], 0)) for part in parts], -1)
 
 
-def aligned(x: Tensor) -> Tensor:
+def align_rows(x: Tensor) -> Tensor:
     """Rows of whole 16-byte units, what copies to shared memory take; a tile's, 128 at most, within 2^31 numbers."""
     unit = 16 // x.element_size()
     odd = any(s % unit for s in x.stride()[:3]) or x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(2) >= 2**24
@@ -190,15 +190,15 @@ def aligned(x: Tensor) -> Tensor:
     return x.contiguous() if odd else x
 
 
-def can(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+def accepts(
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> bool:
     """Causal, sizes and dtypes that tiles take; levels one in another."""
     first, extents = terms[0], [term.extent for term in terms[1:]]
     tensors = [v_BGSV, *(x for term in terms for x in (term.q_BGJTR, term.k_BGSR))]
     ranks = [term.q_BGJTR.shape[-1] for term in terms]
     return (
-        TUPLES
+        HAS_CONSTEXPR_TUPLES
         and mask is None
         and p == 0.0
         and shape.causal
@@ -212,14 +212,14 @@ def can(
         and first.k_BGSR.shape[2] == frame.slots
         and min(ranks) > 0
         and v_BGSV.shape[1] * first.q_BGJTR.shape[2] <= LANES
-        and sum(ranks) <= DIMS
-        and v_BGSV.shape[-1] <= DIMS
+        and sum(ranks) <= MAX_DIMS
+        and v_BGSV.shape[-1] <= MAX_DIMS
         and all(term.form == terms[-1].form for term in terms[1:])
-        and within(extents, terms[-1].form)
+        and is_nested(extents, terms[-1].form)
     )
 
 
-def within(extents: list[int | None], form: str) -> bool:
+def is_nested(extents: list[int | None], form: str) -> bool:
     """Whether each level's reach lies in that of the one before it."""
     if any(extent is None for extent in extents):
         return False
@@ -228,51 +228,51 @@ def within(extents: list[int | None], form: str) -> bool:
     return all(b <= a and (form != "nested" or a % b == 0) for a, b in pairs)
 
 
-def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Asked:
+def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> TuningQuery:
     """What kernels/tuning.json is asked for."""
     first, levels = terms[0].q_BGJTR, len(terms)
     lanes = len(v_BGSV) * first.shape[1] * first.shape[2]
-    if steps(terms, v_BGSV, frame):
-        return Asked(stepping(v_BGSV), sizes(lanes=lanes, context=frame.slots, levels=levels), v_BGSV)
+    if is_decode_step(terms, v_BGSV, frame):
+        return TuningQuery(step_pass(v_BGSV), named_sizes(lanes=lanes, context=frame.slots, levels=levels), v_BGSV)
     parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
-    return Asked(learning(v_BGSV, *parts), sizes(lanes=lanes, tokens=frame.queries, levels=levels), v_BGSV)
+    return TuningQuery(training_pass(v_BGSV, *parts), named_sizes(lanes=lanes, tokens=frame.queries, levels=levels), v_BGSV)
 
 
-def key(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Hashable:
+def tuning_key(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> Hashable:
     """A context that grows asks anew at its doublings."""
     q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
     size = (q.shape, frame.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
-    return *size, grad or v_BGSV.requires_grad, capturing(v_BGSV), torch.is_autocast_enabled()
+    return *size, grad or v_BGSV.requires_grad, is_capturing(v_BGSV), torch.is_autocast_enabled()
 
 
-@kernel_for(attend, accepts=can, wins=fastest("mlr", Reading(asked, key)))
+@register_kernel(attend, accepts=accepts, wins=is_fastest("mlr", CallReader(tuning_query, tuning_key)))
 def mlr_attend(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
     """out_BHTV."""
     levels = len(terms)
     ranks = tuple(term.q_BGJTR.shape[-1] for term in terms)
     extents = tuple(int(term.extent or 1) for term in terms[1:])
     nested = levels > 1 and terms[1].form == "nested"
-    plan = Plan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, frame.holes)
-    if steps(terms, v_BGSV, frame):
-        q_BGJTR, keys = joined(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
-        return decode(q_BGJTR, keys, v_BGSV, together(terms), frame.end_B, plan)
-    parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], summed(terms)
+    plan = MLRPlan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, frame.holes)
+    if is_decode_step(terms, v_BGSV, frame):
+        q_BGJTR, keys = join_levels(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
+        return launch_decode(q_BGJTR, keys, v_BGSV, stack_biases(terms), frame.end_B, plan)
+    parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], cumulative_biases(terms)
     plan, gone = plan.merged(frame.slots)
     biases = None if biases is None else biases[:, gone:].contiguous()
-    return Attend.apply(plan, frame.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
+    return MLRAttentionFunction.apply(plan, frame.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
 
 
-def steps(terms: list[Term], v_BGSV: Tensor, frame: Frame) -> bool:
+def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout) -> bool:
     """Whether these are a few queries against a cache, and nobody asks for gradients."""
     tensors = [v_BGSV, *(x for term in terms for x in term if isinstance(x, Tensor))]
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    few = frame.queries * terms[0].q_BGJTR.shape[2] <= ROWS and frame.queries < frame.slots
-    return few and not learns and len(terms) <= LEVELS
+    few = frame.queries * terms[0].q_BGJTR.shape[2] <= MAX_DECODE_ROWS and frame.queries < frame.slots
+    return few and not learns and len(terms) <= MAX_LEVELS
 
 
-def together(terms: list[Term]) -> Tensor | None:
+def stack_biases(terms: list[ScoreTerm]) -> Tensor | None:
     """biases_HZ of levels 2 .. L, where one lies: a view where each is a column of it; None where none has any."""
     given = [term.bias_GJ for term in terms[1:]]
     if not given or all(bias is None for bias in given):
@@ -292,7 +292,7 @@ def together(terms: list[Term]) -> Tensor | None:
     return torch.stack([nothing if bias is None else bias for bias in given], -1).flatten(0, 1).contiguous()
 
 
-def summed(terms: list[Term]) -> Tensor | None:
+def cumulative_biases(terms: list[ScoreTerm]) -> Tensor | None:
     """biases_HZ: what levels below z add to near scores, z = 0 .. L; None where none does."""
     given = next((term.bias_GJ for term in terms if term.bias_GJ is not None), None)
     if given is None:

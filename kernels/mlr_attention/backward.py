@@ -21,28 +21,28 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.mlr_attention.tiles import (
-    add_biases,
-    between,
-    capped,
-    levels_of,
-    low_of,
-    product,
-    put,
-    rows,
+    add_bias_gradients,
+    mask_dims,
+    softcap,
+    tile_levels,
+    first_position,
+    add_product,
+    store_rows,
+    load_rows,
     tile_gradients,
-    tile_left,
+    remaining_tile,
     tile_score,
-    tiles_left,
-    zone_picked,
+    count_remaining_tiles,
+    pick_zone,
 )
 
 
 @triton.jit
-def slopes(score, shift, lse, pull, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
+def score_gradients(score, shift, lse, pull, delta, seen, scale, MASKED: tl.constexpr, CAP: tl.constexpr):
     """(weights, gradient of scaled scores before a cap, what the cap takes it times) where `pull` is dO V^T."""
     unit: tl.constexpr = 1.4426950408889634
     if CAP > 0:
-        score = capped((score + shift) * (scale / CAP), CAP)
+        score = softcap((score + shift) * (scale / CAP), CAP)
         weight = tl.exp2(score * unit - lse)
     else:
         weight = tl.exp2(score * (scale * unit) - (lse - shift * (scale * unit)))
@@ -64,21 +64,21 @@ def walk_keys(
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, dims = zone_picked(
+        start, count, dims = pick_zone(
             zone, t_first, t_last, first, window, Z0, Z1, EXTENTS, CUTS, L, NESTED, WINDOWED, N, 1
         )
         bias = tl.load(biases + zone) if BIASED else 0.0
-        q_MA = between(rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True), 0, dims, 0, A)
-        q_MB = between(rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True), 0, dims, A, B) if B > 0 else q_MA
+        q_MA = mask_dims(load_rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True), 0, dims, 0, A)
+        q_MB = mask_dims(load_rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True), 0, dims, A, B) if B > 0 else q_MA
         total_M = tl.zeros([M], tl.float32)
         mass_M = tl.zeros([M], tl.float32)
         for tile in tl.range(start, start + count):
-            k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
-            v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
-            k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
-            score = product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
+            k_NA = load_rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
+            v_NV = load_rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
+            k_NB = load_rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
+            score = add_product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
             pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-            weight, bare, bend = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
+            weight, bare, bend = score_gradients(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
             if DBIAS:
                 total_M += tl.sum(bare * bend, 1)
                 mass_M += tl.sum(weight * bend, 1)
@@ -88,9 +88,9 @@ def walk_keys(
             dq_MA = tl.dot(slope, k_NA, dq_MA, input_precision=PRECISION)
             if B > 0:
                 dq_MB = tl.dot(slope, k_NB, dq_MB, input_precision=PRECISION)
-        dq_MA = between(dq_MA, 0, dims, 0, A)
+        dq_MA = mask_dims(dq_MA, 0, dims, 0, A)
         if B > 0:
-            dq_MB = between(dq_MB, 0, dims, A, B)
+            dq_MB = mask_dims(dq_MB, 0, dims, A, B)
         if DBIAS:
             tl.atomic_add(dbiases + zone, tl.sum(total_M, 0))
             tl.atomic_add(masses + zone * T + q_row + tl.arange(0, M), mass_M, q_ok_M, sem="relaxed")
@@ -135,8 +135,8 @@ def mlr_queries(
     if DBIAS:
         dbiases += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (L + 1)
         masses += tl.program_id(1).to(tl.int64) * T * (L + 1)
-    do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
-    out_MV = rows(out + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
+    do_MV = load_rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
+    out_MV = load_rows(out + tl.program_id(1).to(tl.int64) * T * V, row, V, ok_M, M, DV, 0, V, True)
     delta_M = tl.sum(do_MV.to(tl.float32) * out_MV.to(tl.float32), 1)
     tl.store(delta + at_M, delta_M, mask=ok_M)
     lse_M = tl.load(lse + at_M, mask=ok_M, other=1e30)
@@ -152,28 +152,28 @@ def mlr_queries(
         dq_MA, dq_MB, eps_M, q, row, ok_M, stride_q, do_MV, lse_M, delta_M, k, stride_k, v, stride_v, biases, dbiases,
         masses, T, lead, scale, t_first, t_last, first, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, DBIAS,
         A, B, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
-    q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
-    q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
-    tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
-    left = tiles_left(t_last // N + 1 - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+    q_MA = load_rows(q, row, stride_q, ok_M, M, A, 0, R, True)
+    q_MB = load_rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
+    tile_first = first_position(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
+    left = count_remaining_tiles(t_last // N + 1 - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
     for at in tl.range(0, left):
-        tile = tile_left(tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+        tile = remaining_tile(tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
         s_N = tile * N + tl.arange(0, N)
         ok_N = (s_N >= first) & (s_N < end)
-        k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, True)
-        k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
-        v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
-        full, reached, dims = levels_of(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+        k_NA = load_rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, True)
+        k_NB = load_rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
+        v_NV = load_rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, True)
+        full, reached, dims = tile_levels(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
         score, bias = tile_score(
             q_MA, q_MB, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, biases,
             CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
         pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        low_M = first_position(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
-        weight, bare, bend = slopes(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
+        weight, bare, bend = score_gradients(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
         if DBIAS:
             eps_M += tl.sum(bare, 1)
-            add_biases(
+            add_bias_gradients(
                 bare * bend, weight * bend, s_N[None, :], t_M[:, None], full, reached, dbiases, masses + row_M, ok_M, T,
                 EXTENTS, CUTS, L, NESTED)  # fmt: skip
         dq_MA, dq_MB = tile_gradients(
@@ -184,13 +184,13 @@ def mlr_queries(
         for z in tl.static_range(1, L + 1):
             mass_M = tl.load(masses + z * T + row_M, mask=ok_M, other=0.0, cache_modifier=".cg")
             tl.atomic_add(dbiases + z, -tl.sum(eps_M * mass_M, 0))
-    put(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
+    store_rows(dq, at_M, dq_MA * scale, ok_M, 0, A, R)
     if B > 0:
-        put(dq, at_M, dq_MB * scale, ok_M, A, B, R)
+        store_rows(dq, at_M, dq_MB * scale, ok_M, A, B, R)
 
 
 @triton.jit
-def high_of(s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
+def last_query(s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
     """Behind the last query that has the level with key s; level 0: that sees s."""
     high = s * 0 + end
     if WINDOWED:
@@ -202,14 +202,14 @@ def high_of(s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: 
 
 
 @triton.jit
-def span_of(
+def zone_queries(
     zone: tl.constexpr, s_first, s_last, t_least, end, window,
     EXTENTS: tl.constexpr, L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """A zone's first query tile, and how many there are."""
-    start = s_last if zone == L else high_of(s_last, end, window, zone, EXTENTS, NESTED, WINDOWED)
+    start = s_last if zone == L else last_query(s_last, end, window, zone, EXTENTS, NESTED, WINDOWED)
     start = (tl.maximum(start, t_least) + M - 1) // M
-    stop = high_of(s_first, end, window, zone - 1, EXTENTS, NESTED, WINDOWED) // M
+    stop = last_query(s_first, end, window, zone - 1, EXTENTS, NESTED, WINDOWED) // M
     return start, tl.maximum(stop - start, 0)
 
 
@@ -225,31 +225,31 @@ def walk_queries(
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
         start, count, dims = 0, 0, 0
         for z in tl.static_range(Z0 + 1, Z1 + 1):
-            z_start, z_count = span_of(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+            z_start, z_count = zone_queries(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
             start = tl.where(zone == z, z_start, start)
             count = tl.where(zone == z, z_count, count)
             dims = tl.where(zone == z, CUTS[z], dims)
         bias = tl.load(biases + zone) if BIASED else 0.0
-        k_NA = between(rows(k_at, k_row, stride_k, ok_N, N, A, 0, R, True), 0, dims, 0, A)
-        k_NB = between(rows(k_at, k_row, stride_k, ok_N, N, B, A, R, True), 0, dims, A, B) if B > 0 else k_NA
+        k_NA = mask_dims(load_rows(k_at, k_row, stride_k, ok_N, N, A, 0, R, True), 0, dims, 0, A)
+        k_NB = mask_dims(load_rows(k_at, k_row, stride_k, ok_N, N, B, A, R, True), 0, dims, A, B) if B > 0 else k_NA
         for tile in tl.range(start, start + count):
             row = tile * M - first_q
-            q_MA = rows(q, row, stride_q, ok_N, M, A, 0, R, False)
-            q_MB = rows(q, row, stride_q, ok_N, M, B, A, R, False) if B > 0 else q_MA
-            score = product(tl.zeros([N, M], tl.float32), k_NA, k_NB, q_MA, q_MB, 0, R, A, B, True, PRECISION)
-            do_MV = rows(dout, row, stride_d, ok_N, M, DV, 0, V, False)
+            q_MA = load_rows(q, row, stride_q, ok_N, M, A, 0, R, False)
+            q_MB = load_rows(q, row, stride_q, ok_N, M, B, A, R, False) if B > 0 else q_MA
+            score = add_product(tl.zeros([N, M], tl.float32), k_NA, k_NB, q_MA, q_MB, 0, R, A, B, True, PRECISION)
+            do_MV = load_rows(dout, row, stride_d, ok_N, M, DV, 0, V, False)
             lse_M = tl.load(lse + row + tl.arange(0, M))
             delta_M = tl.load(delta + row + tl.arange(0, M))
             pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
-            weight, bare, bend = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
+            weight, bare, bend = score_gradients(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
             dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
             slope = (bare * bend).to(q_MA.dtype)
             dk_NA = tl.dot(slope, q_MA, dk_NA, input_precision=PRECISION)
             if B > 0:
                 dk_NB = tl.dot(slope, q_MB, dk_NB, input_precision=PRECISION)
-        dk_NA = between(dk_NA, 0, dims, 0, A)
+        dk_NA = mask_dims(dk_NA, 0, dims, 0, A)
         if B > 0:
-            dk_NB = between(dk_NB, 0, dims, A, B)
+            dk_NB = mask_dims(dk_NB, 0, dims, A, B)
     return dk_NA, dk_NB, dv_NV
 
 
@@ -286,7 +286,7 @@ def mlr_keys(
     delta += heads * T
     if BIASED:
         biases += head * (L + 1)
-    v_NV = rows(v, s_first + lead, stride_v, ok_N, N, DV, 0, V, True)
+    v_NV = load_rows(v, s_first + lead, stride_v, ok_N, N, DV, 0, V, True)
     dk_NA = tl.zeros([N, A], tl.float32)
     dk_NB = tl.zeros([N, B], tl.float32) if B > 0 else dk_NA
     dv_NV = tl.zeros([N, DV], tl.float32)
@@ -299,41 +299,41 @@ def mlr_keys(
         dk_NA, dk_NB, dv_NV, k, s_first + lead, ok_N, stride_k, v_NV, q, stride_q, dout, stride_d, lse, delta, biases,
         first_q, scale, s_first, s_last, t_least, end, window, L1 if B > 0 else 0, L, EXTENTS, CUTS, L, NESTED, WINDOWED,
         BIASED, A, B, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
-    k_NA = rows(k, s_first + lead, stride_k, ok_N, N, A, 0, R, True)
-    k_NB = rows(k, s_first + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
+    k_NA = load_rows(k, s_first + lead, stride_k, ok_N, N, A, 0, R, True)
+    k_NB = load_rows(k, s_first + lead, stride_k, ok_N, N, B, A, R, True) if B > 0 else k_NA
     tile_first = tl.maximum(s_first, t_least) // M
-    left = (high_of(s_last, end, window, 0, EXTENTS, NESTED, WINDOWED) + M - 1) // M - tile_first
+    left = (last_query(s_last, end, window, 0, EXTENTS, NESTED, WINDOWED) + M - 1) // M - tile_first
     for z in tl.static_range(1, L + 1):
-        z_start, z_count = span_of(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+        z_start, z_count = zone_queries(z, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
         left -= z_count
     for at in tl.range(0, left):
         tile = tile_first + at
         for back in tl.static_range(0, L):
-            z_start, z_count = span_of(L - back, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+            z_start, z_count = zone_queries(L - back, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
             tile += tl.where(tile >= z_start, z_count, 0)
         t_M = tile * M + tl.arange(0, M)
         ok_M = (t_M >= t_least) & (t_M < end)
         row = tile * M - first_q
-        q_MA = rows(q, row, stride_q, ok_M, M, A, 0, R, True)
-        q_MB = rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
-        do_MV = rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
+        q_MA = load_rows(q, row, stride_q, ok_M, M, A, 0, R, True)
+        q_MB = load_rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
+        do_MV = load_rows(dout, row, stride_d, ok_M, M, DV, 0, V, True)
         lse_M = tl.load(lse + row + tl.arange(0, M), mask=ok_M, other=1e30)
         delta_M = tl.load(delta + row + tl.arange(0, M), mask=ok_M, other=0.0)
         t_last = tl.minimum((tile + 1) * M, end) - 1
-        full, reached, dims = levels_of(s_first, tile * M, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+        full, reached, dims = tile_levels(s_first, tile * M, t_last, window, EXTENTS, CUTS, L, NESTED, N)
         score, bias = tile_score(
             k_NA, k_NB, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims, biases,
             CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
         pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
-        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        low_M = first_position(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[:, None] <= t_M[None, :]) & (s_N[:, None] >= low_M[None, :])
-        weight, bare, bend = slopes(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
+        weight, bare, bend = score_gradients(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
         dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         dk_NA, dk_NB = tile_gradients(
             dk_NA, dk_NB, bare * bend, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims,
             EXTENTS, CUTS, L, NESTED, A, B, PRECISION)  # fmt: skip
     at_N = heads * S + s_N + lead
-    put(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
+    store_rows(dk, at_N, dk_NA * scale, ok_N, 0, A, R)
     if B > 0:
-        put(dk, at_N, dk_NB * scale, ok_N, A, B, R)
-    put(dv, at_N, dv_NV, ok_N, 0, DV, V)
+        store_rows(dk, at_N, dk_NB * scale, ok_N, A, B, R)
+    store_rows(dv, at_N, dv_NV, ok_N, 0, DV, V)

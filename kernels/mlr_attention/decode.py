@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.mlr_attention.tiles import LEAST, capped
+from surgery.kernels.mlr_attention.tiles import MIN_SCORE, softcap
 
-LEVELS = 8  # at most
-TILE = 64  # slots
-PROGRAMS = 1056  # that fill a GPU several times over
+MAX_LEVELS = 8  # at most
+TILE_SLOTS = 64  # slots
+TARGET_PROGRAMS = 1056  # that fill a GPU several times over
 
 
 @triton.jit
-def query_rows(q, ok_R, R: tl.constexpr, DIMS: tl.constexpr, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr):
+def load_query_rows(q, ok_R, R: tl.constexpr, DIMS: tl.constexpr, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr):
     """q of one level."""
     dim_P = tl.arange(0, P)
     at = q + tl.arange(0, R)[:, None] * DIMS + CUTS[level] + dim_P[None, :]
@@ -31,7 +31,7 @@ def query_rows(q, ok_R, R: tl.constexpr, DIMS: tl.constexpr, CUTS: tl.constexpr,
 
 
 @triton.jit
-def key_rows(k, s_N, missing, S, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr):
+def load_key_rows(k, s_N, missing, S, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr):
     """Keys of one level at those slots, zeros or what was kept before where it has none."""
     dim_P = tl.arange(0, P)
     rank: tl.constexpr = CUTS[level + 1] - CUTS[level]
@@ -45,7 +45,7 @@ def add_level(
     EXTENTS: tl.constexpr, NESTED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """score with a level where it is near."""
-    k_NP = key_rows(k, s_N, missing, S, CUTS, level, P)
+    k_NP = load_key_rows(k, s_N, missing, S, CUTS, level, P)
     part = tl.dot(q_RP, tl.trans(k_NP), input_precision=PRECISION)
     if BIASED:
         part += tl.load(biases_R + level - 1).to(tl.float32)[:, None]
@@ -55,27 +55,27 @@ def add_level(
 
 
 @triton.jit
-def walk(
+def walk_tiles(
     acc_RV, top_R, sum_R, start, stop, q, ok_R, t_R, keys, missing, v, mv, biases_R, lead, first, window, S, scale,
     SEEN: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr, WINDOWED: tl.constexpr, NESTED: tl.constexpr,
     BIASED: tl.constexpr, CAP: tl.constexpr, DIMS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     P0: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles whose slots hold the first SEEN levels."""
-    q0 = query_rows(q, ok_R, R, DIMS, CUTS, 0, P0)
-    q1 = query_rows(q, ok_R, R, DIMS, CUTS, 1, P) if SEEN > 1 else q0
-    q2 = query_rows(q, ok_R, R, DIMS, CUTS, 2, P) if SEEN > 2 else q0
-    q3 = query_rows(q, ok_R, R, DIMS, CUTS, 3, P) if SEEN > 3 else q0
-    q4 = query_rows(q, ok_R, R, DIMS, CUTS, 4, P) if SEEN > 4 else q0
-    q5 = query_rows(q, ok_R, R, DIMS, CUTS, 5, P) if SEEN > 5 else q0
-    q6 = query_rows(q, ok_R, R, DIMS, CUTS, 6, P) if SEEN > 6 else q0
-    q7 = query_rows(q, ok_R, R, DIMS, CUTS, 7, P) if SEEN > 7 else q0
+    q0 = load_query_rows(q, ok_R, R, DIMS, CUTS, 0, P0)
+    q1 = load_query_rows(q, ok_R, R, DIMS, CUTS, 1, P) if SEEN > 1 else q0
+    q2 = load_query_rows(q, ok_R, R, DIMS, CUTS, 2, P) if SEEN > 2 else q0
+    q3 = load_query_rows(q, ok_R, R, DIMS, CUTS, 3, P) if SEEN > 3 else q0
+    q4 = load_query_rows(q, ok_R, R, DIMS, CUTS, 4, P) if SEEN > 4 else q0
+    q5 = load_query_rows(q, ok_R, R, DIMS, CUTS, 5, P) if SEEN > 5 else q0
+    q6 = load_query_rows(q, ok_R, R, DIMS, CUTS, 6, P) if SEEN > 6 else q0
+    q7 = load_query_rows(q, ok_R, R, DIMS, CUTS, 7, P) if SEEN > 7 else q0
     queries = (q0, q1, q2, q3, q4, q5, q6, q7)
     dim_V = tl.arange(0, DV)
     unit: tl.constexpr = 1.4426950408889634
     for tile in tl.range(start, stop, num_stages=STAGES if SEEN < 3 else NEAR):
         s_N = tile * N + tl.arange(0, N)
-        k_NP = key_rows(keys[0], s_N, missing[0], S, CUTS, 0, P0)
+        k_NP = load_key_rows(keys[0], s_N, missing[0], S, CUTS, 0, P0)
         value = v + (s_N - mv).to(tl.int64)[:, None] * V + dim_V[None, :]
         v_NV = tl.load(value, mask=(s_N < S)[:, None] & (dim_V < V)[None, :], other=0.0)
         score = tl.dot(q0, tl.trans(k_NP), input_precision=PRECISION)
@@ -84,7 +84,7 @@ def walk(
                 score, queries[level], keys[level], biases_R, s_N, t_R, lead, S, missing[level],
                 level, P, CUTS, EXTENTS, NESTED, BIASED, PRECISION)  # fmt: skip
         if CAP > 0:
-            score = capped(score * (scale / CAP), CAP) * unit
+            score = softcap(score * (scale / CAP), CAP) * unit
         else:
             score = score * (scale * unit)
         at_N = s_N - lead
@@ -133,7 +133,7 @@ def mlr_decode(
     keys, missing = (k0, k1, k2, k3, k4, k5, k6, k7), (m0, m1, m2, m3, m4, m5, m6, m7)
     biases_R = biases + (at % G * J + tl.minimum(row_R // T, J - 1)) * (L - 1) if BIASED else row_R
     acc_RV = tl.zeros([R, DV], tl.float32)
-    top_R = tl.full([R], LEAST, tl.float32)
+    top_R = tl.full([R], MIN_SCORE, tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     tile = place * span
     last = tl.minimum(tile + span, (S + N - 1) // N)
@@ -142,7 +142,7 @@ def mlr_decode(
             stop = last
             if seen < L:
                 stop = tl.maximum(tl.minimum(missing[seen] // N, last), tile)
-            acc_RV, top_R, sum_R = walk(
+            acc_RV, top_R, sum_R = walk_tiles(
                 acc_RV, top_R, sum_R, tile, stop, q, ok_R, t_R, keys, missing, v, mv, biases_R, lead, first, window, S,
                 scale, seen, EXTENTS, CUTS, WINDOWED, NESTED, BIASED, CAP, DIMS, V, R, N, P0, P, DV, STAGES, NEAR,
                 PRECISION)  # fmt: skip
@@ -161,7 +161,7 @@ def mlr_combine(part, out, ROWS, SPANS, V: tl.constexpr, DV: tl.constexpr, SP: t
     span_S, dim_V = tl.arange(0, SP), tl.arange(0, DV)
     ok_S = span_S < SPANS
     part_S = part + ((at * SPANS + span_S) * ROWS + row) * (V + 2)
-    top_S = tl.load(part_S + V, mask=ok_S, other=LEAST)
+    top_S = tl.load(part_S + V, mask=ok_S, other=MIN_SCORE)
     sum_S = tl.load(part_S + V + 1, mask=ok_S, other=0.0)
     share_S = tl.exp2(top_S - tl.max(top_S, 0))
     total = tl.sum(sum_S * share_S, 0)
@@ -170,12 +170,12 @@ def mlr_combine(part, out, ROWS, SPANS, V: tl.constexpr, DV: tl.constexpr, SP: t
     tl.store(out + tl.program_id(0).to(tl.int64) * V + dim_V, value.to(out.dtype.element_ty), mask=dim_V < V)
 
 
-def spans_of(programs: int, tiles: int, wanted: int) -> int:
+def count_spans(programs: int, tiles: int, wanted: int) -> int:
     """Spans a group's slots are cut into, so that there are about `wanted` programs."""
     return max(1, min(tiles, 64, triton.cdiv(wanted, programs)))
 
 
-def decode(
+def launch_decode(
     q_BGJTR: Tensor, keys: list[Tensor], v: Tensor, biases: Tensor | None, ends: Tensor, plan: Any,
     tile: int = 0, warps: int = 4, stages: int = 3, wanted: int = 0, near: int = 2,
 ) -> Tensor:  # fmt: skip
@@ -184,16 +184,16 @@ def decode(
     B, G, J, T, dims = q_BGJTR.shape
     S, V = v.shape[2:]
     held = [k.shape[2] for k in keys]
-    q, (v, v_before) = q_BGJTR.contiguous(), rounded(v)
-    keys, befores = map(list, zip(*(rounded(k) for k in keys)))
-    tile = tile or (TILE if len(keys) > 1 else 2 * TILE)
+    q, (v, v_before) = q_BGJTR.contiguous(), align_slots(v)
+    keys, befores = map(list, zip(*(align_slots(k) for k in keys)))
+    tile = tile or (TILE_SLOTS if len(keys) > 1 else 2 * TILE_SLOTS)
     tiles = triton.cdiv(S, tile)
-    spans = spans_of(B * G, tiles, wanted or PROGRAMS)
+    spans = count_spans(B * G, tiles, wanted or TARGET_PROGRAMS)
     span = triton.cdiv(tiles, spans)
     spans = triton.cdiv(tiles, span)
     part = torch.empty(B * G, spans, J * T, V + 2, dtype=torch.float32, device=q.device)
     out = torch.empty(B, G * J, T, V, dtype=v.dtype, device=q.device)
-    padding = [None] * (LEVELS - len(keys))
+    padding = [None] * (MAX_LEVELS - len(keys))
     missing = [S - slots - before for slots, before in zip(held, befores)] + [0] * len(padding)
     strides = [k.stride(1) for k in keys] + [0] * len(padding)
     DV = max(16, triton.next_power_of_2(V))
@@ -210,7 +210,7 @@ def decode(
     return out
 
 
-def rounded(x_BGSX: Tensor) -> tuple[Tensor, int]:
+def align_slots(x_BGSX: Tensor) -> tuple[Tensor, int]:
     """x with its slots one behind the other and (b, g) at equal distances, and how many it was begun earlier: at a
     multiple of 16 in the room it has, so that copies of 16 bytes fit and every step runs the same kernel."""
     B, G, slots, X = x_BGSX.shape

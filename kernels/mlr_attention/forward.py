@@ -15,25 +15,25 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.mlr_attention.tiles import (
-    LEAST,
-    between,
-    capped,
-    levels_of,
-    low_of,
-    product,
-    put,
-    rows,
-    tile_left,
+    MIN_SCORE,
+    mask_dims,
+    softcap,
+    tile_levels,
+    first_position,
+    add_product,
+    store_rows,
+    load_rows,
+    remaining_tile,
     tile_score,
-    tiles_left,
-    zone_picked,
+    count_remaining_tiles,
+    pick_zone,
 )
 
-MOST = tl.constexpr(1e30)
+MAX_SCORE = tl.constexpr(1e30)
 
 
 @triton.jit
-def held(x_MD, D: tl.constexpr):
+def identity_product(x_MD, D: tl.constexpr):
     """x as it is, made by a product: so it lies in registers as the next product takes it, and is masked there."""
     dim_D = tl.arange(0, D)
     if x_MD.dtype == tl.float32:
@@ -42,7 +42,7 @@ def held(x_MD, D: tl.constexpr):
 
 
 @triton.jit
-def weighed(
+def softmax_update(
     score,
     shift,
     seen,
@@ -59,7 +59,7 @@ def weighed(
     """One tile more of a running softmax, in base 2. FIXED: measured against the top that there is, whatever comes."""
     unit: tl.constexpr = 1.4426950408889634
     if CAP > 0:
-        score = capped((score + shift) * (scale / CAP), CAP)
+        score = softcap((score + shift) * (scale / CAP), CAP)
         factor = unit
         shift = 0.0
     else:
@@ -80,7 +80,7 @@ def weighed(
 
 
 @triton.jit
-def walk(
+def walk_zones(
     acc_MV, top_M, sum_M, held_MA, held_MB, q, q_row, q_ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
     t_first, t_last, first, window, Z0: tl.constexpr, Z1: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
     L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
@@ -89,32 +89,32 @@ def walk(
 ):  # fmt: skip
     """Zones Z0 + 1 .. Z1, of at most A + B dims."""
     for zone in tl.range(Z0 + 1, Z1 + 1, num_stages=1):
-        start, count, dims = zone_picked(
+        start, count, dims = pick_zone(
             zone, t_first, t_last, first, window, Z0, Z1, EXTENTS, CUTS, L, NESTED, WINDOWED, N, LEAST_RUN
         )
         bias = tl.load(biases + zone) if BIASED else 0.0
         if HELD:
-            q_MA = between(held_MA, 0, dims, 0, A)
-            q_MB = between(held_MB, 0, dims, A, B) if B > 0 else q_MA
+            q_MA = mask_dims(held_MA, 0, dims, 0, A)
+            q_MB = mask_dims(held_MB, 0, dims, A, B) if B > 0 else q_MA
         else:
-            q_MA = rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True)
-            q_MB = rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True) if B > 0 else q_MA
+            q_MA = load_rows(q, q_row, stride_q, q_ok_M, M, A, 0, R, True)
+            q_MB = load_rows(q, q_row, stride_q, q_ok_M, M, B, A, R, True) if B > 0 else q_MA
             if Z1 > Z0 + 1 or CUTS[Z1] < A + B:
-                q_MA = between(q_MA, 0, dims, 0, A)
-                q_MB = between(q_MB, 0, dims, A, B) if B > 0 else q_MA
+                q_MA = mask_dims(q_MA, 0, dims, 0, A)
+                q_MB = mask_dims(q_MB, 0, dims, A, B) if B > 0 else q_MA
         for tile in tl.range(start, start + count):
-            k_NA = rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
-            v_NV = rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
-            k_NB = rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
-            score = product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
-            acc_MV, top_M, sum_M = weighed(
+            k_NA = load_rows(k, tile * N + lead, stride_k, q_ok_M, N, A, 0, R, False)
+            v_NV = load_rows(v, tile * N + lead, stride_v, q_ok_M, N, DV, 0, V, False)
+            k_NB = load_rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
+            score = add_product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
+            acc_MV, top_M, sum_M = softmax_update(
                 score, bias, None, acc_MV, top_M, sum_M, v_NV, scale, False, FIXED, CAP, PRECISION
             )
     return acc_MV, top_M, sum_M
 
 
 @triton.jit
-def odd(
+def process_tile(
     acc_MV, top_M, sum_M, tile, q_MA, q_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
     first, window, end, MASKED: tl.constexpr, CROSSING: tl.constexpr, EXTENTS: tl.constexpr, CUTS: tl.constexpr,
     L: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr,
@@ -124,18 +124,18 @@ def odd(
     """A tile of any kind, in which at most CROSSING levels begin; MASKED: where queries may not see all of its keys."""
     s_N = tile * N + tl.arange(0, N)
     ok_N = (s_N >= first) & (s_N < end)
-    k_NA = rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, MASKED)
-    k_NB = rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, MASKED) if B > 0 else k_NA
-    v_NV = rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, MASKED)
-    full, reached, dims = levels_of(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
+    k_NA = load_rows(k, tile * N + lead, stride_k, ok_N, N, A, 0, R, MASKED)
+    k_NB = load_rows(k, tile * N + lead, stride_k, ok_N, N, B, A, R, MASKED) if B > 0 else k_NA
+    v_NV = load_rows(v, tile * N + lead, stride_v, ok_N, N, DV, 0, V, MASKED)
+    full, reached, dims = tile_levels(tile * N, t_first, t_last, window, EXTENTS, CUTS, L, NESTED, N)
     score, bias = tile_score(
         q_MA, q_MB, k_NA, k_NB, s_N[None, :], t_M[:, None], full, reached, dims, biases,
         CROSSING, EXTENTS, CUTS, L, NESTED, BIASED, A, B, PRECISION)  # fmt: skip
     seen = None
     if MASKED:
-        low_M = low_of(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
+        low_M = first_position(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
-    return weighed(score, bias, seen, acc_MV, top_M, sum_M, v_NV, scale, MASKED, False, CAP, PRECISION)
+    return softmax_update(score, bias, seen, acc_MV, top_M, sum_M, v_NV, scale, MASKED, False, CAP, PRECISION)
 
 
 @triton.jit
@@ -174,50 +174,50 @@ def mlr_forward(
     k += batch * stride_kb + group * stride_kg
     v += batch * stride_vb + group * stride_vg
     acc_MV = tl.zeros([M, DV], tl.float32)
-    top_M = tl.full([M], LEAST, tl.float32)
+    top_M = tl.full([M], MIN_SCORE, tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     if BIASED:
         biases += head * (L + 1)
-    q_MA = rows(q, row, stride_q, ok_M, M, A2, 0, R, True)
-    q_MB = rows(q, row, stride_q, ok_M, M, B2, A2, R, True) if B2 > 0 else q_MA
-    held_MA = held(q_MA, A2) if HOLD else q_MA
-    held_MB = held(q_MB, B2) if HOLD and B2 > 0 else q_MB
+    q_MA = load_rows(q, row, stride_q, ok_M, M, A2, 0, R, True)
+    q_MB = load_rows(q, row, stride_q, ok_M, M, B2, A2, R, True) if B2 > 0 else q_MA
+    held_MA = identity_product(q_MA, A2) if HOLD else q_MA
+    held_MB = identity_product(q_MB, B2) if HOLD and B2 > 0 else q_MB
     # tiles that no zone has, every query's own among them
-    tile_first = low_of(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
+    tile_first = first_position(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
     whole = tl.maximum((t_first + 1) // N, tile_first)
     if L > 1 or HOLES or WINDOWED:
-        left = tiles_left(
+        left = count_remaining_tiles(
             whole - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
         )
         for at in tl.range(0, left):
-            tile = tile_left(
+            tile = remaining_tile(
                 tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, LEAST_RUN
             )
-            acc_MV, top_M, sum_M = odd(
+            acc_MV, top_M, sum_M = process_tile(
                 acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
                 first, window, end, HOLES or WINDOWED, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A2, B2, CAP, R, V, M, N, DV,
                 PRECISION)  # fmt: skip
     for tile in tl.range(whole, t_last // N + 1):
-        acc_MV, top_M, sum_M = odd(
+        acc_MV, top_M, sum_M = process_tile(
             acc_MV, top_M, sum_M, tile, held_MA, held_MB, k, stride_k, v, stride_v, biases, lead, scale, t_M, t_first, t_last,
             first, window, end, True, CROSSING, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED, A2, B2, CAP, R, V, M, N, DV,
             PRECISION)  # fmt: skip
     if FIXED:
         top_M = tl.where(sum_M > 0, top_M, 0.0)
-    acc_MV, top_M, sum_M = walk(
+    acc_MV, top_M, sum_M = walk_zones(
         acc_MV, top_M, sum_M, held_MA, held_MB, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
         t_first, t_last, first, window, L1, L, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
         A2, B2, HOLD, FIXED, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     if A1 > 0:
-        acc_MV, top_M, sum_M = walk(
+        acc_MV, top_M, sum_M = walk_zones(
             acc_MV, top_M, sum_M, None, None, q, row, ok_M, stride_q, k, stride_k, v, stride_v, biases, lead, scale,
             t_first, t_last, first, window, 0, L1, EXTENTS, CUTS, L, NESTED, WINDOWED, BIASED,
             A1, B1, False, FIXED, LEAST_RUN, CAP, R, V, M, N, DV, PRECISION)  # fmt: skip
     if FIXED:
         large_M = sum_M + tl.sum(tl.abs(acc_MV), 1)  # NaN among them stays NaN
-        tl.store(again, tl.sum(tl.where(large_M < MOST, 0, 1), 0))
+        tl.store(again, tl.sum(tl.where(large_M < MAX_SCORE, 0, 1), 0))
     some_M = sum_M > 0
     row_M = row_M.to(tl.int64) + tl.program_id(1).to(tl.int64) * T
     acc_MV = acc_MV / tl.where(some_M, sum_M, 1.0)[:, None]
-    put(out, row_M, acc_MV, ok_M, 0, DV, V)
-    tl.store(lse + row_M, tl.where(some_M, top_M + tl.log2(tl.where(some_M, sum_M, 1.0)), -LEAST), mask=ok_M)
+    store_rows(out, row_M, acc_MV, ok_M, 0, DV, V)
+    tl.store(lse + row_M, tl.where(some_M, top_M + tl.log2(tl.where(some_M, sum_M, 1.0)), -MIN_SCORE), mask=ok_M)

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.mixers.common.kv_layout import placed
+from surgery.core.dispatch import register_kernel
+from surgery.mixers.common.kv_layout import write_slots
 
-MOST, TOKENS = 9, 16  # tensors, and new slots of each: more are copied as fast by torch
+MAX_TENSORS, MAX_TOKENS = 9, 16  # tensors, and new slots of each: more are copied as fast by torch
 
 
 @triton.jit
-def place_one(new, buffer, at_BG, token, start, size, first: tl.constexpr, X: tl.constexpr, P: tl.constexpr):
+def write_slot(new, buffer, at_BG, token, start, size, first: tl.constexpr, X: tl.constexpr, P: tl.constexpr):
     """A slot of one buffer (.., size, X)."""
     dim_P = tl.arange(0, P)
     x_P = tl.load(new + first + dim_P, mask=dim_P < X)
@@ -26,7 +26,7 @@ def place_one(new, buffer, at_BG, token, start, size, first: tl.constexpr, X: tl
 
 
 @triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"])  # which grow with every token
-def place(
+def write_all_slots(
     keys, values, b0, b1, b2, b3, b4, b5, b6, b7, b8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
     n0, n1, n2, n3, n4, n5, n6, n7, n8, G, T, kb, kg, kt, vb, vg, vt,
     CUTS: tl.constexpr, WIDTHS: tl.constexpr, L: tl.constexpr, V: tl.constexpr, DV: tl.constexpr,
@@ -38,7 +38,7 @@ def place(
     buffers, starts = (b0, b1, b2, b3, b4, b5, b6, b7, b8), (s0, s1, s2, s3, s4, s5, s6, s7, s8)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7, n8)
     for part in tl.static_range(0, L):
-        place_one(
+        write_slot(
             keys,
             buffers[part],
             at_BG,
@@ -49,10 +49,10 @@ def place(
             CUTS[part + 1] - CUTS[part],
             WIDTHS[part],
         )
-    place_one(values, buffers[L], at_BG, token, starts[L], sizes[L], 0, V, DV)
+    write_slot(values, buffers[L], at_BG, token, starts[L], sizes[L], 0, V, DV)
 
 
-def cuts(parts: list[Tensor]) -> tuple[int, ...]:
+def part_offsets(parts: list[Tensor]) -> tuple[int, ...]:
     """Where parts that lie side by side begin, and the end."""
     found = [0]
     for part in parts:
@@ -60,34 +60,34 @@ def cuts(parts: list[Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def can(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> bool:
+def accepts(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> bool:
     """Keys side by side in one tensor, and values: what a mixer gives."""
     keys = news[:-1]
     beside = all(
         part.untyped_storage().data_ptr() == new_BGTX.untyped_storage().data_ptr()
         and part.stride() == new_BGTX.stride()
         and part.storage_offset() == new_BGTX.storage_offset() + cut
-        for part, cut in zip(keys, cuts(keys))
+        for part, cut in zip(keys, part_offsets(keys))
     )
     return (
-        1 < len(news) <= MOST
+        1 < len(news) <= MAX_TENSORS
         and beside
-        and new_BGTX.shape[2] <= TOKENS
+        and new_BGTX.shape[2] <= MAX_TOKENS
         and all(x.stride(-1) == 1 and x.shape[:3] == new_BGTX.shape[:3] for x in news)
         and all(buffer.is_contiguous() for buffer in buffers)
     )
 
 
-@kernel_for(placed, accepts=can)
-def place_all(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> None:
+@register_kernel(write_slots, accepts=accepts)
+def write_slots_triton(new_BGTX: Tensor, buffers: list[Tensor], starts: list[int], news: list[Tensor]) -> None:
     *keys, values = news
     B, G, T = new_BGTX.shape[:3]
-    missing: list[Any] = [None] * (MOST - len(buffers))
+    missing: list[Any] = [None] * (MAX_TENSORS - len(buffers))
     zeros = [0] * len(missing)
     widths = tuple(triton.next_power_of_2(key.shape[-1]) for key in keys)
-    place[(B * G * T,)](
+    write_all_slots[(B * G * T,)](
         new_BGTX, values, *buffers, *missing, *starts, *zeros, *(buffer.shape[2] for buffer in buffers), *zeros,
         G, T, *new_BGTX.stride()[:3], *values.stride()[:3],
-        CUTS=cuts(keys), WIDTHS=widths, L=len(keys), V=values.shape[-1], DV=triton.next_power_of_2(values.shape[-1]),
+        CUTS=part_offsets(keys), WIDTHS=widths, L=len(keys), V=values.shape[-1], DV=triton.next_power_of_2(values.shape[-1]),
         num_warps=1,
     )  # fmt: skip

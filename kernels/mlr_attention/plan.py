@@ -8,7 +8,7 @@ import torch
 import triton
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """M queries, N keys; registers of a thread, at most."""
 
     M: int
@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     run: int = 3  # key tiles of a zone that a walk of its own pays for
 
 
-class Plan(NamedTuple):
+class MLRPlan(NamedTuple):
     """What the kernels are compiled for."""
 
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     def cuts(self) -> tuple[int, ...]:
         return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
 
-    def merged(self, slots: int) -> tuple[Plan, int]:
+    def merged(self, slots: int) -> tuple[MLRPlan, int]:
         """With levels that every pair has as one, as in prompts up to their extents; and how many are gone."""
         reach = min(slots, self.window or slots)
         if self.nested:  # blocks begin at position 0, which slots need not where some hold nothing
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     def walks(self) -> list[tuple[int, int, int]]:
         """(A, B, last zone) of both walks of the forward: far zones with the width of the first level, and the others
         with that of all dims. A third width between them was measured to cost more than it saves."""
-        far, full = width(self.cuts[1]), width(self.cuts[-1])
+        far, full = split_width(self.cuts[1]), split_width(self.cuts[-1])
         if sum(far) == sum(full):
             return [(0, 0, 0), (*full, len(self.ranks))]
         return [(*far, sum(cut <= sum(far) for cut in self.cuts[1:])), (*full, len(self.ranks))]
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return a // 2, a // 2, sum(cut <= a // 2 for cut in self.cuts[1:])
 
 
-def width(dims: int) -> tuple[int, int]:
+def split_width(dims: int) -> tuple[int, int]:
     """dims as A + B, powers of two that a matrix product takes."""
     units = -(-dims // 16)
     a = 1 << (units.bit_length() - 1)
@@ -76,19 +76,19 @@ def width(dims: int) -> tuple[int, int]:
     return (32 * a, 0) if a == b else (16 * a, 16 * b)
 
 
-def forward_tiles(dtype: torch.dtype, dims: int, plan: Plan) -> Tiles:
+def forward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> AttentionTiles:
     """The fastest on one H200 (2026-11-21, triton 3.6, bfloat16) of 1,024 to 16,384 tokens."""
     if dtype == torch.float32:
-        return Tiles(64, 32, 4, 1)
+        return AttentionTiles(64, 32, 4, 1)
     if dims > 64:
-        return Tiles(128, 64, 8, 3) if dims <= 128 else Tiles(64, 32, 4, 2)
-    return Tiles(64, 64, 4, 3, 168, True, 1) if plan.crossing(64, 64) else Tiles(128, 64, 8, 3, 128, plan.nested)
+        return AttentionTiles(128, 64, 8, 3) if dims <= 128 else AttentionTiles(64, 32, 4, 2)
+    return AttentionTiles(64, 64, 4, 3, 168, True, 1) if plan.crossing(64, 64) else AttentionTiles(128, 64, 8, 3, 128, plan.nested)
 
 
-def backward_tiles(dtype: torch.dtype, dims: int, plan: Plan) -> tuple[Tiles, Tiles]:
+def backward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> tuple[AttentionTiles, AttentionTiles]:
     """For queries, for keys. Registers bounded, one level gains by more programs at a time, several lose by spilling."""
     if dtype == torch.float32:
-        return (Tiles(32, 32, 4, 1),) * 2
+        return (AttentionTiles(32, 32, 4, 1),) * 2
     if dims <= 64:
-        return Tiles(64, 64, 4, 3, 168 if len(plan.ranks) == 1 else None), Tiles(64, 64, 4, 3)
-    return (Tiles(64, 64, 4, 2) if dims <= 128 else Tiles(32, 32, 4, 1),) * 2
+        return AttentionTiles(64, 64, 4, 3, 168 if len(plan.ranks) == 1 else None), AttentionTiles(64, 64, 4, 3)
+    return (AttentionTiles(64, 64, 4, 2) if dims <= 128 else AttentionTiles(32, 32, 4, 1),) * 2

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.mlr_attention import joined, key
-from surgery.kernels.tuning import Asked, Reading, fastest, learning, sizes
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.mlr_attention import join_levels, tuning_key
+from surgery.kernels.tuning import TuningQuery, CallReader, is_fastest, training_pass, named_sizes
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.kv_layout import Frame
-from surgery.mixers.common.softmax import Term, attend, library
+from surgery.mixers.common.kv_layout import KVLayout
+from surgery.mixers.common.softmax import ScoreTerm, attend, sdpa_attention
 
-HALF = (torch.bfloat16, torch.float16)
-DIMS = 128  # of keys and of values, at most and alike: else torch may have no fused form
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_DIMS = 128  # of keys and of values, at most and alike: else torch may have no fused form
 
 
 def accepts(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> bool:
     dims = sum(term.q_BGJTR.shape[-1] for term in terms)
     return (
@@ -35,43 +35,43 @@ def accepts(
         and shape.softcap is None
         and frame.queries == frame.slots
         and not frame.holes
-        and all(reaches(term, frame) for term in terms)
+        and all(reaches_all(term, frame) for term in terms)
         and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
         and all(term.scale_BGJS is None for term in terms)
         and (shape.window is None or shape.window >= frame.slots)
-        and dims == v_BGSV.shape[-1] <= DIMS
+        and dims == v_BGSV.shape[-1] <= MAX_DIMS
         and dims % 8 == 0
         and all(x.dtype == v_BGSV.dtype for term in terms for x in (term.q_BGJTR, term.k_BGSR))
-        and v_BGSV.dtype in HALF
+        and v_BGSV.dtype in HALF_DTYPES
     )
 
 
-def reaches(term: Term, frame: Frame) -> bool:
+def reaches_all(term: ScoreTerm, frame: KVLayout) -> bool:
     """Whether every pair is near. A bias that learns is to get a gradient, of zeros: the kernels give it one."""
     far = term.extent is None or (term.form == "sliding" and term.extent >= frame.slots)
     learns = term.bias_GJ is not None and term.bias_GJ.requires_grad and torch.is_grad_enabled()
     return far and term.k_BGSR.shape[2] == frame.slots and not learns
 
 
-def asked(terms: list[Term], v_BGSV: Tensor, frame: Frame, *_: Any, **__: Any) -> Asked:
+def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> TuningQuery:
     """As a score of one level beside the library's."""
     q = terms[0].q_BGJTR
-    at = sizes(lanes=len(v_BGSV) * q.shape[1] * q.shape[2], tokens=frame.queries, levels=1)
+    at = named_sizes(lanes=len(v_BGSV) * q.shape[1] * q.shape[2], tokens=frame.queries, levels=1)
     parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
-    return Asked(learning(v_BGSV, *parts), at, v_BGSV, ("kernel", "original"))
+    return TuningQuery(training_pass(v_BGSV, *parts), at, v_BGSV, ("kernel", "original"))
 
 
-@kernel_for(attend, accepts=accepts, wins=fastest("mlr", Reading(asked, key), "original"), way="original")
-def library_attend(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+@register_kernel(attend, accepts=accepts, wins=is_fastest("mlr", CallReader(tuning_query, tuning_key), "original"), way="original")
+def sdpa_attend(
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
     """out_BHTV."""
-    q_BHTK = beside(tuple(term.q_BGJTR.flatten(1, 2) for term in terms))
-    k_BGSK = beside(tuple(term.k_BGSR for term in terms))
-    return library(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
+    q_BHTK = concatenate_levels(tuple(term.q_BGJTR.flatten(1, 2) for term in terms))
+    k_BGSK = concatenate_levels(tuple(term.k_BGSR for term in terms))
+    return sdpa_attention(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
 
 
-def beside(parts: tuple[Tensor, ...]) -> Tensor:
+def concatenate_levels(parts: tuple[Tensor, ...]) -> Tensor:
     """A view of neighbours would hide the parts from autograd."""
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return torch.cat(parts, -1) if learns and len(parts) > 1 else joined(parts)
+    return torch.cat(parts, -1) if learns and len(parts) > 1 else join_levels(parts)

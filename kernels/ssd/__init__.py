@@ -11,48 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.custom_op import Opaque
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.ssd.layout import (
-    Lay,
-    Tokens,
-    accepted,
-    chunk_of,
+    ChunkTable,
+    TokenTensors,
+    fits_kernels,
+    limit_chunk,
     gate_sums,
-    in_parts,
-    made_out,
-    made_states,
-    of_shared,
-    reads,
-    reads_grad,
-    ready,
-    writes_grad,
+    run_sliced,
+    empty_out,
+    empty_states,
+    reduce_shared,
+    launch_read,
+    launch_read_grad,
+    unit_last_stride,
+    launch_write_grad,
 )
-from surgery.kernels.ssd.states import passed_back, passed_on
-from surgery.kernels.tuning import fastest, of_tokens
+from surgery.kernels.ssd.states import launch_pass_backward, launch_pass_forward
+from surgery.kernels.tuning import is_fastest, TOKENS_READER
 from surgery.mixers.masks.semiseparable import semiseparable
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: ChunkTable) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
-    of = Tokens.of(q, k, v, gate_sums(lay, gates))
-    slots, last = passed_on(lay, of, first)
-    return reads(lay, of, slots, slots), last
+    of = TokenTensors.of(q, k, v, gate_sums(lay, gates))
+    slots, last = launch_pass_forward(lay, of, first)
+    return launch_read(lay, of, slots, slots), last
 
 
 def backward(
-    d_out: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: Lay
+    d_out: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: ChunkTable
 ) -> tuple[Tensor | None, ...]:
-    of, d_out = Tokens.of(q, k, v, gate_sums(lay, gates)), ready(d_out)
-    slots, _ = passed_on(lay, of, first)
-    d_q, _, pull, _ = reads_grad(lay, of, slots, slots, d_out)
-    d_q = of_shared(d_q, q)
-    d_slots, d_first = passed_back(lay, of, d_out, d_last.contiguous())
-    d_k, d_v, d_gates, _ = writes_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
-    return d_q, of_shared(d_k, k), d_v, d_gates, None if first is None else d_first
+    of, d_out = TokenTensors.of(q, k, v, gate_sums(lay, gates)), unit_last_stride(d_out)
+    slots, _ = launch_pass_forward(lay, of, first)
+    d_q, _, pull, _ = launch_read_grad(lay, of, slots, slots, d_out)
+    d_q = reduce_shared(d_q, q)
+    d_slots, d_first = launch_pass_backward(lay, of, d_out, d_last.contiguous())
+    d_k, d_v, d_gates, _ = launch_write_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
+    return d_q, reduce_shared(d_k, k), d_v, d_gates, None if first is None else d_first
 
 
-class SSD(torch.autograd.Function):
+class SSDFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, ctx.lay = args
@@ -64,19 +64,19 @@ class SSD(torch.autograd.Function):
         return *backward(*grads, *ctx.saved_tensors, ctx.lay), None
 
 
-def _made(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
-    return made_out(q, v), made_states(k, v, len(start))
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
+    return empty_out(q, v), empty_states(k, v, len(start))
 
 
-COMPILED = Opaque(
+SSD_OP = CustomOp(
     "ssd",
-    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {Lay.SCHEMA}",
-    lambda q, k, v, gates, first, *lay: forward(q, k, v, gates, first, Lay.again(v, *lay)),
+    f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {ChunkTable.SCHEMA}",
+    lambda q, k, v, gates, first, *lay: forward(q, k, v, gates, first, ChunkTable.again(v, *lay)),
     lambda d_out, d_last, q, k, v, gates, first, *lay: (
-        *backward(d_out, d_last, q, k, v, gates, first, Lay.again(v, *lay)),
+        *backward(d_out, d_last, q, k, v, gates, first, ChunkTable.again(v, *lay)),
         *[None] * len(lay),
     ),
-    _made,
+    _fake_outputs,
 )
 
 
@@ -95,23 +95,23 @@ def ssd(
     gates_BGT = gates_BGT.float().expand(batch, groups, length)
     if cu_seqlens is None:
         start_B = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
-        lay = Lay.rows(start_B, length, chunk_of(chunk), aligned=True)
+        lay = ChunkTable.rows(start_B, length, limit_chunk(chunk), aligned=True)
     else:
-        lay = Lay.packed(cu_seqlens, length, chunk_of(chunk))
+        lay = ChunkTable.packed(cu_seqlens, length, limit_chunk(chunk))
 
     def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
         first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
-        given = ready(q), ready(k), ready(v), gates_BGT, first
-        return COMPILED(*given, *lay.plainly()) if torch.compiler.is_compiling() else SSD.apply(*given, lay)
+        given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates_BGT, first
+        return SSD_OP(*given, *lay.plainly()) if torch.compiler.is_compiling() else SSDFunction.apply(*given, lay)
 
-    return in_parts(run, q_BGJTF, k_BGTF, v_BGTV)
+    return run_sliced(run, q_BGJTF, k_BGTF, v_BGTV)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: Any, first: Any, chunk: int) -> bool:
-    return beta is None and gates.shape[1] == 1 and accepted(q, k, v, chunk)
+    return beta is None and gates.shape[1] == 1 and fits_kernels(q, k, v, chunk)
 
 
-@kernel_for(semiseparable, accepts=_accepts, wins=fastest("gates", of_tokens))
+@register_kernel(semiseparable, accepts=_accepts, wins=is_fastest("gates", TOKENS_READER))
 def semiseparable_ssd(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,

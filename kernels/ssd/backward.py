@@ -2,14 +2,14 @@
 
 `read_grad`: of the queries and the lambdas. `write_grad`: of the keys and values. A log-gate gets, of every pair of
 tokens that it lies between, the pair's share of sum(out * its gradient): of pairs inside the chunk, of what its tokens
-read of earlier chunks (`pull`) and write for later ones, and of what passes the whole chunk (`spans`). These are summed
+read of earlier chunks (`pull`) and write for later ones, and of what passes the whole chunk (`row_chunks`). These are summed
 apart, so that what differs by rounding never cancels.
 """
 
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd.chunk import chunk_at, faded, lambdas, lowest_bit, meeting, summed, total_of
+from surgery.kernels.ssd.chunk import load_chunk, decay_mask, lambda_matrix, lowest_bit, level_matrix, load_gate_sums, load_gate_total
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "levels"])
@@ -23,7 +23,7 @@ def read_grad(
 ):  # fmt: skip
     """shares (G, J, levels, M): what a chunk reads of its slot of a level, times the gradient."""
     m = tl.program_id(0)
-    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     t0 = (unit - first) * C - off
     if t0 >= length:
         return
@@ -50,15 +50,15 @@ def read_grad(
     to = d_out + row * sob + g * sog + j * soj + at_C[:, None] * sot + vv_V[None, :]
     do_CV = tl.load(to, mask=ok_CV, other=0.0).to(DOT)
     v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0).to(DOT)
-    coarse_C, fine_C = summed(sums, g * M + m, C)
+    coarse_C, fine_C = load_gate_sums(sums, g * M + m, C)
     log_C = coarse_C + fine_C
-    ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * faded(coarse_C, fine_C, C)
+    ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * decay_mask(coarse_C, fine_C, C)
     pull_C = tl.zeros([C], tl.float32)
     if LAST >= 0:
         of = level + row * slb + g * slg + j * slj
         to_C = d_level + row * smb + g * smg + j * smj + at_C * smt
         rest_C = tl.zeros([C], tl.float32)
-        meets_CC = meeting(BITS, C)
+        meets_CC = level_matrix(BITS, C)
         each_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION) * ds_CC
         for b in tl.static_range(BITS + 1):
             one_C = tl.sum(tl.where(meets_CC == b, each_CC, 0.0), 1)
@@ -66,7 +66,7 @@ def read_grad(
                 tl.store(to_C + b * sml, one_C, mask=ok_C)
             else:
                 rest_C += one_C
-        ds_CC *= lambdas(of, at_C, ok_C, slt, sll, LAST, BITS, C)
+        ds_CC *= lambda_matrix(of, at_C, ok_C, slt, sll, LAST, BITS, C)
         dq_CK = tl.dot(ds_CC.to(DOT), k_CK, input_precision=PRECISION)
         here = g * M + base - 1 - first
         e = unit
@@ -113,7 +113,7 @@ def write_grad(
     """d_slots (G, M, F, V): log-linear: of the slots by those that read them; else of the states behind chunks.
     rights (G, M): log-gates of a slot's right sibling. passing (G, M): the slot's share beyond its right sibling."""
     m = tl.program_id(0)
-    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     t0 = (unit - first) * C - off
     if t0 >= length:
         return
@@ -138,8 +138,8 @@ def write_grad(
         writes += 1
         e = e + (e & -e)
     v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0).to(DOT)
-    coarse_C, fine_C = summed(sums, g * M + m, C)
-    coarse, fine = total_of(sums, g * M + m, C)
+    coarse_C, fine_C = load_gate_sums(sums, g * M + m, C)
+    coarse, fine = load_gate_total(sums, g * M + m, C)
     weight_C = tl.exp(tl.minimum((coarse - coarse_C) + (fine - fine_C), 0.0))
     if LAST >= 0:
         here = g * M + base - 1 - first
@@ -170,10 +170,10 @@ def write_grad(
         q_CK = tl.load(at, mask=ok_CK, other=0.0).to(DOT)
         at = d_out + row * sob + g * sog + (0 * g + j) * soj + at_C[:, None] * sot + vv_V[None, :]
         do_CV = tl.load(at, mask=ok_CV, other=0.0).to(DOT)
-        mask_CC = faded(coarse_C, fine_C, C)
+        mask_CC = decay_mask(coarse_C, fine_C, C)
         if LAST >= 0:
             of = level + row * slb + g * slg + (0 * g + j) * slj
-            mask_CC *= lambdas(of, at_C, ok_C, slt, sll, LAST, BITS, C)
+            mask_CC *= lambda_matrix(of, at_C, ok_C, slt, sll, LAST, BITS, C)
         ds_CC = tl.dot(do_CV, tl.trans(v_CV), input_precision=PRECISION) * mask_CC
         dk_CK += tl.dot(tl.trans(ds_CC.to(DOT)), q_CK, input_precision=PRECISION)
         qk_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision=PRECISION)
@@ -192,14 +192,14 @@ def write_grad(
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "levels"])
-def spans(
+def add_passing_gradients(
     shares, passing, d_gate, start, ends, seq_of, first_of, count, T, M, levels, J, sfb, sfg, sft,
     C: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds to a chunk's log-gates what passes it: of its left sibling at every level, what goes beyond the right one,
     and what chunks behind this one in the right one read of it."""
     m = tl.program_id(0)
-    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     t0 = (unit - first) * C - off
     if t0 >= length:
         return

@@ -5,7 +5,7 @@
 Sums of gates are kept as an exact part (multiples of 1/1024) and a small rest, so that their differences keep small
 gates behind large ones; no exp of a positive number anywhere. A log-gate below -60 counts as -60: 0 to float32.
 
-Chunks of all sequences lie one behind the other, `count` for each row of a batch, or as `seq_of` (the sequence of a
+Chunks of all sequences lie one behind the other, `format_count` for each row of a batch, or as `seq_of` (the sequence of a
 chunk) and `first_of` (the first chunk of a sequence) say where sequences are packed into one row (cu_seqlens `ends`).
 Chunks are counted from position 0, so that a row that starts inside one begins with empty slots.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def sequence(seq, start, ends, first_of, count, T, C: tl.constexpr, VARLEN: tl.constexpr):
+def load_sequence(seq, start, ends, first_of, count, T, C: tl.constexpr, VARLEN: tl.constexpr):
     """Of one sequence: (row, first token, tokens, the number of its first chunk, the slot its first token is in, the
     place of its first chunk)."""
     if VARLEN:
@@ -37,13 +37,13 @@ def sequence(seq, start, ends, first_of, count, T, C: tl.constexpr, VARLEN: tl.c
 
 
 @triton.jit
-def chunk_at(m, start, ends, seq_of, first_of, count, T, C: tl.constexpr, VARLEN: tl.constexpr):
+def load_chunk(m, start, ends, seq_of, first_of, count, T, C: tl.constexpr, VARLEN: tl.constexpr):
     """Of the chunk at place m: (row, first token, tokens of its sequence, its number, and as above)."""
     if VARLEN:
         seq = tl.load(seq_of + m)
     else:
         seq = m // count
-    row, begin, length, first, off, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
+    row, begin, length, first, off, base = load_sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     return row, begin, length, first + m - base, first, off, base
 
 
@@ -53,7 +53,7 @@ def sum_gates(
 ):  # fmt: skip
     """sums (G, M, 2, C): of the log-gates from the chunk's start up to each token, exact part and rest."""
     m = tl.program_id(0)
-    row, begin, length, unit, first, off, _ = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, _ = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     t0 = (unit - first) * C - off
     g = tl.program_id(1).to(tl.int64)
     x_C = tl.arange(0, C)
@@ -67,21 +67,21 @@ def sum_gates(
 
 
 @triton.jit
-def summed(sums, place, C: tl.constexpr):
+def load_gate_sums(sums, place, C: tl.constexpr):
     """Of the chunk at a place: (exact part, rest)."""
     at_C = sums + place * 2 * C + tl.arange(0, C)
     return tl.load(at_C), tl.load(at_C + C)
 
 
 @triton.jit
-def total_of(sums, place, C: tl.constexpr):
+def load_gate_total(sums, place, C: tl.constexpr):
     """The same over the whole chunk."""
     at = sums + place * 2 * C + C - 1
     return tl.load(at), tl.load(at + C)
 
 
 @triton.jit
-def faded(coarse_C, fine_C, C: tl.constexpr):
+def decay_mask(coarse_C, fine_C, C: tl.constexpr):
     """exp(g_s+1 + .. + g_t) where s <= t, 0 elsewhere, [t, s]."""
     x_C = tl.arange(0, C)
     log_CC = (coarse_C[:, None] - coarse_C[None, :]) + (fine_C[:, None] - fine_C[None, :])
@@ -89,7 +89,7 @@ def faded(coarse_C, fine_C, C: tl.constexpr):
 
 
 @triton.jit
-def meeting(BITS: tl.constexpr, C: tl.constexpr):
+def level_matrix(BITS: tl.constexpr, C: tl.constexpr):
     """level(t, s) inside a chunk: the bit length of t xor s."""
     x_C = tl.arange(0, C)
     differs_CC = x_C[:, None] ^ x_C[None, :]
@@ -100,9 +100,9 @@ def meeting(BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def lambdas(level, at_C, ok_C, stride_t, stride_l, LAST: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+def lambda_matrix(level, at_C, ok_C, stride_t, stride_l, LAST: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """lambda_t^(level(t, s)), [t, s]."""
-    meets_CC = meeting(BITS, C)
+    meets_CC = level_matrix(BITS, C)
     out_CC = tl.zeros([C, C], tl.float32)
     for b in tl.static_range(BITS + 1):
         lambda_C = tl.load(level + at_C * stride_t + min(b, LAST) * stride_l, mask=ok_C, other=0.0).to(tl.float32)
@@ -118,7 +118,7 @@ def lowest_bit(x):
 
 
 @triton.jit
-def tile_here(F: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def program_tile(F: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Of the program's tile of a state, the third axis of the grid: (features, values, places in (F, V), which are there)."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     kk_K = (tl.program_id(2) // tiles) * BK + tl.arange(0, BK)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
-from surgery.kernels.ssd.recurrent import Token
-from surgery.kernels.tuning import of_mask_step
-from surgery.mixers.base import Inputs, State
+from surgery.core.dispatch import register_kernel
+from surgery.kernels.ssd.recurrent import StepInputs
+from surgery.kernels.tuning import is_fastest_mask_step
+from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import LinearMixer, one_token
 from surgery.mixers.masks.decay import DecayMask
@@ -26,13 +26,13 @@ from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.ones import OnesMask
 
-ROWS, WIDE = 8, 512  # rows of W in a program, and how many of their numbers at once, for each row of the batch
-MOST_FEATURES, MOST_HEADS = 256, 16  # of a state, of a group: a program of the step holds them
+ROWS_PER_PROGRAM, ROW_ELEMENTS = 8, 512  # rows of W in a program, and how many of their numbers at once, for each row of the batch
+MAX_FEATURES, MAX_HEADS = 256, 16  # of a state, of a group: a program of the step holds them
 GATES = {OnesMask: 0, DecayMask: 1, GatesMask: 2}
 
 
 @triton.jit
-def rows_of(
+def affine_rows(
     x, weight, bias, n_N, ok_N, b_B, ok_B, x_b, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, B: tl.constexpr
 ):
     """(W x + b)_NB of some rows of W, in float32."""
@@ -73,22 +73,22 @@ def signals(
         if GATE > 0:
             gate_NB -= tl.exp(tl.load(scale + n_N, mask=ok_N, other=0.0).to(tl.float32))[:, None]
         if GATE == 2:
-            gate_NB *= softplus(rows_of(x, rate, rate_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+            gate_NB *= softplus(affine_rows(x, rate, rate_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
         tl.store(gates_BG + to_NB, gate_NB, mask=put_NB)
         if DELTA:
-            beta_NB = tl.sigmoid(rows_of(x, beta, beta_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+            beta_NB = tl.sigmoid(affine_rows(x, beta, beta_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
             tl.store(betas_BG + to_NB, beta_NB, mask=put_NB)
     elif LEVELS:
         blocks = (used + N - 1) // N
         head, first = (program - groups) // blocks, (program - groups) % blocks * N
         l_N = first + tl.arange(0, N)
         ok_N = l_N < used
-        level_NB = softplus(rows_of(x, level, level_bias, head * L + l_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+        level_NB = softplus(affine_rows(x, level, level_bias, head * L + l_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
         to_NB = (b_B[None, :] * H + head) * L + l_N[:, None]
         tl.store(levels_BHL + to_NB, level_NB, mask=ok_N[:, None] & ok_B[None, :])
 
 
-def read_off(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-gates_BG, beta_BG, level_BGJL of which the first `used` are filled, None without levels), float32."""
     batch, dim = x_BD.shape
     mask, groups, heads = mixer.mask, mixer.shape.groups, mixer.shape.heads
@@ -103,17 +103,17 @@ def read_off(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tenso
         (x_BD, x_BD) if y is None else (y.weight, y.bias) for y in (rate, mixer.beta_proj, mask.level if tree else None)
     ]
     rows = min(8, triton.next_power_of_2(batch))
-    programs = triton.cdiv(groups, ROWS) + (heads * triton.cdiv(used, ROWS) if tree else 0)
+    programs = triton.cdiv(groups, ROWS_PER_PROGRAM) + (heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0)
     signals[(triton.cdiv(batch, rows), programs)](
         x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
-        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree, N=ROWS, B=rows,
-        BD=max(16, min(WIDE // rows, triton.next_power_of_2(dim))), num_warps=4,
+        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree, N=ROWS_PER_PROGRAM, B=rows,
+        BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
     )  # fmt: skip
     level_BGJL = levels.view(batch, groups, -1, lambdas) if tree else None
     return gates.view(batch, groups), betas.view(batch, groups), level_BGJL
 
 
-def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> bool:
+def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """No gradients: of a state that lives on through steps nobody asks them."""
     inner = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
     beside = (mixer.delay, mixer.convolution, mixer.norm, mixer.gate)
@@ -126,32 +126,32 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) ->
         and not mixer.config.normalise
         and mixer.shape.causal
         and state.most is not None
-        and mixer.shape.key <= MOST_FEATURES
-        and mixer.shape.heads <= MOST_HEADS * mixer.shape.groups
+        and mixer.shape.key <= MAX_FEATURES
+        and mixer.shape.heads <= MAX_HEADS * mixer.shape.groups
         and all(x.dtype != torch.float64 and x.stride(-1) == 1 for x in given)
         and all(t.is_contiguous() and t.dtype == torch.float32 for t in state.tensors.values())
         and not torch.is_grad_enabled()
     )
 
 
-STEPS = {False: of_mask_step("gates"), True: of_mask_step("hierarchical")}
+IS_FASTEST_STEP = {False: is_fastest_mask_step("gates"), True: is_fastest_mask_step("hierarchical")}
 
 
-def wins(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> bool:
+def wins(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     tree = isinstance(mixer.mask, HierarchicalMask)
-    return STEPS[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
+    return IS_FASTEST_STEP[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
 
 
-@kernel_for(one_token, accepts=accepts, wins=wins)
-def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+@register_kernel(one_token, accepts=accepts, wins=wins)
+def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
     ((name, states),) = state.tensors.items()
     shape, most = mixer.shape, (state.most or 0) + 1
     after = states.shape[1]
     if isinstance(mixer.mask, HierarchicalMask):
         after = max(after, most.bit_length())
-    gate_BG, beta_BG, level_BGJL = read_off(mixer, inputs.x_BTD[:, 0], used(mixer, states))
+    gate_BG, beta_BG, level_BGJL = project_signals(mixer, inputs.x_BTD[:, 0], count_lambdas(mixer, states))
     weight_H = mixer.linear_weight_H
-    token = Token(
+    token = StepInputs(
         q_BHTK[:, :, 0].unflatten(1, (shape.groups, -1)),
         inputs.k_BGTK[:, :, 0],
         inputs.v_BGTV[:, :, 0],
@@ -167,10 +167,10 @@ def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: 
     out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
     seen_B = torch.empty_like(state.seen_B)
     left = token.stepped(states, after, out_BHTV, seen_B)
-    return out_BHTV, State(seen_B, {name: left}, most)
+    return out_BHTV, MixerState(seen_B, {name: left}, most)
 
 
-def used(mixer: LinearMixer, states: Tensor) -> int:
+def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:
     """Lambdas: of the token itself, and of every bucket there is."""
     mask: Any = mixer.mask
     return min(states.shape[1] + 1, mask.config.levels) if isinstance(mask, HierarchicalMask) else 0

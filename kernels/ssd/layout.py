@@ -18,12 +18,12 @@ from surgery.kernels.ssd.output import read
 # Loops are pipelined so deep: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
 STAGES = 2
 
-MOST_FEATURES, MOST_VALUES = 256, 128
+MAX_FEATURES, MAX_VALUES = 256, 128
 MOST_HEADS = 2**15  # of a row: they lie, with tiles of values, on an axis of a grid, which holds 65,535
 
 
 @dataclass(frozen=True)
-class Lay:
+class ChunkTable:
     """Where chunks of C tokens lie, see kernels/ssd/chunk.py. seqs: rows of a batch, or sequences packed into one row (`ends`);
     count: chunks of a row; places: of all; most: of one sequence at most."""
 
@@ -43,13 +43,13 @@ class Lay:
     )
 
     @classmethod
-    def rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> Lay:
+    def rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> ChunkTable:
         """aligned: starts are known to be multiples of the chunk."""
         count = -(-(length + (0 if aligned else chunk - 1)) // chunk)
         return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B, aligned=aligned)
 
     @classmethod
-    def again(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> Lay:
+    def again(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> ChunkTable:
         """From what `plainly` gave."""
         length = v_BGTV.shape[2]
         return cls.rows(start_B, length, chunk, aligned) if ends is None else cls.packed(ends, length, chunk)
@@ -58,7 +58,7 @@ class Lay:
         return self.start_B, self.ends, self.chunk, self.aligned
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, length: int, chunk: int) -> Lay:
+    def packed(cls, cu_seqlens: Tensor, length: int, chunk: int) -> ChunkTable:
         """From position 0 each. Nothing here waits for the device."""
         chunks = (cu_seqlens.diff() + chunk - 1) // chunk
         first_of, places = (chunks.cumsum(0) - chunks).int(), length // chunk + len(chunks)
@@ -94,7 +94,7 @@ class Lay:
 
 
 @dataclass
-class Tokens:
+class TokenTensors:
     """q_BGJTF, k_BGTF, v_BGTV with unit stride along the last axis, axes of size 1 in place of G expanded; sums_GM2C of
     the log-gates; level_BTGJL or None."""
 
@@ -105,7 +105,7 @@ class Tokens:
     level: Tensor | None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> Tokens:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> TokenTensors:
         groups = v.shape[1]
         return cls(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
 
@@ -135,34 +135,34 @@ def power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def warps(block_k: int, block_v: int, dtype: torch.dtype) -> int:
+def num_warps(block_k: int, block_v: int, dtype: torch.dtype) -> int:
     """Four hold a tile of 128 x 64 in half precision, on that H200 in half the time that eight need."""
     return 4 if block_k * block_v <= 128 * 64 and dtype != torch.float32 else 8
 
 
-def products(dtype: torch.dtype) -> dict[str, Any]:
+def product_options(dtype: torch.dtype) -> dict[str, Any]:
     """Half precision is multiplied as bfloat16, whose range states need; float32 in three products of tf32."""
     wide = dtype == torch.float32
     return {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
-def stored(dtype: torch.dtype) -> torch.dtype:
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What states are held in, between kernels."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def made_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
+def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
     """out_BGJTV, not filled, laid out as (B, T, G, J, V)."""
     batch, groups, length, values = v_BGTV.shape
     return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)
 
 
-def made_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
+def empty_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
     """float32, not filled: (.., G, F, V)."""
     return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)
 
 
-def gate_sums(lay: Lay, gates_BGT: Tensor) -> Tensor:
+def gate_sums(lay: ChunkTable, gates_BGT: Tensor) -> Tensor:
     """sums_GM2C, see `sum_gates`."""
     groups = gates_BGT.shape[1]
     sums = gates_BGT.new_empty(groups, lay.places, 2, lay.chunk, dtype=torch.float32)
@@ -173,22 +173,22 @@ def gate_sums(lay: Lay, gates_BGT: Tensor) -> Tensor:
     return sums
 
 
-def reads(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor) -> Tensor:
+def launch_read(lay: ChunkTable, of: TokenTensors, slots: Tensor, totals: Tensor) -> Tensor:
     """out_BGJTV, laid out as (B, T, G, J, V)."""
     groups, per_group, features, values = of.sizes
-    out = made_out(of.q, of.v)
+    out = empty_out(of.q, of.v)
     level, strides = of.levels()
     block = min(power_of_two(values), 64)
     read[(lay.places, groups * triton.cdiv(values, block), per_group)](
         of.q, of.k, of.v, of.sums, level, slots, totals, out, *lay.tables(), lay.count, lay.length, lay.places,
         *of.strides(), *strides, *out.stride()[:4], F=features, V=values, C=lay.chunk, BITS=lay.bits,
-        BK=power_of_two(features), BV=block, LAST=of.last, VARLEN=lay.varlen, **products(of.v.dtype),
-        STAGES=STAGES, num_warps=warps(power_of_two(features), block, of.v.dtype),
+        BK=power_of_two(features), BV=block, LAST=of.last, VARLEN=lay.varlen, **product_options(of.v.dtype),
+        STAGES=STAGES, num_warps=num_warps(power_of_two(features), block, of.v.dtype),
     )  # fmt: skip
     return out
 
 
-def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
+def launch_read_grad(lay: ChunkTable, of: TokenTensors, slots: Tensor, totals: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
     """(d_q_BGJTF of every head, d_level, pull_BGJT, shares_GJLM), see `read_grad`."""
     groups, per_group, features, values = of.sizes
     batch, block_k, block_v = len(of.v), power_of_two(features), power_of_two(values)
@@ -203,13 +203,13 @@ def reads_grad(lay: Lay, of: Tokens, slots: Tensor, totals: Tensor, d_out: Tenso
         lay.length, lay.places, levels, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
         *(strides if of.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=lay.chunk,
         BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES, num_warps=warps(block_k, block_v, of.v.dtype),
+        VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, of.v.dtype),
     )  # fmt: skip
     return d_q, d_level, pull, shares
 
 
-def writes_grad(
-    lay: Lay, of: Tokens, slots: Tensor, d_slots: Tensor, rights: Tensor, d_out: Tensor, pull: Tensor, final: bool
+def launch_write_grad(
+    lay: ChunkTable, of: TokenTensors, slots: Tensor, d_slots: Tensor, rights: Tensor, d_out: Tensor, pull: Tensor, final: bool
 ) -> tuple[Tensor, ...]:
     """(d_k_BGTF of every head, d_v, d_gates, passing_GM), see `write_grad`."""
     groups, per_group, features, values = of.sizes
@@ -224,12 +224,12 @@ def writes_grad(
         *lay.tables(), lay.count, lay.length, lay.places, per_group, *of.strides(), *strides, *d_out.stride()[:4],
         *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=lay.chunk,
         BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last, FINAL=final,
-        VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES, num_warps=warps(block_k, block_v, of.v.dtype),
+        VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, of.v.dtype),
     )  # fmt: skip
     return d_k, d_v, d_gates, passing
 
 
-def of_shared(d: Tensor, x: Tensor) -> Tensor:
+def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
     """A gradient of every head, as x lies: the heads' sum where x has one group for all; where x is one tensor expanded
     over its groups, every group gets its share of that sum."""
     if x.shape[1] == d.shape[1] and x.stride(1) != 0:
@@ -238,7 +238,7 @@ def of_shared(d: Tensor, x: Tensor) -> Tensor:
     return (total / x.shape[1]).to(x.dtype).expand(x.shape)
 
 
-def ready(x: Tensor) -> Tensor:
+def unit_last_stride(x: Tensor) -> Tensor:
     """With unit stride along the last axis; expanded axes stay as they are."""
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
@@ -247,42 +247,42 @@ def ready(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def accepted(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
+def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
     """Sizes and types that the kernels are right for."""
     return (
         q.dtype == k.dtype == v.dtype
         and v.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.shape[-1] >= 16
-        and (v.dtype == torch.float32 or k.shape[-1] <= MOST_FEATURES)
+        and (v.dtype == torch.float32 or k.shape[-1] <= MAX_FEATURES)
         and v.numel() > 0
         and v.shape[1] * q.shape[2] < MOST_HEADS
         and chunk >= 16
     )
 
 
-def in_parts(
+def run_sliced(
     run: Callable[[Tensor, Tensor, Tensor, slice, slice], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, states_xFV) of `run` over slices of features and values whose tiles fit into shared memory: values know
     nothing of each other, and scores are sums over features, which float32 adds up to rounding."""
     features, values = k.shape[-1], v.shape[-1]
-    step_F, step_V = MOST_FEATURES, MOST_VALUES
+    step_F, step_V = MAX_FEATURES, MAX_VALUES
     if v.dtype == torch.float32:
-        step_F = min(features, MOST_FEATURES // 2)
-        step_V = min(MOST_VALUES, MOST_FEATURES * MOST_VALUES // 4 // power_of_two(step_F))
+        step_F = min(features, MAX_FEATURES // 2)
+        step_V = min(MAX_VALUES, MAX_FEATURES * MAX_VALUES // 4 // power_of_two(step_F))
     outs, states = [], []
     for at_V in (slice(i, i + step_V) for i in range(0, values, step_V)):
         at_F = [slice(i, i + step_F) for i in range(0, features, step_F)]
         made = [run(q[..., f], k[..., f], v[..., at_V], f, at_V) for f in at_F]
         outs.append(sum((out for out, _ in made[1:]), made[0][0]))
-        states.append(_joined([state for _, state in made], -2))
-    return _joined(outs, -1), _joined(states, -1)
+        states.append(_concatenate([state for _, state in made], -2))
+    return _concatenate(outs, -1), _concatenate(states, -1)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def chunk_of(chunk: int) -> int:
+def limit_chunk(chunk: int) -> int:
     """A power of two that kernels have, at most the one asked for."""
     return min(64, 1 << (chunk.bit_length() - 1))

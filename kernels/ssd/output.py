@@ -9,7 +9,7 @@ chunk.
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd.chunk import chunk_at, faded, lambdas, lowest_bit, summed
+from surgery.kernels.ssd.chunk import load_chunk, decay_mask, lambda_matrix, lowest_bit, load_gate_sums
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
@@ -23,7 +23,7 @@ def read(
     """slots (G, M, F, V), totals (G, M): their log-gates. LAST: the last level that has a lambda of its own, -1 for
     masks of gates."""
     m = tl.program_id(0)
-    row, begin, length, unit, first, off, base = chunk_at(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
+    row, begin, length, unit, first, off, base = load_chunk(m, start, ends, seq_of, first_of, count, T, C, VARLEN)
     t0 = (unit - first) * C - off
     if t0 >= length:
         return
@@ -45,12 +45,12 @@ def read(
     v_CV = tl.load(v + row * svb + g * svg + at_C[:, None] * svt + vv_V[None, :], mask=ok_CV, other=0.0)
     q_CK = q_CK.to(DOT)
     qk_CC = tl.dot(q_CK, tl.trans(k_CK.to(DOT)), input_precision=PRECISION)
-    coarse_C, fine_C = summed(sums, g * M + m, C)
+    coarse_C, fine_C = load_gate_sums(sums, g * M + m, C)
     log_C = coarse_C + fine_C
-    qk_CC *= faded(coarse_C, fine_C, C)
+    qk_CC *= decay_mask(coarse_C, fine_C, C)
     level += row * slb + g * slg + j * slj
     if LAST >= 0:
-        qk_CC *= lambdas(level, at_C, ok_C, slt, sll, LAST, BITS, C)
+        qk_CC *= lambda_matrix(level, at_C, ok_C, slt, sll, LAST, BITS, C)
     acc_CV = tl.dot(qk_CC.to(DOT), v_CV.to(DOT), input_precision=PRECISION)
     if LAST >= 0:
         here = g * M + base - 1 - first

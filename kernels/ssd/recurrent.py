@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.core.dispatch import kernel_for
+from surgery.core.dispatch import register_kernel
 from surgery.kernels.ssd.layout import power_of_two
-from surgery.kernels.tuning import of_mask_step
+from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.masks.log_linear import levels_after, log_linear_step
 from surgery.mixers.masks.semiseparable import semiseparable_step
 
@@ -102,7 +102,7 @@ def step(
 
 
 @dataclass
-class Token:
+class StepInputs:
     """What a step takes besides the states, (B, G, ..) each. level: of a log-linear mask; start_B: its position there,
     count_B: 0 where there is no token; weight_GJ: of the output; root, unit: see `step`."""
 
@@ -119,7 +119,7 @@ class Token:
     unit: bool = False
 
     def stepped(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
-        """The states after it, `after` of them in float32; fills `out`, and `seen` with start + count."""
+        """The states after it, `successors` of them in float32; fills `out`, and `seen` with start + count."""
         q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
         (batch, groups, per_group, features), values = q.shape, v.shape[-1]
         left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
@@ -164,7 +164,7 @@ def _one_component(*args: Any) -> bool:
     return args[6].shape[1] == 1 and _accepts(*args)
 
 
-@kernel_for(semiseparable_step, accepts=_one_component, wins=of_mask_step("gates"))
+@register_kernel(semiseparable_step, accepts=_one_component, wins=is_fastest_mask_step("gates"))
 def semiseparable_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -175,11 +175,11 @@ def semiseparable_step_triton(
     sum_BRGFV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     gate_BG = gates_BRG[:, 0].expand(k_BGF.shape[:2])
-    out, after = Token(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG).read(sum_BRGFV, 1)
+    out, after = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG).read(sum_BRGFV, 1)
     return (out if weight_RGJ is None else weight_RGJ[0, :, :, None] * out), after
 
 
-@kernel_for(log_linear_step, accepts=_accepts, wins=of_mask_step("hierarchical"))
+@register_kernel(log_linear_step, accepts=_accepts, wins=is_fastest_mask_step("hierarchical"))
 def log_linear_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -194,5 +194,5 @@ def log_linear_step_triton(
 ) -> tuple[Tensor, Tensor]:
     after = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     gate_BG = gate_BG.expand(k_BGF.shape[:2])
-    token = Token(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)
+    token = StepInputs(q_BGJF, k_BGF, v_BGV, beta_BG, gate_BG, level_BGJL, start_B, count_B)
     return token.read(buckets_BLGFV, after)

@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd.chunk import chunk_state, sequence, summed, tile_here, total_of
-from surgery.kernels.ssd.layout import Lay, Tokens, power_of_two, products, stored
+from surgery.kernels.ssd.chunk import chunk_state, load_sequence, load_gate_sums, program_tile, load_gate_total
+from surgery.kernels.ssd.layout import ChunkTable, TokenTensors, power_of_two, product_options, state_dtype
 
 # Tiles and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
 BLOCK_K, BLOCK_V, STAGES = 64, 32, 3
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
-def pass_on(
+def pass_forward(
     k, v, sums, slots, first_state, last_state, start, ends, seq_of, first_of,
     count, T, M, G, skb, skg, skt, svb, svg, svt,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FIRST: tl.constexpr,
@@ -28,9 +28,9 @@ def pass_on(
 ):  # fmt: skip
     """slots (G, M, F, V): the state before each chunk; first_state, last_state (seqs, G, F, V) float32."""
     seq = tl.program_id(0)
-    row, begin, length, _, _, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
+    row, begin, length, _, _, base = load_sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     g = tl.program_id(1).to(tl.int64)
-    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
+    kk_K, vv_V, tile_KV, inside_KV = program_tile(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     k += wide * skb + g * skg + at * skt
     v += wide * svb + g * svg + at * svt
@@ -48,7 +48,7 @@ def pass_on(
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])
-def pass_back(
+def pass_backward(
     q, sums, d_out, d_slots, d_first, d_last, start, ends, seq_of, first_of,
     count, T, M, G, J, sqb, sqg, sqj, sqt, sob, sog, soj, sot,
     F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -56,10 +56,10 @@ def pass_back(
 ):  # fmt: skip
     """d_slots (G, M, F, V): gradients of the state behind each chunk; d_first, d_last (seqs, G, F, V) float32."""
     seq = tl.program_id(0)
-    row, begin, length, _, _, base = sequence(seq, start, ends, first_of, count, T, C, VARLEN)
+    row, begin, length, _, _, base = load_sequence(seq, start, ends, first_of, count, T, C, VARLEN)
     g = tl.program_id(1).to(tl.int64)
     x_C = tl.arange(0, C)
-    kk_K, vv_V, tile_KV, inside_KV = tile_here(F, V, BK, BV)
+    kk_K, vv_V, tile_KV, inside_KV = program_tile(F, V, BK, BV)
     wide, at = row.to(tl.int64), begin.to(tl.int64)
     q += wide * sqb + g * sqg + at * sqt
     d_out += wide * sob + g * sog + at * sot
@@ -77,47 +77,47 @@ def pass_back(
         do_CV = tl.load(
             d_out + j * soj + t_C[:, None] * sot + vv_V[None, :], mask=ok_C[:, None] & (vv_V < V)[None, :], other=0.0
         )
-        coarse_C, fine_C = summed(sums, here + n, C)
+        coarse_C, fine_C = load_gate_sums(sums, here + n, C)
         if i % J == 0:
             tl.store(d_slots + (here + n) * F * V + tile_KV, state_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
-            coarse, fine = total_of(sums, here + n, C)
+            coarse, fine = load_gate_total(sums, here + n, C)
             state_KV = tl.exp(coarse + fine) * state_KV
         do_CV = (do_CV.to(tl.float32) * tl.exp(coarse_C + fine_C)[:, None]).to(DOT)
         state_KV += tl.dot(tl.trans(q_CK.to(DOT)), do_CV, input_precision=PRECISION)
     tl.store(d_first + (seq * G + g) * F * V + tile_KV, state_KV, mask=inside_KV)
 
 
-def _tiles(of: Tokens) -> tuple[int, int, int]:
+def _state_tiles(of: TokenTensors) -> tuple[int, int, int]:
     features, values = of.sizes[2:]
     block_k, block_v = min(power_of_two(features), BLOCK_K), min(power_of_two(values), BLOCK_V)
     return block_k, block_v, triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
 
 
-def passed_on(lay: Lay, of: Tokens, first_SGFV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(slots_GMFV, last_SGFV), see `pass_on`."""
+def launch_pass_forward(lay: ChunkTable, of: TokenTensors, first_SGFV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(slots_GMFV, last_SGFV), see `pass_forward`."""
     groups, _, features, values = of.sizes
-    slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
     last = of.sums.new_empty(lay.seqs, groups, features, values)
-    block_k, block_v, tiles = _tiles(of)
-    pass_on[(lay.seqs, groups, tiles)](
+    block_k, block_v, tiles = _state_tiles(of)
+    pass_forward[(lay.seqs, groups, tiles)](
         of.k, of.v, of.sums, slots, last if first_SGFV is None else first_SGFV, last, *lay.tables(), lay.count,
         lay.length, lay.places, groups, *of.k.stride()[:3], *of.v.stride()[:3], F=features,
         V=values, C=lay.chunk, BK=block_k, BV=block_v, FIRST=first_SGFV is not None, VARLEN=lay.varlen,
-        **products(of.v.dtype), STAGES=STAGES, num_warps=4,
+        **product_options(of.v.dtype), STAGES=STAGES, num_warps=4,
     )  # fmt: skip
     return slots, last
 
 
-def passed_back(lay: Lay, of: Tokens, d_out: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
-    """(d_slots_GMFV, d_first_SGFV), see `pass_back`."""
+def launch_pass_backward(lay: ChunkTable, of: TokenTensors, d_out: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
+    """(d_slots_GMFV, d_first_SGFV), see `pass_backward`."""
     groups, per_group, features, values = of.sizes
-    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=stored(of.v.dtype))
+    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
     d_first = torch.empty_like(d_last)
-    block_k, block_v, tiles = _tiles(of)
-    pass_back[(lay.seqs, groups, tiles)](
+    block_k, block_v, tiles = _state_tiles(of)
+    pass_backward[(lay.seqs, groups, tiles)](
         of.q, of.sums, d_out, d_slots, d_first, d_last, *lay.tables(), lay.count, lay.length, lay.places, groups,
         per_group, *of.q.stride()[:4], *d_out.stride()[:4], F=features, V=values, C=lay.chunk,
-        BK=block_k, BV=block_v, VARLEN=lay.varlen, **products(of.v.dtype), STAGES=STAGES,
+        BK=block_k, BV=block_v, VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
     return d_slots, d_first

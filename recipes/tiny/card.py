@@ -64,7 +64,7 @@ come in one wording; it retrieves codes of two digits and single words, nothing 
 """
 
 
-def card(record: dict[str, Any]) -> str:
+def format_card(record: dict[str, Any]) -> str:
     """The card as text, from what training_log.json holds; about sixteen points of its loss curve."""
     choices, log, needle = record["choices"], record["log"], record["needle"]
     table = NeedleTable(*(needle[name] for name in ("lengths", "depths", "samples", "accuracy")))

@@ -25,7 +25,7 @@ _ANSWER = re.compile(r"(?<=Answer:)( [^\n]*)")
 
 
 @dataclass(frozen=True)
-class Choices:
+class TrainingChoices:
     """Everything that decides the result; lengths in tokens, shares of the steps between 0 and 1."""
 
     vocabulary: int = 1536
@@ -52,13 +52,13 @@ class Choices:
     depths: tuple[float, ...] = tuple(i / 10 for i in range(11))
 
 
-SMOKE = Choices(
+SMOKE = TrainingChoices(
     vocabulary=512, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, context=128, drill_context=96,
     drill_tokens=384, batch_tokens=768, steps=6, samples=2, lengths=(96, 128), depths=(0.0, 1.0),
 )  # fmt: skip
 
 
-def build_tokenizer(choices: Choices) -> PreTrainedTokenizerFast:
+def build_tokenizer(choices: TrainingChoices) -> PreTrainedTokenizerFast:
     """A byte-level BPE of our own text: a word, digit or mark (with its space) is merged, never more."""
     cut = pre_tokenizers.Split(Regex(stories.PIECE), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -82,10 +82,10 @@ def build_tokenizer(choices: Choices) -> PreTrainedTokenizerFast:
     )
 
 
-class Batches(Dataset):
+class BatchDataset(Dataset):
     """Batch i as (tokens [B, T + 1], is an answer [B, T + 1]); made from scratch, in a worker."""
 
-    def __init__(self, choices: Choices, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, choices: TrainingChoices, tokenizer: PreTrainedTokenizerFast):
         self.choices = choices
         self.tokenizer = tokenizer.backend_tokenizer
         self.pieces: dict[str, list[int]] = {}
@@ -106,7 +106,7 @@ class Batches(Dataset):
     def encode(self, text: str) -> list[int]:
         """The tokenizer's own tokens, by a table of pieces, across which it never merges: fast."""
         ids: list[int] = []
-        for piece in stories.pieces(text):
+        for piece in stories.split_pieces(text):
             if piece not in self.pieces:
                 self.pieces[piece] = self.tokenizer.encode(piece, add_special_tokens=False).ids
             ids += self.pieces[piece]
@@ -133,7 +133,7 @@ class Batches(Dataset):
         """Half of them fill the row, facts first: the longest way back is the hardest, and rare by chance."""
         full = rng.random() < 0.5
         length = context if full else int(context * (0.3 + 0.7 * rng.random()))
-        return split(stories.needle_document(rng, length, self.count, early=6 if full else 1))
+        return split_answers(stories.needle_document(rng, length, self.count, early=6 if full else 1))
 
     def parts(self, rng: Random, share: float) -> list[tuple[str, bool]]:
         """A document of the mixture or, in the first phase mostly, one that drills recall."""
@@ -141,20 +141,20 @@ class Batches(Dataset):
         if kind < (0.5 if share < 1 else 0.1):
             return stories.drill(rng, 2 + int(14 * min(share, 1)))
         if share < 1 and kind < 0.85:
-            return split(stories.list_document(rng, 2 + int(14 * share)))
-        return split(stories.document(rng))
+            return split_answers(stories.list_document(rng, 2 + int(14 * share)))
+        return split_answers(stories.document(rng))
 
 
-def split(text: str) -> list[tuple[str, bool]]:
+def split_answers(text: str) -> list[tuple[str, bool]]:
     """The text in parts: is it the answer to a question?"""
     return [(part, i % 2 == 1) for i, part in enumerate(_ANSWER.split(text))]
 
 
-def batches(choices: Choices, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Iterator[Any]:
+def load_batches(choices: TrainingChoices, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Iterator[Any]:
     workers = max(1, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     loader = DataLoader(
-        Batches(choices, tokenizer),
+        BatchDataset(choices, tokenizer),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=8 if workers else None,

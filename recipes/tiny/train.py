@@ -26,11 +26,11 @@ from surgery.eval import stories
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
 from surgery.eval.suites.needle import NeedleTable, needle_accuracy
-from surgery.recipes.tiny.card import card
-from surgery.recipes.tiny.data import SMOKE, Choices, batches, build_tokenizer
+from surgery.recipes.tiny.card import format_card
+from surgery.recipes.tiny.data import SMOKE, TrainingChoices, load_batches, build_tokenizer
 
 
-def build_model(choices: Choices, tokenizer: Any) -> LlamaForCausalLM:
+def build_model(choices: TrainingChoices, tokenizer: Any) -> LlamaForCausalLM:
     torch.manual_seed(choices.seed)
     config = LlamaConfig(
         vocab_size=choices.vocabulary,
@@ -49,7 +49,7 @@ def build_model(choices: Choices, tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def losses(model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
+def weighted_loss(model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
     """The weighted loss to descend, and (without gradient) the mean nats per token and per answer token."""
     device = ids_BT.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
@@ -61,12 +61,12 @@ def losses(model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: f
     return (nats_N * weight_N).sum() / weight_N.sum(), nats_N.mean().detach(), asked.detach()
 
 
-def rate_at(progress: float) -> float:
+def learning_rate_factor(progress: float) -> float:
     """Warm-up over the first 2%, then a cosine down to zero; a share of the peak rate."""
     return min(1.0, progress / 0.02) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def optimizer(choices: Choices, model: Any) -> torch.optim.AdamW:
+def make_optimizer(choices: TrainingChoices, model: Any) -> torch.optim.AdamW:
     """AdamW; the norms' weights do not decay."""
     flat = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.ndim > 1]}, flat]
@@ -74,14 +74,14 @@ def optimizer(choices: Choices, model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=choices.rate, betas=(0.9, 0.95), weight_decay=choices.decay, fused=fused)
 
 
-def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
+def train(choices: TrainingChoices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
     """Trains in place; ends after `choices.steps`, or when `minutes` are over (the rate follows either)."""
-    adam, start, log, tokens = optimizer(choices, model), time.time(), [], 0
-    descend = torch.compile(losses, dynamic=False) if model.device.type == "cuda" else losses
-    for step, (ids_BT, answers_BT) in enumerate(batches(choices, tokenizer, model.device)):
+    adam, start, log, tokens = make_optimizer(choices, model), time.time(), [], 0
+    descend = torch.compile(weighted_loss, dynamic=False) if model.device.type == "cuda" else weighted_loss
+    for step, (ids_BT, answers_BT) in enumerate(load_batches(choices, tokenizer, model.device)):
         spent = (time.time() - start) / (60 * minutes) if minutes else 0.0
         for group in adam.param_groups:
-            group["lr"] = choices.rate * rate_at(max(step / choices.steps, spent))
+            group["lr"] = choices.rate * learning_rate_factor(max(step / choices.steps, spent))
         loss, nats, asked = descend(model, ids_BT, answers_BT, choices.answer_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -92,7 +92,7 @@ def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: floa
         if over or step % max(1, choices.steps // 40) == 0:
             line = {"step": step, "tokens": tokens, "seconds": round(time.time() - start, 1)}
             line |= {"loss": round(float(nats), 4), "answer_loss": round(float(asked), 4)}
-            log.append(line | glance(choices, model, tokenizer))
+            log.append(line | quick_needle_scores(choices, model, tokenizer))
             print(json.dumps(log[-1]), flush=True)
             save(model, tokenizer, out)
         if over:
@@ -100,7 +100,7 @@ def train(choices: Choices, model: Any, tokenizer: Any, out: Path, minutes: floa
     return log
 
 
-def glance(choices: Choices, model: Any, tokenizer: Any) -> dict[str, float]:
+def quick_needle_scores(choices: TrainingChoices, model: Any, tokenizer: Any) -> dict[str, float]:
     """A quick look at retrieval, for the log: 24 questions at each of up to three lengths."""
     lengths = sorted({choices.lengths[0], choices.drill_context, choices.context})
     table = needle_accuracy(model, tokenizer, lengths, (0.0, 0.5, 1.0), 8, seed=99, batch_size=24)
@@ -114,7 +114,7 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
+def measure(choices: TrainingChoices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
     """The scores of the saved file, computed in float32 from its bfloat16 weights."""
     model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     model = model.to(device).eval()
@@ -123,7 +123,7 @@ def measure(choices: Choices, out: Path, device: torch.device) -> tuple[dict[str
     tokens = len(tokenizer(stories.heldout(), verbose=False).input_ids)
     options = EvalOptions(text=str(out / "heldout.txt"), tokens=tokens, length=choices.context)
     scores = {
-        "heldout_perplexity": ppl.summary(ppl.measure(model, tokenizer, options))["perplexity"],
+        "heldout_perplexity": ppl.summarize(ppl.measure(model, tokenizer, options))["perplexity"],
         "heldout_tokens": tokens,
         "heldout_seed": stories.HELDOUT_SEED,
         "calibration_tokens": len(tokenizer(stories.calibration(), verbose=False).input_ids),
@@ -138,17 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
     parser.add_argument("--minutes", type=float, help="end the training after so long, if its steps take longer")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps (default {Choices.steps})")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps (default {TrainingChoices.steps})")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a much smaller model, on any machine")
     args = parser.parse_args()
-    choices = SMOKE if args.smoke else Choices()
+    choices = SMOKE if args.smoke else TrainingChoices()
     if args.steps is not None:
         choices = replace(choices, steps=args.steps)
     command = "python -m surgery.recipes.tiny.train " + " ".join(sys.argv[1:])
-    make(choices, args.out, args.minutes, command)
+    train_and_save(choices, args.out, args.minutes, command)
 
 
-def make(choices: Choices, out: Path, minutes: float | None, command: str) -> dict[str, Any]:
+def train_and_save(choices: TrainingChoices, out: Path, minutes: float | None, command: str) -> dict[str, Any]:
     """Trains, saves and scores; writes every file of the package data into `out` and returns the record."""
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,7 +171,7 @@ def make(choices: Choices, out: Path, minutes: float | None, command: str) -> di
         "needle": table.to_dict(),
     }
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "README.md").write_text(card(record))
+    (out / "README.md").write_text(format_card(record))
     (out / "calibration.txt").write_text(stories.calibration())
     print(json.dumps(scores), table.markdown(), sep="\n", flush=True)
     return record

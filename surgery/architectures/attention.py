@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import nn
 
-from surgery.architectures import Anatomy, anatomy_of
+from surgery.architectures import Architecture, get_architecture
 from surgery.architectures.base import known_families
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import AttentionShape
 
 
-def routed(module: nn.Module) -> bool:
+def uses_attention_interface(module: nn.Module) -> bool:
     """Whether the forward asks transformers' table of attention functions, which is where a mixer comes in."""
     forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
-def anatomy_for(model: Any) -> Anatomy:
+def require_architecture(model: Any) -> Architecture:
     """The anatomy of a model that can be given mixers; SurgeryError says why another cannot."""
     kind = model.config.model_type
-    anatomy = anatomy_of(kind)
+    anatomy = get_architecture(kind)
     if anatomy is not None and anatomy.unmixable:
         raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {anatomy.unmixable}")
-    if not any(routed(module) for module in model.modules()):
+    if not any(uses_attention_interface(module) for module in model.modules()):
         raise SurgeryError(
             f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions, so "
             "mixers cannot be put in its place; families that can: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
@@ -34,12 +34,12 @@ def anatomy_for(model: Any) -> Anatomy:
     if anatomy is None:
         raise SurgeryError(
             f"no anatomy of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
-            f"{nearest(kind, known_families())}; an anatomy is one small file, see surgery/architectures/llama.py"
+            f"{suggestion(kind, known_families())}; an anatomy is one small file, see surgery/architectures/llama.py"
         )
     return anatomy
 
 
-def _layer_of(anatomy: Anatomy, path: str) -> str | None:
+def _parent_layer(anatomy: Architecture, path: str) -> str | None:
     """The path of the layer whose attention is at `path`, or None if that is no attention of a known place."""
     core = f".{anatomy.core}" if anatomy.core else ""
     lists = "|".join(re.escape(end) for end in anatomy.layers)
@@ -49,31 +49,31 @@ def _layer_of(anatomy: Anatomy, path: str) -> str | None:
 
 def attention_paths(model: Any) -> list[str]:
     """Paths of the self-attention modules that can be given mixers."""
-    anatomy = anatomy_for(model)
-    return [n for n, m in model.named_modules() if _layer_of(anatomy, n) is not None and routed(m)]
+    anatomy = require_architecture(model)
+    return [n for n, m in model.named_modules() if _parent_layer(anatomy, n) is not None and uses_attention_interface(m)]
 
 
 def output_path(model: Any, path: str) -> str:
     """The path of the linear that reads what the heads of the attention at `path` wrote."""
-    anatomy = anatomy_for(model)
-    place = f"{_layer_of(anatomy, path)}.{anatomy.attention[0]}"
+    anatomy = require_architecture(model)
+    place = f"{_parent_layer(anatomy, path)}.{anatomy.attention[0]}"
     modules = dict(model.named_modules())
     return next(p for p in (f"{place}.{end}" for end in anatomy.output.split("|")) if p in modules)
 
 
 def attention_shape(model: Any, path: str) -> AttentionShape:
     """What a mixer there must know."""
-    anatomy, layer = anatomy_for(model), None
+    anatomy, layer = require_architecture(model), None
     module = dict(model.named_modules()).get(path)
     if module is not None:
-        layer = _layer_of(anatomy, path)
+        layer = _parent_layer(anatomy, path)
     if module is None or layer is None:
         raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}, which is to have a mixer")
     config = getattr(module, "host", module.config)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     key = getattr(module, anatomy.head_dim)
-    value_out = _width(model, anatomy, f"{layer}.{anatomy.attention[0]}", (heads, groups, key))
+    value_out = _value_width(model, anatomy, f"{layer}.{anatomy.attention[0]}", (heads, groups, key))
     return AttentionShape(
         dim=config.hidden_size,
         heads=heads,
@@ -84,21 +84,21 @@ def attention_shape(model: Any, path: str) -> AttentionShape:
         causal=bool(module.is_causal),
         window=_window(module, config),
         softcap=getattr(config, anatomy.score_softcap, None) if anatomy.score_softcap else None,
-        rotary=_rotary(module, config, anatomy, key),
+        rotary=_rotary_dims(module, config, anatomy, key),
         interleaved=anatomy.rotary == "pairs",
         norm=anatomy.qk_norm,
     )
 
 
-def _width(model: Any, anatomy: Anatomy, place: str, sizes: tuple[int, int, int]) -> int:
+def _value_width(model: Any, anatomy: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
     """Outputs of the value projection; SurgeryError where the projections are not of these heads."""
     heads, groups, key = sizes
     modules = dict(model.named_modules())
     for fused in anatomy.fused:
         if (linear := modules.get(f"{place}.{fused.path}")) is not None and fused.roles[-1] == "attention.value":
-            return _out(linear) - (heads + groups) * key
+            return _out_features(linear) - (heads + groups) * key
     found = [
-        next(_out(modules[f"{place}.{end}"]) for end in role.split("|") if f"{place}.{end}" in modules)
+        next(_out_features(modules[f"{place}.{end}"]) for end in role.split("|") if f"{place}.{end}" in modules)
         for role in (anatomy.query, anatomy.key, anatomy.value)
     ]
     if found[0] != heads * key or found[1] != groups * key or found[2] % groups:
@@ -109,7 +109,7 @@ def _width(model: Any, anatomy: Anatomy, place: str, sizes: tuple[int, int, int]
     return found[2]
 
 
-def _out(linear: Any) -> int:
+def _out_features(linear: Any) -> int:
     return linear.out_features if hasattr(linear, "out_features") else linear.nf
 
 
@@ -118,7 +118,7 @@ def _window(module: Any, config: Any) -> int | None:
     return getattr(module, "sliding_window", getattr(config, "sliding_window", None))
 
 
-def _rotary(module: Any, config: Any, anatomy: Anatomy, key: int) -> int:
+def _rotary_dims(module: Any, config: Any, anatomy: Architecture, key: int) -> int:
     if anatomy.rotary == "none":
         return 0
     rope = getattr(config, "rope_parameters", None) or {}

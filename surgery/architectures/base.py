@@ -27,7 +27,7 @@ ROLES = (
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedLinear:
     """One linear that computes several roles: their output rows stand one after the other ("stacked"), or
     head by head, each head's roles one after the other ("per_head": GPT-NeoX)."""
 
@@ -37,7 +37,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Architecture:
     """layers: the end of the path of each ModuleList of layers.
     attention, mlp: the sublayers' paths in a layer; query .. down: linears below them, "" where absent.
     residual_attention, residual_mlp: for each sublayer the module whose input is the residual stream to
@@ -60,7 +60,7 @@ class Anatomy:
     gate: str = ""
     up: str = ""
     down: str = ""
-    fused: tuple[Fused, ...] = ()
+    fused: tuple[FusedLinear, ...] = ()
     residual_attention: tuple[str, ...] = ()
     residual_mlp: tuple[str, ...] = ()
     head: str = "lm_head"
@@ -72,9 +72,9 @@ class Anatomy:
     score_softcap: str = ""
     unmixable: str = ""
 
-    def linears(self) -> list[tuple[str, tuple[str, ...], Fused | None, str]]:
+    def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
         """(path in the layer, roles, how they are fused or None, path of the residual's reader or "")."""
-        found: list[tuple[str, tuple[str, ...], Fused | None, str]] = []
+        found: list[tuple[str, tuple[str, ...], FusedLinear | None, str]] = []
         sublayers = (
             ("attention", self.attention, ("query", "key", "value", "output"), self.residual_attention),
             ("mlp", self.mlp, ("gate", "up", "down"), self.residual_mlp),
@@ -96,18 +96,18 @@ def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-_added: dict[str, Anatomy] = {}
+_plugin_families: dict[str, Architecture] = {}
 
 
-def add_family(anatomy: Anatomy) -> None:
+def add_family(anatomy: Architecture) -> None:
     """For a family that is not in this folder: a plugin calls it as it is imported. It goes before ours."""
-    _added.update(dict.fromkeys(anatomy.model_types, anatomy))
+    _plugin_families.update(dict.fromkeys(anatomy.model_types, anatomy))
 
 
 @cache
-def _shipped() -> dict[str, Anatomy]:
+def _builtin_families() -> dict[str, Architecture]:
     package = importlib.import_module("surgery.architectures")
-    families: dict[str, Anatomy] = {}
+    families: dict[str, Architecture] = {}
     for info in pkgutil.iter_modules(package.__path__):
         anatomy = getattr(importlib.import_module(f"surgery.architectures.{info.name}"), "ANATOMY", None)
         if anatomy is not None:
@@ -115,12 +115,12 @@ def _shipped() -> dict[str, Anatomy]:
     return families
 
 
-def _families() -> dict[str, Anatomy]:
+def _families() -> dict[str, Architecture]:
     load_plugins()
-    return {**_shipped(), **_added}
+    return {**_builtin_families(), **_plugin_families}
 
 
-def anatomy_of(model_type: str) -> Anatomy | None:
+def get_architecture(model_type: str) -> Architecture | None:
     """The family's anatomy, or None: then every nn.Linear goes by its path."""
     return _families().get(model_type)
 

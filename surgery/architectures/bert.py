@@ -1,7 +1,7 @@
-from surgery.architectures.base import Anatomy
+from surgery.architectures.base import Architecture
 
 # The sum with the residual is normed afterwards; what is added is added unchanged.
-ANATOMY = Anatomy(
+ARCHITECTURE = Architecture(
     model_types=("bert",),
     layers=("encoder.layer",),
     attention=("attention", "crossattention"),

@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from surgery.architectures.llama import ANATOMY as LLAMA
+from surgery.architectures.llama import ARCHITECTURE as LLAMA
 
 # A norm stands between each sublayer and the residual stream.
-ANATOMY = replace(
+ARCHITECTURE = replace(
     LLAMA,
     model_types=("gemma2",),
     residual_attention=(),

@@ -1,6 +1,6 @@
-from surgery.architectures.base import Anatomy, Fused
+from surgery.architectures.base import Architecture, FusedLinear
 
-ANATOMY = Anatomy(
+ARCHITECTURE = Architecture(
     model_types=("gpt2",),
     layers=("h",),
     attention=("attn",),
@@ -8,7 +8,7 @@ ANATOMY = Anatomy(
     output="c_proj",
     up="c_fc",
     down="c_proj",
-    fused=(Fused("c_attn", ("attention.query", "attention.key", "attention.value")),),
+    fused=(FusedLinear("c_attn", ("attention.query", "attention.key", "attention.value")),),
     residual_attention=("ln_1",),
     residual_mlp=("ln_2",),
     rotary="none",

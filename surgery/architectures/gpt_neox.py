@@ -1,7 +1,7 @@
-from surgery.architectures.base import Anatomy, Fused
+from surgery.architectures.base import Architecture, FusedLinear
 
 # Attention and MLP read the same residual stream and are added to it side by side.
-ANATOMY = Anatomy(
+ARCHITECTURE = Architecture(
     model_types=("gpt_neox",),
     layers=("layers",),
     attention=("attention",),
@@ -9,7 +9,7 @@ ANATOMY = Anatomy(
     output="dense",
     up="dense_h_to_4h",
     down="dense_4h_to_h",
-    fused=(Fused("query_key_value", ("attention.query", "attention.key", "attention.value"), "per_head"),),
+    fused=(FusedLinear("query_key_value", ("attention.query", "attention.key", "attention.value"), "per_head"),),
     head="embed_out|lm_head",
     head_dim="head_size",
 )

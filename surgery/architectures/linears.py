@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from surgery.architectures import Anatomy, Fused, anatomy_of
+from surgery.architectures import Architecture, FusedLinear, get_architecture
 from surgery.core.errors import SurgeryError
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A linear of the model. layer: path of its layer, "" outside; index: the layer's place of `count`."""
+class LinearInfo:
+    """A linear of the model. layer: path of its layer, "" outside; index: the layer's place of `format_count`."""
 
     path: str
     roles: tuple[str, ...]
@@ -25,55 +25,55 @@ class Linear:
     in_: int
     bias: bool
     transposed: bool  # Conv1D keeps (in, out)
-    fused: Fused | None = None
+    fused: FusedLinear | None = None
     residual: str = ""  # module of the layer whose input is the residual stream this output is added to
 
 
 @dataclass(frozen=True)
-class Body:
+class ModelLayout:
     """What the walk found: the layers in order of execution, all linears, the head's path or ""."""
 
-    anatomy: Anatomy | None
+    anatomy: Architecture | None
     layers: tuple[str, ...]
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearInfo, ...]
     head: str
 
 
-def walk(model: Any) -> Body:
+def find_linears(model: Any) -> ModelLayout:
     """Every linear of a transformers model (parameters may be on meta)."""
-    anatomy = anatomy_of(model.config.model_type)
-    lists = _known_lists(model, anatomy) if anatomy else []
+    anatomy = get_architecture(model.config.model_type)
+    lists = _known_layer_lists(model, anatomy) if anatomy else []
     if not lists:
-        anatomy, lists = None, _guessed_lists(model)
+        anatomy, lists = None, _guess_layer_lists(model)
     if not lists:
         raise SurgeryError(
             f"{type(model).__name__} has no list of layers with linears in them; surgery walks transformer layers"
         )
     head = _head_path(model, anatomy)
     layers: list[str] = []
-    linears: list[Linear] = []
+    linears: list[LinearInfo] = []
     for path, stack in lists:
         for i, layer in enumerate(stack):
             layers.append(f"{path}.{i}")
-            linears += _of_layer(layer, f"{path}.{i}", i, len(stack), anatomy)
+            linears += _layer_linears(layer, f"{path}.{i}", i, len(stack), anatomy)
     for path, module in model.named_modules():
         if is_linear(module) and not any(path.startswith(layer + ".") for layer in layers):
-            linears.append(_linear(module, path, ("head",) if path == head else (), "", None, 0))
-    return Body(anatomy, tuple(layers), tuple(linears), head)
+            linears.append(_linear_info(module, path, ("head",) if path == head else (), "", None, 0))
+    return ModelLayout(anatomy, tuple(layers), tuple(linears), head)
 
 
 def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _linear(module: Any, path: str, roles: tuple[str, ...], layer: str, index: int | None, count: int) -> Linear:
+def _linear_info(module: Any, path: str, roles: tuple[str, ...], layer: str, index: int | None, count: int) -> LinearInfo:
     transposed = type(module) is not nn.Linear
     out, in_ = reversed(module.weight.shape) if transposed else module.weight.shape
-    return Linear(path, roles, layer, index, count, out, in_, module.bias is not None, transposed)
+    return LinearInfo(path, roles, layer, index, count, out, in_, module.bias is not None, transposed)
 
 
-def _of_layer(layer: nn.Module, prefix: str, index: int, count: int, anatomy: Anatomy | None) -> list[Linear]:
-    known: dict[str, tuple[tuple[str, ...], Fused | None, str]] = {}
+def _layer_linears(layer: nn.Module, prefix: str, index: int, count: int, anatomy: Architecture | None) -> list[LinearInfo]:
+    known: dict[str, tuple[tuple[str, ...], FusedLinear | None, str]] = {}
     for path, roles, fused, residual in anatomy.linears() if anatomy else ():
         known.setdefault(path, (roles, fused, residual))
     found = []
@@ -81,12 +81,12 @@ def _of_layer(layer: nn.Module, prefix: str, index: int, count: int, anatomy: An
         if not is_linear(module):
             continue
         roles, fused, residual = known.get(path, ((), None, ""))
-        base = _linear(module, f"{prefix}.{path}", roles, prefix, index, count)
-        found.append(Linear(**{**base.__dict__, "fused": fused, "residual": residual}))
+        base = _linear_info(module, f"{prefix}.{path}", roles, prefix, index, count)
+        found.append(LinearInfo(**{**base.__dict__, "fused": fused, "residual": residual}))
     return found
 
 
-def _known_lists(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.ModuleList]]:
+def _known_layer_lists(model: nn.Module, anatomy: Architecture) -> list[tuple[str, nn.ModuleList]]:
     """ModuleLists at the end of the anatomy's paths whose first layer has a linear the anatomy names."""
     found = []
     for path, module in model.named_modules():
@@ -101,7 +101,7 @@ def _known_lists(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Modul
     return found
 
 
-def _guessed_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+def _guess_layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Outermost ModuleLists of one class of layer with linears inside."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
@@ -112,7 +112,7 @@ def _guessed_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
-def _head_path(model: Any, anatomy: Anatomy | None) -> str:
+def _head_path(model: Any, anatomy: Architecture | None) -> str:
     paths = dict(model.named_modules())
     for candidate in anatomy.head.split("|") if anatomy else ():
         if is_linear(paths.get(candidate, nn.Identity())):

@@ -1,5 +1,5 @@
 from dataclasses import replace
 
-from surgery.architectures.llama import ANATOMY as LLAMA
+from surgery.architectures.llama import ARCHITECTURE as LLAMA
 
-ANATOMY = replace(LLAMA, model_types=("mistral",))
+ARCHITECTURE = replace(LLAMA, model_types=("mistral",))

@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from surgery.architectures.base import Fused
-from surgery.architectures.llama import ANATOMY as LLAMA
+from surgery.architectures.base import FusedLinear
+from surgery.architectures.llama import ARCHITECTURE as LLAMA
 
-ANATOMY = replace(
+ARCHITECTURE = replace(
     LLAMA,
     model_types=("phi3",),
     query="",
@@ -12,7 +12,7 @@ ANATOMY = replace(
     gate="",
     up="",
     fused=(
-        Fused("qkv_proj", ("attention.query", "attention.key", "attention.value")),
-        Fused("gate_up_proj", ("mlp.gate", "mlp.up")),
+        FusedLinear("qkv_proj", ("attention.query", "attention.key", "attention.value")),
+        FusedLinear("gate_up_proj", ("mlp.gate", "mlp.up")),
     ),
 )

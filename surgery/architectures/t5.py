@@ -1,7 +1,7 @@
-from surgery.architectures.base import Anatomy
+from surgery.architectures.base import Architecture
 
 # Encoder blocks: self-attention, MLP. Decoder blocks: self-attention, cross-attention, MLP.
-ANATOMY = Anatomy(
+ARCHITECTURE = Architecture(
     model_types=("t5",),
     layers=("encoder.block", "decoder.block"),
     attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),

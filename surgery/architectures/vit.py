@@ -1,6 +1,6 @@
-from surgery.architectures.base import Anatomy
+from surgery.architectures.base import Architecture
 
-ANATOMY = Anatomy(
+ARCHITECTURE = Architecture(
     model_types=("vit",),
     layers=("layers", "encoder.layer"),
     attention=("attention",),

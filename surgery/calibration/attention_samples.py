@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.layer_runner import LayerCall, Stop
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.mixers import AttentionShape, Inputs, Mixer, State
-from surgery.modeling.attention import seat
-from surgery.planning.attention_plan import Seat
+from surgery.calibration.layer_runner import LayerCall, StopForward
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.mixers import AttentionShape, MixerInputs, Mixer, MixerState
+from surgery.modeling.attention import attach_mixer
+from surgery.planning.attention_plan import AttentionTarget
 
 
 @dataclass
-class Window:
+class AttentionSample:
     """inputs: q and k as the mixer wants them, after RoPE or before. teacher: after RoPE, always. target_BHTV: what
     the original's heads wrote."""
 
-    inputs: Inputs
-    teacher: Inputs
+    inputs: MixerInputs
+    teacher: MixerInputs
     target_BHTV: Tensor
 
 
-class Catcher(Mixer):
+class CapturingMixer(Mixer):
     """Keeps what a mixer would be given and leaves the forward."""
 
     reads_mask = True
@@ -39,18 +39,18 @@ class Catcher(Mixer):
     def __init__(self, shape: AttentionShape, rotated: bool):
         super().__init__(None, shape)
         self.rotated = rotated
-        self.caught: Inputs | None = None
+        self.caught: MixerInputs | None = None
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         self.caught = inputs
-        raise Stop
+        raise StopForward
 
 
 @contextmanager
-def seated(module: Any, mixer: Mixer) -> Iterator[None]:
+def attention_replaced(module: Any, mixer: Mixer) -> Iterator[None]:
     """The attention with that mixer. Its projections stay where and what they are."""
     before = type(module), module.config
-    seat(module, mixer)
+    attach_mixer(module, mixer)
     try:
         yield
     finally:
@@ -59,19 +59,19 @@ def seated(module: Any, mixer: Mixer) -> Iterator[None]:
 
 
 @contextmanager
-def all_seated(skeleton: Skeleton, mixers: dict[str, Mixer]) -> Iterator[None]:
+def all_attention_replaced(skeleton: MetaModel, mixers: dict[str, Mixer]) -> Iterator[None]:
     with ExitStack() as stack:
         for path, mixer in mixers.items():
-            stack.enter_context(seated(skeleton.module(path), mixer))
+            stack.enter_context(attention_replaced(skeleton.module(path), mixer))
         yield
 
 
-class Windows:
+class AttentionSamples:
     """Rows first:last of a layer's call, one after the other, as often as asked; `behind` rows further on lies the
     converted stream (0: the original's inputs)."""
 
     def __init__(
-        self, skeleton: Skeleton, call: LayerCall, seat: Seat, first: int, last: int, behind: int, rotated: bool
+        self, skeleton: MetaModel, call: LayerCall, seat: AttentionTarget, first: int, last: int, behind: int, rotated: bool
     ):
         self.skeleton, self.call, self.seat = skeleton, call, seat
         self.first, self.last, self.behind, self.rotated = first, last, behind, rotated
@@ -79,20 +79,20 @@ class Windows:
     def __len__(self) -> int:
         return self.last - self.first
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[AttentionSample]:
         return (self[i] for i in range(len(self)))
 
     @torch.no_grad()
-    def __getitem__(self, i: int) -> Window:
+    def __getitem__(self, i: int) -> AttentionSample:
         row = self.first + i % len(self)
         teacher = self._inputs(row + self.behind, True)
         inputs = teacher if self.rotated else self._inputs(row + self.behind, False)
-        return Window(inputs, teacher, self._written(row))
+        return AttentionSample(inputs, teacher, self._written(row))
 
-    def _inputs(self, row: int, rotated: bool) -> Inputs:
-        catcher = Catcher(self.seat.shape, rotated)
-        with seated(self.skeleton.module(self.seat.path), catcher):
-            leave(self.call, row)
+    def _inputs(self, row: int, rotated: bool) -> MixerInputs:
+        catcher = CapturingMixer(self.seat.shape, rotated)
+        with attention_replaced(self.skeleton.module(self.seat.path), catcher):
+            run_until_stop(self.call, row)
         assert catcher.caught is not None
         return catcher.caught
 
@@ -107,20 +107,20 @@ class Windows:
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             caught.append(args[0])
-            raise Stop
+            raise StopForward
 
         handle = self.skeleton.module(self.seat.output).register_forward_pre_hook(hook)
         try:
-            leave(self.call, row)
+            run_until_stop(self.call, row)
         finally:
             handle.remove()
         return caught[0].unflatten(-1, (self.seat.shape.heads, -1)).transpose(1, 2)
 
 
-def leave(call: LayerCall, row: int) -> None:
+def run_until_stop(call: LayerCall, row: int) -> None:
     """Run a row until somebody has seen enough."""
     try:
         call.apply(row, row + 1)
-    except Stop:
+    except StopForward:
         return
     raise AssertionError(f"{call.path} never came by")

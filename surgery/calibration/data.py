@@ -18,12 +18,12 @@ from torch import Tensor
 
 from surgery.calibration.moments import decoded
 from surgery.checkpoint.remote_code import refuse_code
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import read_json
 
 
 @dataclass(frozen=True)
-class Batch:
+class CalibrationSet:
     """inputs: the model's keyword arguments, windows first. Windows 0:fit_rows are fitted to, the rest (of
     `rows`) only checked."""
 
@@ -32,7 +32,7 @@ class Batch:
     rows: int
 
     @classmethod
-    def of(cls, inputs: dict[str, Tensor], holdout: float) -> Batch:
+    def of(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
@@ -40,11 +40,11 @@ class Batch:
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
-    def fewer(self, share: float) -> Batch:
+    def fewer(self, share: float) -> CalibrationSet:
         """A share of the windows to fit, all those to check."""
         kept = max(1, round(self.fit_rows * share))
         rows = [*range(kept), *range(self.fit_rows, self.rows)]
-        return Batch({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
+        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
 
     def fitted(self) -> dict[str, Tensor]:
         return {k: v[: self.fit_rows] for k, v in self.inputs.items()}
@@ -72,19 +72,19 @@ class Batch:
         return digest.hexdigest()
 
 
-def real_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
+def unpadded_rows(x_BTX: Tensor, mask_BT: Tensor | None) -> Tensor:
     """(N, X): the rows of real tokens; all of them where there is no mask, or one of another shape."""
     if mask_BT is None or x_BTX.shape[:2] != mask_BT.shape:
         return x_BTX.flatten(0, -2)
     return x_BTX[mask_BT.to(x_BTX.device).bool()]
 
 
-def refuse_unfit(inputs: dict[str, Tensor], model: Any) -> None:
+def check_model_inputs(inputs: dict[str, Tensor], model: Any) -> None:
     """SurgeryError where the model's forward does not take these, or its embedding has no such ids."""
     taken = [name for name in inspect.signature(model.forward).parameters if name not in ("labels", "kwargs")]
     for name in inputs:
         if name not in taken:
-            raise SurgeryError(f"calibration inputs: {type(model).__name__} takes no {name!r}{nearest(name, taken)}")
+            raise SurgeryError(f"calibration inputs: {type(model).__name__} takes no {name!r}{suggestion(name, taken)}")
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
     for name, ids in inputs.items():
         if name.endswith("input_ids") and vocabulary is not None:
@@ -106,7 +106,7 @@ def calibration_inputs(
     trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
+    """The model's inputs: `random_tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
     adds them; an encoder-decoder reads the first half of a window and writes the second.
 
     text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
@@ -114,7 +114,7 @@ def calibration_inputs(
     """
     path = Path(text)
     if path.suffix == ".safetensors":
-        return ready_inputs(path)
+        return load_input_tensors(path)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or length
     documents = document_stream(text, notes)
     windows_NT = text_windows(
@@ -130,7 +130,7 @@ def calibration_inputs(
     return {"input_ids": windows_NT}
 
 
-def ready_inputs(path: Path) -> dict[str, Tensor]:
+def load_input_tensors(path: Path) -> dict[str, Tensor]:
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
     if not path.is_file():
@@ -160,7 +160,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-FILES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
+CALIBRATION_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
 
 
 HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
@@ -171,21 +171,21 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
-            return _rows(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
+            return _stream_texts(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
         read, note = decoded(path)
         if note and notes is None:
             warnings.warn(note, UserWarning, stacklevel=2)
         elif note and notes is not None:
             notes.append(note)
         return iter([read])
-    if not HUB_DATASET.fullmatch(text) or path.suffix in FILES:
+    if not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]
-    return _rows(name, config or None, split or "train", column or None, {})
+    return _stream_texts(name, config or None, split or "train", column or None, {})
 
 
-def _rows(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
+def _stream_texts(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
     import datasets
 
     # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
@@ -230,7 +230,7 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
     body, wanted = length - len(prefix) - len(suffix), max(1, tokens // length)
     ids: list[int] = []
     for document in documents:
-        for piece in _pieces(document):
+        for piece in _split_document(document):
             ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) >= wanted * body:
                 break
@@ -251,7 +251,7 @@ def text_windows(documents: Iterator[str], tokenizer: Any, tokens: int, length: 
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _pieces(document: str, size: int = 2**20) -> Iterator[str]:
+def _split_document(document: str, size: int = 2**20) -> Iterator[str]:
     """A long document in parts cut at line ends, so that a book is not tokenised for its first page."""
     start = 0
     while start < len(document):

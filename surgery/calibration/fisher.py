@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import real_rows
+from surgery.calibration.data import unpadded_rows
 from surgery.calibration.layer_runner import LayerCall
-from surgery.calibration.partition import Turn
+from surgery.calibration.partition import Round
 from surgery.structures.metric import add_moment_
 
 if TYPE_CHECKING:
@@ -31,27 +31,27 @@ from pathlib import Path
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from surgery.calibration.data import Batch
-from surgery.calibration.layer_runner import Stream, run_phases
-from surgery.calibration.lm_head import ROWS, Head
-from surgery.calibration.partition import PARTS
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.safetensors_io import Entry, read_header, read_tensor, write_shard
-from surgery.core.device import trim
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerRunner, run_phases
+from surgery.calibration.lm_head import ROWS_PER_PASS, ChunkedLMHead
+from surgery.calibration.partition import MAX_SHARDS
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
+from surgery.core.device import trim_memory
 from surgery.core.errors import naming
-from surgery.planning.allocate import Option
-from surgery.planning.plan import Cut, Plan
-from surgery.planning.recipe import Recipe
-from surgery.planning.weights import gram_of, matrix_of
+from surgery.planning.allocate import CostPoint
+from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.weights import target_gram, target_weight
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.metric import damp_, damped_gram
+from surgery.structures.metric import damp_, damp_output_gram
 
 
-class Gather:
+class GradientHooks:
     """Hooks on the layer's linears to be cut: input moments (one for linears that share an input) and the
     outputs' gradients."""
 
-    def __init__(self, survey: Survey, call: LayerCall):
+    def __init__(self, survey: FisherPass, call: LayerCall):
         self.survey, self.path = survey, call.path
         self.paths = list(survey.plan.of_layer(call.path))
         self.moments: dict[str, Tensor] = {}  # of the part of a turn that is going back, then of all
@@ -77,7 +77,7 @@ class Gather:
         survey = self.survey
 
         def real(x: Tensor) -> Tensor:
-            return real_rows(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
+            return unpadded_rows(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             x = args[0].detach()
@@ -95,7 +95,7 @@ class Gather:
         rule, out = self.survey.recipe.curvature, self.survey.plan.cuts[path][0].linear.out
         return rule == "full" or (rule == "auto" and 4 * out <= self.survey.tokens)
 
-    def fold(self, turn: Turn) -> None:
+    def fold(self, turn: Round) -> None:
         """A turn is over: its parts' sums are added, in order."""
         ranks, parts = self.survey.stream.ranks, (self.moments, self.grams)
         # A process without a part has seen no linear: which there are, and of what size, the first holder knows.
@@ -133,22 +133,22 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
         sums[key] = sums.get(key, 0) + rows_NX.square().sum(0)
 
 
-class Survey:
-    """options: cut name -> Options; the Gram matrices of a layer are kept in `folder`, one file a layer."""
+class FisherPass:
+    """options: cut name -> Options; the Gram matrices of a layer are kept in `pretrain_folder`, one file a layer."""
 
     def __init__(
-        self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]
+        self, skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, stream: LayerRunner, folder: Path, done: Callable[[], None]
     ):
         self.skeleton, self.plan, self.recipe, self.stream = skeleton, plan, recipe, stream
         self.folder, self.done = folder, done
-        self.options: dict[str, list[Option]] = {}
+        self.options: dict[str, list[CostPoint]] = {}
         self.tokens = 0
         self.mask_BT: Tensor | None = None
         self.head_mask_BT: Tensor | None = None
         self.rows = slice(0)  # the windows that are going back through a layer right now
         folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, batch: Batch) -> dict[str, list[Option]]:
+    def run(self, batch: CalibrationSet) -> dict[str, list[CostPoint]]:
         """On the windows to fit."""
         inputs = batch.fitted()
         self.mask_BT, self.head_mask_BT = (
@@ -157,7 +157,7 @@ class Survey:
         rows = next(iter(inputs.values()))
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
         with torch.enable_grad():
-            final_BTD = self.stream.run(inputs, self._visit, [(0, batch.fit_rows, PARTS)])
+            final_BTD = self.stream.run(inputs, self._visit, [(0, batch.fit_rows, MAX_SHARDS)])
             whole_BTD = final_BTD.detach()
             if self.stream.ranks.count > 1:
                 whole_BTD = self.stream.complete(whole_BTD.contiguous().clone())
@@ -169,26 +169,26 @@ class Survey:
         # A detached copy to start from: the first layer's input needs a gradient, whatever made it.
         hidden = call.hidden_BTD
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
-        return _Layer.apply(self, call, spec, hidden, *leaves)
+        return _RecomputedLayer.apply(self, call, spec, hidden, *leaves)
 
     def going_there(self, call: LayerCall) -> Any:
         """A context around the way forward through one layer."""
         return nullcontext()
 
     def gathering(self, call: LayerCall) -> Any:
-        """A context around the way back through a layer, and `record()` behind it."""
-        return Gather(self, call)
+        """A context around the way back through a layer, and `note_datasets()` behind it."""
+        return GradientHooks(self, call)
 
     def _cotangent(self, final_BTD: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.recipe.seed)
-        if not (body := self.plan.body).head or not has_language_head(self.skeleton):
+        if not (body := self.plan.body).head or not has_lm_head(self.skeleton):
             noise = torch.randn(final_BTD.shape, generator=generator).to(final_BTD)
-            real_ND = real_rows(final_BTD, self.head_mask_BT)
+            real_ND = unpadded_rows(final_BTD, self.head_mask_BT)
             return self._unpadded(noise / real_ND.square().mean().sqrt().clamp_min(1e-30))
-        head = Head(self.skeleton, body.head, body.anatomy, self.stream.device)
-        flat_ND = real_rows(final_BTD, self.head_mask_BT)
+        head = ChunkedLMHead(self.skeleton, body.head, body.anatomy, self.stream.device)
+        flat_ND = unpadded_rows(final_BTD, self.head_mask_BT)
         grads, cut, energy = [], body.head in self.plan.cuts, torch.zeros(0)
-        for part in flat_ND.split(ROWS):
+        for part in flat_ND.split(ROWS_PER_PASS):
             hidden_ND = part.to(self.stream.device)
             grad_ND, total_N, label_N = head.cotangent(hidden_ND, generator)
             grads.append(grad_ND.to(final_BTD.device))
@@ -219,17 +219,17 @@ class Survey:
     def store(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
         """Options of every cut of a layer's linears, from their input's metric and output Gram matrix."""
         ranks, cuts = self.stream.ranks, [(cut, m) for path, m in metrics.items() for cut in self.plan.cuts[path]]
-        kept = {cut.name: self._kept(gram_of(cut, grams[cut.linear.path])) for cut, _ in cuts}
+        kept = {cut.name: self._kept(target_gram(cut, grams[cut.linear.path])) for cut, _ in cuts}
         if ranks.main:
-            saved = [Entry.of(name, gram) for name, gram in kept.items()] if self.recipe.curvature != "none" else []
+            saved = [TensorSource.of(name, gram) for name, gram in kept.items()] if self.recipe.curvature != "none" else []
             write_shard(self.folder / f"{unit}.safetensors", saved)
         found = {}
         for (cut, metric), owner in zip(cuts, ranks.shares([cut.numel for cut, _ in cuts])):
             if owner == ranks.index:
-                weight_OI = matrix_of(self.skeleton, cut, self.stream.device)
-                two_sided = Metric(metric.c_II, damped_gram(kept[cut.name]), metric.of_c)
+                weight_OI = target_weight(self.skeleton, cut, self.stream.device)
+                two_sided = Metric(metric.c_II, damp_output_gram(kept[cut.name]), metric.of_c)
                 with naming(cut.name):
-                    found[cut.name] = options_of(cut, weight_OI, two_sided)
+                    found[cut.name] = cost_points(cut, weight_OI, two_sided)
         for theirs in ranks.gather(found):
             self.options |= theirs
 
@@ -241,16 +241,16 @@ class Survey:
         return energies.mean().expand(len(gram)).clone()
 
 
-def options_of(cut: Cut, weight_OI: Tensor, metric: Metric) -> list[Option]:
+def cost_points(cut: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
     """What each number of stored numbers leaves as expected rise of the loss; its dense self included."""
-    found = [Option(cut.numel, 0.0)]
+    found = [CostPoint(cut.numel, 0.0)]
     for config in cut.configs:
         cls = STRUCTURES[config]
         resolved = cls.resolve(config, cut.out, cut.in_)
         for step, error in cls.ladder(weight_OI, resolved, metric):
             params = cls.params(step, cut.out, cut.in_)
             if params < cut.numel:
-                found.append(Option(params, error / 2))
+                found.append(CostPoint(params, error / 2))
     return found
 
 
@@ -261,16 +261,16 @@ def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
     return {name: read_tensor(info).to(device) for name, info in read_header(path).items()}
 
 
-def has_language_head(skeleton: Skeleton) -> bool:
+def has_lm_head(skeleton: MetaModel) -> bool:
     head = skeleton.model.get_output_embeddings() if hasattr(skeleton.model, "get_output_embeddings") else None
     return head is not None
 
 
-class _Layer(torch.autograd.Function):
+class _RecomputedLayer(torch.autograd.Function):
     """A layer as one autograd step, recomputed window by window on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, survey: Survey, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
+    def forward(ctx: Any, survey: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
         ctx.survey, ctx.call, ctx.spec = survey, call, spec
         # The stations' arguments carry no gradient but for hidden states of another stack.
         ctx.leaves = [
@@ -280,7 +280,7 @@ class _Layer(torch.autograd.Function):
         ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers), torch.bfloat16)
         phases = [(0, len(hidden), survey.going_there(call))]
         out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, survey.stream)
-        ctx.mark_non_differentiable(*(t for t in _tuple(out)[1:] if isinstance(t, Tensor)))
+        ctx.mark_non_differentiable(*(t for t in _as_tuple(out)[1:] if isinstance(t, Tensor)))
         return out if isinstance(out, Tensor) else tuple(out)
 
     @staticmethod
@@ -294,16 +294,16 @@ class _Layer(torch.autograd.Function):
             step = survey.stream.chunk_rows(ctx.hidden.shape[1])
             for turn in survey.stream.turns(0, len(ctx.hidden)):
                 for first, last in turn.spans(step):
-                    _back(ctx, first, last, grad_BTD, out_BTD, grads)
+                    _backward_rows(ctx, first, last, grad_BTD, out_BTD, grads)
                 gathered.fold(turn)
         gathered.record()
         survey.skeleton.empty(call.path)
-        trim()
+        trim_memory()
         survey.done()
         return (None, None, None, out_BTD, *grads)
 
 
-def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]) -> None:
+def _backward_rows(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]) -> None:
     call = ctx.call
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
     piece = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
@@ -311,7 +311,7 @@ def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, gr
     with torch.enable_grad():
         hidden, args, kwargs = piece.rows(first, last)
         hidden = hidden.float().requires_grad_(True)
-        out = _tuple(piece.forward(hidden, *args, **kwargs))[0]
+        out = _as_tuple(piece.forward(hidden, *args, **kwargs))[0]
         wanted = [i for i, leaf in enumerate(ctx.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         inputs = [hidden, *(ctx.leaves[i] for i in wanted)]
         found = torch.autograd.grad(out, inputs, grad_BTD[first:last].to(out.device), allow_unused=True)
@@ -322,5 +322,5 @@ def _back(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, gr
             grads[i] = grad if before is None else before + grad
 
 
-def _tuple(out: Any) -> tuple[Any, ...]:
+def _as_tuple(out: Any) -> tuple[Any, ...]:
     return (out,) if isinstance(out, Tensor) else tuple(out)

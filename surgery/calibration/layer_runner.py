@@ -21,26 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import refuse_unfit
-from surgery.calibration.partition import Rota, Segment, Turn
-from surgery.checkpoint.meta_model import Skeleton, place
-from surgery.checkpoint.safetensors_io import gather_rows
-from surgery.core.device import trim
-from surgery.core.distributed import Ranks
+from surgery.calibration.data import check_model_inputs
+from surgery.calibration.partition import RowPartition, Segment, Round
+from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
+from surgery.checkpoint.safetensors_io import read_rows
+from surgery.core.device import trim_memory
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
-def default_limit(device: torch.device) -> int:
+def default_buffer_limit(device: torch.device) -> int:
     """Two GiB of hidden states; on a GPU as much as a quarter of what is free there."""
     return max(2 << 30, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0)
 
 
-EVERYWHERE = 2**62
+NO_PERIOD = 2**62
 
 
-class Stop(Exception):
+class StopForward(Exception):
     """Leaves a forward once what was wanted has been seen."""
 
 
@@ -79,34 +79,34 @@ class LayerCall:
         return self.forward(hidden, *args, **kwargs)
 
 
-Visitor = Callable[[LayerCall], Any]
+LayerFn = Callable[[LayerCall], Any]
 
 
-class Stream:
+class LayerRunner:
     """inputs: the model's keyword arguments, batch first. Hidden states larger than `limit` bytes leave the GPU,
     and on the CPU go to a file under `scratch`, which the operating system can write out. Of rows shared by `ranks` a
     process runs its own; its buffers have room for all."""
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        skeleton: MetaModel,
         layers: tuple[str, ...],
         head: str,
         device: torch.device,
         limit: int | None = None,
         scratch: Path | None = None,
-        ranks: Ranks | None = None,
+        ranks: DistContext | None = None,
     ):
         self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
-        self.limit, self.scratch, self.ranks = limit or default_limit(device), scratch, ranks or Ranks()
-        self.rota, self.row = Rota(self.ranks, 1, (), 1), 0  # row: where the chunk begins that is run right now
+        self.limit, self.scratch, self.ranks = limit or default_buffer_limit(device), scratch, ranks or DistContext()
+        self.rota, self.row = RowPartition(self.ranks, 1, (), 1), 0  # row: where the chunk begins that is run right now
         self.hidden_bytes = self.moment_bytes = 0  # the most held at once
         self._buffers: list[Tensor] = []
         self.home = torch.device("cpu")
 
-    def alone(self) -> Stream:
+    def alone(self) -> LayerRunner:
         """One of this process alone, all rows its own."""
-        return Stream(self.skeleton, self.layers, self.head, self.device, self.limit, self.scratch)
+        return LayerRunner(self.skeleton, self.layers, self.head, self.device, self.limit, self.scratch)
 
     def chunk_rows(self, length: int) -> int:
         return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))
@@ -114,16 +114,16 @@ class Stream:
     def run(
         self,
         inputs: dict[str, Tensor],
-        visit: Visitor,
+        visit: LayerFn,
         segments: Sequence[Segment] = (),
-        period: int = EVERYWHERE,
+        period: int = NO_PERIOD,
     ) -> Tensor:
         """What reaches the head (or, without one, the model's first output), (B, T, D). segments, period: how rows
         are shared (surgery.calibration.partition); of those of others the result is meaningless until `complete`."""
-        refuse_unfit(inputs, self.skeleton.model)
+        check_model_inputs(inputs, self.skeleton.model)
         assert segments or self.ranks.count == 1
         rows = next(iter(inputs.values()))
-        self.rota = Rota(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
+        self.rota = RowPartition(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
         self.home = self._home(inputs)
         restore = self._prepare(inputs)
         try:
@@ -131,7 +131,7 @@ class Stream:
                 restore.append(self._station(path, visit))
             caught: list[Tensor] = []
             if self.head:
-                restore.append(catch_input(self.skeleton.module(self.head), caught))
+                restore.append(capture_input(self.skeleton.module(self.head), caught))
             out = self._call({k: v.to(self.home) for k, v in inputs.items()})
             return caught[-1] if caught else out[0]
         finally:
@@ -145,7 +145,7 @@ class Stream:
             self.ranks.passed_(x_BTD[first:last], owner)
         return x_BTD
 
-    def turns(self, first: int, last: int) -> list[Turn]:
+    def turns(self, first: int, last: int) -> list[Round]:
         return self.rota.turns(first, last)
 
     def _call(self, inputs: dict[str, Tensor]) -> Any:
@@ -192,7 +192,7 @@ class Stream:
         ]
         rows = torch.unique(torch.cat([rows, torch.tensor(extra)]))
         rows = rows[(rows >= 0) & (rows < info.shape[0])]
-        place(module, "weight", gather_rows(info, rows).float().to(self.home))
+        set_module_tensor(module, "weight", read_rows(info, rows).float().to(self.home))
         rows, padding, module.padding_idx = rows.to(self.home), module.padding_idx, None
 
         def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -208,11 +208,11 @@ class Stream:
         def undo() -> None:
             handle.remove()
             module.padding_idx = padding
-            place(module, "weight", torch.empty(info.shape, device="meta"))
+            set_module_tensor(module, "weight", torch.empty(info.shape, device="meta"))
 
         return undo
 
-    def _station(self, path: str, visit: Visitor) -> Callable[[], None]:
+    def _station(self, path: str, visit: LayerFn) -> Callable[[], None]:
         layer = self.skeleton.module(path)
         forward = layer.forward
 
@@ -224,7 +224,7 @@ class Stream:
                 return visit(call)
             finally:
                 self.skeleton.empty(path)
-                trim()
+                trim_memory()
 
         layer.forward = station  # of this instance only
         return lambda: layer.__dict__.pop("forward", None)
@@ -249,12 +249,12 @@ class Stream:
             return hidden_BTD.to(self.home, dtype, copy=True)
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
         with file:  # unlinked at the end: the mapping keeps it, and a kill leaves nothing behind
-            _reserve(file.fileno(), size)
+            _allocate_file(file.fileno(), size)
             flat = torch.from_file(file.name, shared=True, size=hidden_BTD.numel(), dtype=dtype)
         return flat.view(hidden_BTD.shape).copy_(hidden_BTD)
 
 
-def _reserve(descriptor: int, size: int) -> None:
+def _allocate_file(descriptor: int, size: int) -> None:
     """Every byte, now: where the disk is full when a mapped page is written, the system kills the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
@@ -262,7 +262,7 @@ def _reserve(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
+def capture_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
     """Give `module` a forward that keeps its input and returns a sliver of it."""
 
     def forward(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -276,11 +276,11 @@ def catch_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]:
 Phase = tuple[int, int, AbstractContextManager[Any]]
 
 
-def run_phases(call: LayerCall, phases: list[Phase], stream: Stream) -> Any:
+def run_phases(call: LayerCall, phases: list[Phase], stream: LayerRunner) -> Any:
     """Run rows first:last of each phase through the layer, in steps, inside the phase's context, writing over
     their hidden states; what the context gives is called after each turn (surgery.calibration.partition). The layer's output, whole,
     in the shape it gave it; tensors besides the hidden states are joined along the batch where they have one."""
-    step, found = stream.chunk_rows(call.hidden_BTD.shape[1]), Outputs(len(call.hidden_BTD))
+    step, found = stream.chunk_rows(call.hidden_BTD.shape[1]), LayerOutputs(len(call.hidden_BTD))
     for first, last, context in phases:
         with context as after:
             for turn in stream.turns(first, last):
@@ -295,7 +295,7 @@ def run_phases(call: LayerCall, phases: list[Phase], stream: Stream) -> Any:
     return found.joined(call.hidden_BTD)
 
 
-class Outputs:
+class LayerOutputs:
     """What a layer gives besides hidden states, chunk by chunk of `batch` rows; nothing, where it gives a tensor."""
 
     def __init__(self, batch: int):

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from surgery.architectures import Anatomy
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.safetensors_io import gather_rows, read_tensor
+from surgery.architectures import Architecture
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.safetensors_io import read_rows, read_tensor
 
-LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits, and of the head, held at a time, in a few copies
-ROWS = 8192  # hidden states for which the head is read from the file once
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}  # numbers of logits, and of the head, held at a time, in a few copies
+ROWS_PER_PASS = 8192  # hidden states for which the head is read from the file once
 
 
-class Head:
+class ChunkedLMHead:
     """logits = softcap(W h + b), W (V, D) read from the file in slices of rows."""
 
-    def __init__(self, skeleton: Skeleton, path: str, anatomy: Anatomy | None, device: torch.device):
+    def __init__(self, skeleton: MetaModel, path: str, anatomy: Architecture | None, device: torch.device):
         self.weight = skeleton.info(f"{path}.weight")
         self.device = device
         self.bias = None
@@ -30,7 +30,7 @@ class Head:
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         vocabulary, width = self.weight.shape
-        step = max(256, LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
+        step = max(256, MAX_LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
             last = min(first + step, vocabulary)
             weight = read_tensor(self.weight.rows(first, last), torch.float32, device=self.device)
@@ -44,7 +44,7 @@ class Head:
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
         """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
         out = []
-        rows = ROWS if linear is None else max(1, LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
+        rows = ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
         for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
             out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
         return torch.cat(out)
@@ -84,7 +84,7 @@ class Head:
             higher_N = torch.maximum(top_N, logits_NV.amax(-1))
             shrink_N = (top_N - higher_N).exp()
             weight_NV = logits_NV.sub_(higher_N[:, None]).exp_()
-            drawn_N, share_N, part_N = draw(weight_NV, mass_N * shrink_N, generator)
+            drawn_N, share_N, part_N = sample_labels(weight_NV, mass_N * shrink_N, generator)
             taken_N = torch.rand(rows, generator=generator).to(self.device) < share_N
             label_N = torch.where(taken_N, first + drawn_N, label_N)
             ones = torch.ones_like(slope_N)
@@ -100,7 +100,7 @@ class Head:
     def rows(self, label_N: Tensor) -> Tensor:
         """Rows of W, (N, D)."""
         unique, place = torch.unique(label_N.cpu(), return_inverse=True)
-        return gather_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
+        return read_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
 
     @torch.no_grad()
     def energies(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Head:
         return energy_V
 
 
-def draw(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def sample_labels(weight_NV: Tensor, before_N: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """(an index drawn by weight in each row, the row's share of all mass so far, its mass)."""
     reached_NV = weight_NV.cumsum(-1)
     mass_N = reached_NV[:, -1]

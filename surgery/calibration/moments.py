@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.partition import Turn
-from surgery.checkpoint.safetensors_io import finite
-from surgery.core.distributed import Ranks
+from surgery.calibration.partition import Round
+from surgery.checkpoint.safetensors_io import is_finite
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.structures import Metric
-from surgery.structures.metric import add_moment_, inner
+from surgery.structures.metric import add_moment_, inner_product
 
 
 def encoding_of(start: bytes) -> str | None:
@@ -65,7 +65,7 @@ def decoded(path: Path) -> tuple[str, str | None]:
 
 # -- moments ---------------------------------------------------------------------------------------
 @dataclass
-class Target:
+class OutputMoments:
     """What is kept of one output: K itself (O, I); or nothing, where the output is just W x0 and O is
     large, so that E[x0 x^T] (I, I), shared by every matrix that reads x0, says as much."""
 
@@ -79,7 +79,7 @@ class Target:
         return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
 
 
-class Moments:
+class InputMoments:
     """Means over rows for the matrices that read one input; weights: name -> (W, whether the residual stream's
     gap is added to its output). Rows are `add`ed, `means` ends that: sums become means where they lie."""
 
@@ -87,7 +87,7 @@ class Moments:
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
         self.known: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
-        self.targets = {name: Target(w, residual) for name, (w, residual) in weights.items()}
+        self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
         shared = any(t.shares for t in self.targets.values())
         self.cross_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x^T]
@@ -113,10 +113,10 @@ class Moments:
             y_NO = x0_NI @ target.weight_OI.mT
             if target.residual and gap_NO is not None:
                 y_NO += gap_NO
-            target.energy += inner(y_NO, y_NO)
+            target.energy += inner_product(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
-    def fold(self, part: Moments, turn: Turn, ranks: Ranks, first: bool) -> None:
+    def fold(self, part: InputMoments, turn: Round, ranks: DistContext, first: bool) -> None:
         """+= the parts of a turn, in order; with others, each process adds some of the rows."""
         for mine, other in zip(self.held(), part.held()):
             ranks.fold_(mine, other, turn.holders, first)
@@ -127,11 +127,11 @@ class Moments:
             for name, energy in found.items():
                 self.targets[name].energy += energy
 
-    def means(self) -> Moments:
+    def means(self) -> InputMoments:
         assert self.summing
         for total in self.held():
             total /= self.count
-            if not finite(total):
+            if not is_finite(total):
                 raise SurgeryError(
                     f"calibration: what reaches {', '.join(self.targets)} holds NaN or Inf, or overflows float32 when it is "
                     "squared; the original model computes no usable numbers on this text: check the checkpoint"
@@ -162,13 +162,13 @@ class Moments:
         return [t for t in held if t is not None]
 
 
-ROWS = 1024  # of a matrix, judged at a time
+ERROR_ROWS = 1024  # of a matrix, judged at a time
 
 
-class Check:
+class HeldOutError:
     """Judgement of one matrix by moments: how far B x is from y*, on the rows they were gathered from."""
 
-    def __init__(self, moments: Moments, name: str, g_OO: Tensor | None):
+    def __init__(self, moments: InputMoments, name: str, g_OO: Tensor | None):
         assert not moments.summing
         self.c_II, self.k_OI = moments.c_II, moments.cross(name)
         self.g_OO = g_OO
@@ -178,8 +178,8 @@ class Check:
         """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
         sqrt(E|y* - B x|^2 / E|y*|^2). A few rows of B C - 2 K at a time: all of them are as large as B."""
         plain = loss = 0.0
-        for first in range(0, len(b_OI), ROWS):
-            rows = slice(first, first + ROWS)
+        for first in range(0, len(b_OI), ERROR_ROWS):
+            rows = slice(first, first + ERROR_ROWS)
             change_RI = torch.addmm(self.k_OI[rows], b_OI[rows], self.c_II, beta=-2)
             each_R = torch.linalg.vecdot(change_RI, b_OI[rows])
             plain += float(each_R.sum(dtype=torch.float64))

@@ -10,23 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from surgery.core.distributed import Ranks
+from surgery.core.distributed import DistContext
 
-PARTS = 7  # of the windows to fit: those held out, an eighth of all as recipes come, are one more
-TOKENS = 2048  # in a part, at the least
+MAX_SHARDS = 7  # of the windows to fit: those held out, an eighth of all as recipes come, are one more
+MIN_SHARD_TOKENS = 2048  # in a part, at the least
 
 Segment = tuple[int, int, int]  # rows first:last, in at most so many parts
 
 
 @dataclass(frozen=True)
-class Part:
+class RowShard:
     first: int
     last: int
     owner: int
 
 
 @dataclass(frozen=True)
-class Turn:
+class Round:
     """Parts, one after the other, of which no process has two. holders: whose they are, in order; own: the rows of this
     process's, an empty range where it has none."""
 
@@ -34,34 +34,34 @@ class Turn:
     own: range
 
     def spans(self, step: int) -> Iterator[tuple[int, int]]:
-        return spans(self.own.start, self.own.stop, step)
+        return row_chunks(self.own.start, self.own.stop, step)
 
 
-class Rota:
+class RowPartition:
     """Rows in segments, each cut into parts; after `period` rows the same begins again. Without segments the process is
     alone, and whatever is asked for is one part."""
 
-    def __init__(self, ranks: Ranks, tokens: int, segments: Sequence[Segment], period: int):
-        self.ranks, self.period, self.parts = ranks, period, list[Part]()
+    def __init__(self, ranks: DistContext, tokens: int, segments: Sequence[Segment], period: int):
+        self.ranks, self.period, self.parts = ranks, period, list[RowShard]()
         for first, last, most in segments:
-            count = max(1, min(most, last - first, (last - first) * tokens // TOKENS))
+            count = max(1, min(most, last - first, (last - first) * tokens // MIN_SHARD_TOKENS))
             edges = [first + (last - first) * i // count for i in range(count + 1)]
             for start, stop in pairwise(edges):
-                self.parts.append(Part(start, stop, len(self.parts) % ranks.count))
+                self.parts.append(RowShard(start, stop, len(self.parts) % ranks.count))
 
-    def turns(self, first: int, last: int) -> list[Turn]:
+    def turns(self, first: int, last: int) -> list[Round]:
         """Of a segment, or of the same rows a period or more further on."""
         if not self.parts:
-            return [Turn((0,), range(first, last))]
+            return [Round((0,), range(first, last))]
         past = first // self.period * self.period
         parts = [part for part in self.parts if first - past <= part.first < last - past]
         assert parts and (parts[0].first, parts[-1].last) == (first - past, last - past)
         count = self.ranks.count
         return [self._turn(parts[i : i + count], past) for i in range(0, len(parts), count)]
 
-    def _turn(self, parts: list[Part], past: int) -> Turn:
+    def _turn(self, parts: list[RowShard], past: int) -> Round:
         own = [range(p.first + past, p.last + past) for p in parts if p.owner == self.ranks.index]
-        return Turn(tuple(part.owner for part in parts), own[0] if own else range(0))
+        return Round(tuple(part.owner for part in parts), own[0] if own else range(0))
 
     def owned(self, rows: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, owner) of all rows."""
@@ -69,5 +69,5 @@ class Rota:
             yield from ((part.first + past, part.last + past, part.owner) for part in self.parts)
 
 
-def spans(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+def row_chunks(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, last)) for start in range(first, last, step))

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
-from surgery.checkpoint.source import Source
+from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import class_named, missing_and_unexpected, parameter_names, refuse_unlike
 from surgery.core.errors import SurgeryError
 
 
-class Skeleton:
+class MetaModel:
     """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file; unused: tensors
     that the model's class does not know."""
 
-    def __init__(self, source: Source, trust_remote_code: bool = False):
+    def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
         self.source, self.trust_remote_code = source, trust_remote_code
-        self.config = _config(source, trust_remote_code)
-        self.model = _on_meta(self.config, source, trust_remote_code)
+        self.config = _load_config(source, trust_remote_code)
+        self.model = _build_on_meta(self.config, source, trust_remote_code)
         self.keys = _parameter_keys(self.model, source)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing, unexpected = missing_and_unexpected(self.model, self.keys)
@@ -68,7 +68,7 @@ class Skeleton:
             if not tensor.is_meta and self.source.tensors[self.keys[full]].dtype not in ("F32", "F16", "BF16", "F64"):
                 continue
             info = self.info(full)
-            place(module, name, read_tensor(info, torch.float32, device=device))
+            set_module_tensor(module, name, read_tensor(info, torch.float32, device=device))
             total += info.nbytes
         return total
 
@@ -76,21 +76,21 @@ class Skeleton:
         """Back to meta."""
         module = self.module(path)
         for name, tensor in list(module.named_parameters()):
-            place(module, name, torch.empty_like(tensor, device="meta"))
+            set_module_tensor(module, name, torch.empty_like(tensor, device="meta"))
 
 
-def unconverted(source: Source) -> Any:
+def build_unconverted_model(source: CheckpointSource) -> Any:
     """The model that a converted checkpoint was made of, on meta, without its tensors."""
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
-    return bare_model(Source(source.name, source.folder, config, {}))
+    return bare_model(CheckpointSource(source.name, source.folder, config, {}))
 
 
-def bare_model(source: Source, trust_remote_code: bool = False) -> Any:
+def bare_model(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """The model of a config on meta; no tensors are looked at."""
-    return _on_meta(_config(source, trust_remote_code), source, trust_remote_code)
+    return _build_on_meta(_load_config(source, trust_remote_code), source, trust_remote_code)
 
 
-def place(module: nn.Module, name: str, tensor: Tensor) -> None:
+def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Put `tensor` where parameter or buffer `name` is; frozen."""
     *parents, leaf = name.split(".")
     for parent in parents:
@@ -101,7 +101,7 @@ def place(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def _config(source: Source, trust_remote_code: bool) -> Any:
+def _load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -125,7 +125,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     return transformers.AutoModel
 
 
-def _on_meta(config: Any, source: Source, trust_remote_code: bool) -> Any:
+def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: bool) -> Any:
     """Parameters on meta, buffers (rotary tables) computed; nothing the size of a weight is touched."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -146,5 +146,5 @@ def _on_meta(config: Any, source: Source, trust_remote_code: bool) -> Any:
     return model
 
 
-def _parameter_keys(model: Any, source: Source) -> dict[str, str]:
+def _parameter_keys(model: Any, source: CheckpointSource) -> dict[str, str]:
     return parameter_names(model, source.tensors, source.name)

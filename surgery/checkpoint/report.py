@@ -14,26 +14,26 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured
 Text = Annotated[str, Field(max_length=10_000)]
 
 
-class _Said(BaseModel):
+class _ReportModel(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Origin(_Said):
+class SourceReport(_ReportModel):
     name: Text
     revision: Text | None = None
 
 
-class Structure(_Said):
+class StructureReport(_ReportModel):
     structure: Text
     rank: Count | Text | None = None
     blocks: list[Count] | Text | None = None
-    parts: dict[str, Structure] | None = None
+    parts: dict[str, StructureReport] | None = None
 
 
-class Module(_Said):
+class ModuleReport(_ReportModel):
     name: Text
     roles: list[Text]
-    structure: Structure
+    structure: StructureReport
     shape: Annotated[list[Annotated[Count, Field(ge=1)]], Field(min_length=2, max_length=2)] = [1, 1]
     error: Number
     start: Number = None
@@ -44,31 +44,31 @@ class Module(_Said):
     macs_after: Count
 
 
-class Mixer(_Said):
+class MixerReport(_ReportModel):
     name: Text
     errors: dict[str, Annotated[float, Field(ge=0, le=1e30)]] = {}
 
 
-class Tried(_Said):
+class TrialReport(_ReportModel):
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
     unit: Text = ""
 
 
-class Allocation(_Said):
+class AllocationReport(_ReportModel):
     kept: Text | None = None
     why: Text | None = None
-    uniform: Tried | None = None
-    spread: Tried | None = None
+    uniform: TrialReport | None = None
+    spread: TrialReport | None = None
 
 
-class Hybrid(_Said):
+class HybridReport(_ReportModel):
     softmax: list[Text]
     kept: Text
-    sensitivity: Tried
-    every: Tried
+    sensitivity: TrialReport
+    every: TrialReport
 
 
-class Held(_Said):
+class HeldOutReport(_ReportModel):
     unit: Text
     tokens: Count = 0
     original: Annotated[float, Field(ge=-1e30, le=1e30)]
@@ -76,7 +76,7 @@ class Held(_Said):
     difference_se: Number
 
 
-class Totals(_Said):
+class TotalsReport(_ReportModel):
     params_before: Count
     params_after: Count
     bytes_before: Count
@@ -88,55 +88,55 @@ class Totals(_Said):
     kept: Annotated[float, Field(ge=0, le=1e30)]
 
 
-class Calibration(_Said):
+class CalibrationReport(_ReportModel):
     tokens: Count
 
 
-class Time(_Said):
+class TimeReport(_ReportModel):
     seconds: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     layers: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     device: Text = ""
 
 
-class Memory(_Said):
+class MemoryReport(_ReportModel):
     peak_rss: Count | None
 
 
-class Stage(_Said):
+class StageReport(_ReportModel):
     kind: Text
     tokens: Count
 
 
-class Score(_Said):
+class PerplexityReport(_ReportModel):
     perplexity: Number
 
 
-class Healing(_Said):
-    stages: list[Stage] = []
-    validation: dict[str, Score | None] = {}
+class TrainingReport(_ReportModel):
+    stages: list[StageReport] = []
+    validation: dict[str, PerplexityReport | None] = {}
 
 
-class Report(_Said):
+class Report(_ReportModel):
     surgery: Text
     versions: dict[str, Text] = {}
-    source: Origin
+    source: SourceReport
     model_type: Text | None = None
     recipe: dict[str, Any]
     seed: int
     notes: list[Text] = []
-    calibration: Calibration | None
-    allocation: Allocation
-    held_out: Held | None
-    totals: Totals
-    modules: list[Module]
-    mixers: list[Mixer] = []
-    hybrid: Hybrid | None = None
-    time: Time
-    memory: Memory
-    training: list[Healing] = []
+    calibration: CalibrationReport | None
+    allocation: AllocationReport
+    held_out: HeldOutReport | None
+    totals: TotalsReport
+    modules: list[ModuleReport]
+    mixers: list[MixerReport] = []
+    hybrid: HybridReport | None = None
+    time: TimeReport
+    memory: MemoryReport
+    training: list[TrainingReport] = []
 
 
-def refuse_no_report(data: Any, where: str) -> None:
+def validate_report(data: Any, where: str) -> None:
     """SurgeryError, with the places, where it is not as surgery writes it."""
     try:
         report = Report.model_validate(data)

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.source import Source
-from surgery.checkpoint.writer import assemble, copy_companions
+from surgery.checkpoint.source import CheckpointSource
+from surgery.checkpoint.writer import write_checkpoint, copy_companions
 from surgery.core.errors import SurgeryError
-from surgery.core.files import disk_errors, locked, partial_of, write_json
-from surgery.core.journal import NAME, Journal
+from surgery.core.files import explain_disk_errors, acquire_lock, partial_path, write_json
+from surgery.core.journal import JOURNAL_NAME, Journal
 
-REWRITE, WHAT = "rewrite", "command"
+REWRITE_KEY, LOCK_LABEL = "rewrite", "command"
 
 
-def rewrite(
-    source: Source,
+def rewrite_checkpoint(
+    source: CheckpointSource,
     out: Path,
     pieces: Callable[[Path], list[Path]],
     config: dict[str, Any],
@@ -26,14 +26,14 @@ def rewrite(
 ) -> None:
     """pieces(folder): writes all tensors into files there, in order; beside: files of the source that are copied as they
     are, where it has them."""
-    partial = partial_of(out)
-    with disk_errors(out):
-        _remove_left(partial)
-        with Journal(partial, {REWRITE: source.fingerprint()}, resume=False, what=WHAT) as journal:
+    partial = partial_path(out)
+    with explain_disk_errors(out):
+        _remove_leftovers(partial)
+        with Journal(partial, {REWRITE_KEY: source.fingerprint()}, resume=False, what=LOCK_LABEL) as journal:
             try:
                 (partial / "pieces").mkdir()
                 written = pieces(partial / "pieces")
-                assemble(partial, written, journal, {name for piece in written for name in read_header(piece)})
+                write_checkpoint(partial, written, journal, {name for piece in written for name in read_header(piece)})
                 copy_companions(source, partial)
                 for name in beside:
                     if (source.folder / name).is_file():
@@ -46,14 +46,14 @@ def rewrite(
                 raise
 
 
-def _remove_left(partial: Path) -> None:
+def _remove_leftovers(partial: Path) -> None:
     """What one of these left that was killed; the work of a conversion or a healing is not ours to remove."""
     if not partial.exists():
         return
-    lock = locked(partial, WHAT)
+    lock = acquire_lock(partial, LOCK_LABEL)
     try:
-        lines = (partial / NAME).read_bytes().splitlines() if (partial / NAME).is_file() else []
-        if lines and f'"{REWRITE}"'.encode() not in lines[0]:
+        lines = (partial / JOURNAL_NAME).read_bytes().splitlines() if (partial / JOURNAL_NAME).is_file() else []
+        if lines and f'"{REWRITE_KEY}"'.encode() not in lines[0]:
             raise SurgeryError(
                 f"{partial} holds work that was interrupted, of surgery convert or finetune; go on with it by --resume, "
                 "remove that folder, or choose another --out"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import parsed, whole
+from surgery.core.files import parse_json, atomic_write
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -36,11 +36,11 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-FLOATS = ("F64", "F32", "F16", "BF16")
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_AXES = 64
-MAX_HEADER = 100_000_000  # the safetensors limit
-CHUNK = 2**24
+MAX_HEADER_BYTES = 100_000_000  # the safetensors limit
+CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER):
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise lie(f"its header claims {length:,} bytes, the file has {size:,}")
-            header = parsed(file.read(length).decode("utf-8"), object_pairs_hook=_once)
+            header = parse_json(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        info = _entry(name, entry, path, 8 + length)
+        info = _parse_tensor_entry(name, entry, path, 8 + length)
         if info is None:
             raise lie(f"the entry of tensor {name!r} is not understood")
         if info.stop > size:
@@ -103,11 +103,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if width is not None and info.numel * width != info.nbytes:
             raise lie(f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes")
         tensors[name] = info
-    _refuse_overlap(tensors, lie)
+    _check_overlap(tensors, lie)
     return tensors
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Readers differ in which of two entries of one name they believe."""
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -115,7 +115,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(name: Any, entry: Any, path: Path, base: int) -> TensorInfo | None:
+def _parse_tensor_entry(name: Any, entry: Any, path: Path, base: int) -> TensorInfo | None:
     try:
         shape = tuple(entry["shape"])
         start, stop = entry["data_offsets"]
@@ -129,7 +129,7 @@ def _entry(name: Any, entry: Any, path: Path, base: int) -> TensorInfo | None:
         return None
 
 
-def _refuse_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
+def _check_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
     end, before = 0, ""
     for info in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if info.start < end and info.nbytes:
@@ -139,11 +139,11 @@ def _refuse_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
 
 def read_into(tensor: Tensor, info: TensorInfo) -> None:
     """Fill a tensor of the stored dtype and shape."""
-    view, got = _bytes(tensor), 0
+    view, got = _as_bytes(tensor), 0
     with source_errors(info.file), open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
         while got < info.nbytes:
-            count = file.readinto(view[got : got + CHUNK])
+            count = file.readinto(view[got : got + CHUNK_BYTES])
             if not count:
                 raise SurgeryError(f"{info.file} ended inside tensor {info.name!r}; fetch the file again")
             got += count
@@ -175,7 +175,7 @@ def read_tensor(
     if info.numel:
         read_into(tensor, info)
     tensor = tensor if device is None else tensor.to(device)
-    if check and info.dtype in FLOATS and not finite(tensor):
+    if check and info.dtype in FLOAT_DTYPES and not is_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise SurgeryError(
             f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} numbers; "
@@ -184,13 +184,13 @@ def read_tensor(
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """No NaN, no Inf: a sum is finite unless one is there (or it overflows: then look closer)."""
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
-def gather_rows(info: TensorInfo, rows: Tensor) -> Tensor:
+def read_rows(info: TensorInfo, rows: Tensor) -> Tensor:
     """Chosen rows of a 2-D tensor, reading neighbours together; rows ascending."""
     wanted = rows.tolist()
     parts, first = [], 0
@@ -203,7 +203,7 @@ def gather_rows(info: TensorInfo, rows: Tensor) -> Tensor:
 
 # -- writing ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Entry:
+class TensorSource:
     """A tensor to be written: held in memory, or still in its source file."""
 
     name: str
@@ -214,37 +214,37 @@ class Entry:
     source: TensorInfo | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Entry:
+    def of(cls, name: str, tensor: Tensor) -> TensorSource:
         tensor = tensor.detach().cpu().contiguous()
-        return cls(name, NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
+        return cls(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
 
     @classmethod
-    def copy(cls, name: str, source: TensorInfo) -> Entry:
+    def copy(cls, name: str, source: TensorInfo) -> TensorSource:
         return cls(name, source.dtype, source.shape, source.nbytes, source=source)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         if self.tensor is not None:
             if self.nbytes:
-                yield _bytes(self.tensor)
+                yield _as_bytes(self.tensor)
             return
         assert self.source is not None
         # Whole numbers a chunk, so that each can be checked for NaN on the way.
-        for start in range(self.source.start, self.source.stop, CHUNK):
-            stop = min(start + CHUNK, self.source.stop)
+        for start in range(self.source.start, self.source.stop, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, self.source.stop)
             width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1
             dtype = self.dtype if self.dtype in DTYPES else "U8"
             piece = TensorInfo(self.name, self.source.file, dtype, ((stop - start) // width,), start, stop)
             tensor = read_tensor(piece)
-            yield _bytes(tensor)
+            yield _as_bytes(tensor)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _as_bytes(tensor: Tensor) -> memoryview:
     """Its memory, without a copy."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def write_shard(path: Path, entries: Iterable[Entry]) -> str:
+def write_shard(path: Path, entries: Iterable[TensorSource]) -> str:
     """Write beside, flush to disk, then rename: the file is whole or absent. Returns the file's SHA-256 as hex digits."""
     ordered = sorted(entries, key=lambda e: e.name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -256,7 +256,7 @@ def write_shard(path: Path, entries: Iterable[Entry]) -> str:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with whole(path) as file:
+    with atomic_write(path) as file:
         for chunk in chain([len(text).to_bytes(8, "little") + text], *(entry.chunks() for entry in ordered)):
             digest.update(chunk)
             file.write(chunk)
@@ -268,7 +268,7 @@ def file_digest(path: Path) -> str | None:
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while block := file.read(CHUNK):
+            while block := file.read(CHUNK_BYTES):
                 digest.update(block)
     except OSError:
         return None

@@ -12,30 +12,30 @@ from typing import Any
 
 from surgery.checkpoint.companions import COPIED, SMALL, in_folder, in_subfolders
 from surgery.checkpoint.remote_code import CONFIGS, named_code, refuse_code, refuse_named_elsewhere
-from surgery.checkpoint.safetensors_io import DTYPES, FLOATS, TensorInfo, read_header, source_errors
-from surgery.checkpoint.table import SHIM
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, read_header, source_errors
+from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors$")
-PICKLED = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLE_ADVICE = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
-MOST = (
+CONFIG_LIMITS = (
     (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
     (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
 )
 MAX_DEPTH = 50
 WRITTEN = ("surgery_report.json", "training_log.json", "trainer_state.json")  # about a model, and not read with it
-NOT_COPIED = ("config.json", INDEX, "surgery_report.json", SHIM)
+EXCLUDED_COMPANIONS = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", SHIM_NAME)
 
 
 @dataclass(frozen=True)
-class Source:
-    """`name` as the user gave it; `folder` where its files are; `revision` for a Hub id."""
+class CheckpointSource:
+    """`name` as the user gave it; `pretrain_folder` where its files are; `revision` for a Hub id."""
 
     name: str
     folder: Path
@@ -66,7 +66,7 @@ class Source:
         """Files to copy beside the converted weights, relative to the folder."""
         code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
         weights = {info.file for info in self.tensors.values()}
-        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in NOT_COPIED]
+        files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in EXCLUDED_COMPANIONS]
         return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
 
     @property
@@ -74,20 +74,20 @@ class Source:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-def open_source(
+def open_checkpoint(
     name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
-) -> Source:
+) -> CheckpointSource:
     """`weights=False` fetches only config and headers of a Hub id (for `plan`).
 
     Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
     already converted, remote code without leave.
     """
-    name, folder, commit = _found(name, weights, revision)
+    name, folder, commit = _locate(name, weights, revision)
     config = read_config(folder, name)
-    _refuse_quantised(config, name)
+    _check_not_quantized(config, name)
     refuse_code(folder, name, config, trust_remote_code)
-    tensors = _headers(folder, name) if commit is None or weights else _remote_headers(name, commit)
-    return Source(name, folder, config, tensors, commit)
+    tensors = _read_headers(folder, name) if commit is None or weights else _read_remote_headers(name, commit)
+    return CheckpointSource(name, folder, config, tensors, commit)
 
 
 def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
@@ -95,39 +95,39 @@ def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> No
     if (folder / ADAPTER_CONFIG).is_file():
         raise SurgeryError(
             f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the weights in "
-            f"this folder. {_instead(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are meant"
+            f"this folder. {_suggest_folder(folder).capitalize()}; or remove {ADAPTER_CONFIG} if the weights here are meant"
         )
     if config.get("transformers_weights") is not None:
         raise SurgeryError(
             f"{name}: config.json names its weights by transformers_weights ({str(config['transformers_weights'])[:100]!r}); "
-            f"surgery reads {SINGLE} or {INDEX} only. Rename the file to {SINGLE}, then remove transformers_weights"
+            f"surgery reads {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} only. Rename the file to {SAFE_WEIGHTS_NAME}, then remove transformers_weights"
         )
     if distributed := sorted(path.name for path in folder.glob("shard-*.safetensors") if DISTRIBUTED.match(path.name)):
         raise SurgeryError(
             f"{name} holds {distributed[0]}, of a distributed checkpoint of torch, which transformers would load in place "
-            f"of {SINGLE}. Remove such files, or load the model and save_pretrained to a new folder"
+            f"of {SAFE_WEIGHTS_NAME}. Remove such files, or load the model and save_pretrained to a new folder"
         )
 
 
-def open_converted(name: str, revision: str | None = None) -> Source:
+def open_converted_checkpoint(name: str, revision: str | None = None) -> CheckpointSource:
     """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
-    name, folder, commit = _found(name, True, revision)
-    return Source(name, folder, read_config(folder, name), _headers(folder, name), commit)
+    name, folder, commit = _locate(name, True, revision)
+    return CheckpointSource(name, folder, read_config(folder, name), _read_headers(folder, name), commit)
 
 
-def _found(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
+def _locate(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
     """(name, folder, commit); the name without the revision it may end in."""
     if Path(name).exists():
         if revision is not None:
             raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
         return name, Path(name), None
-    bare, pinned = pinned_name(name)
+    bare, pinned = split_revision(name)
     if pinned and revision is not None:
         raise SurgeryError(f"{name} names a revision, and --revision {revision} another; give one of them")
     return bare, *_download(bare, weights, revision or pinned)
 
 
-def pinned_name(name: str) -> tuple[str, str | None]:
+def split_revision(name: str) -> tuple[str, str | None]:
     """(id, revision) of org/name@revision; the name of something here as it is."""
     bare, _, pinned = (name, "", "") if Path(name).exists() else name.partition("@")
     return bare, pinned or None
@@ -139,19 +139,19 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SurgeryError(
             f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it"
         )
-    _refuse_links_out(folder)
+    _check_links(folder)
     if not path.is_file():
-        raise SurgeryError(f"{name} has no config.json; {_instead(folder)}")
+        raise SurgeryError(f"{name} has no config.json; {_suggest_folder(folder)}")
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
-    _refuse_enormous(config, path)
+    _check_config_sizes(config, path)
     refuse_named_elsewhere(config, path)
     _refuse_other_weights(folder, config, name)
     return config
 
 
-def _instead(folder: Path) -> str:
+def _suggest_folder(folder: Path) -> str:
     """What to give in place of a folder that is no checkpoint, by what lies in it."""
     if (folder / "adapter_config.json").is_file():
         told = read_json(folder / "adapter_config.json")
@@ -168,9 +168,9 @@ def _instead(folder: Path) -> str:
     return "give the folder of a Hugging Face checkpoint, or a Hub id"
 
 
-def _refuse_links_out(folder: Path) -> None:
+def _check_links(folder: Path) -> None:
     """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
-    home, wanted = folder.resolve(), ("config.json", INDEX, "*.safetensors", "*.py", *COPIED)
+    home, wanted = folder.resolve(), ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     below = [folder / path for path in in_subfolders(folder).files]
     for path in (*(p for p in folder.iterdir() if any(p.match(pattern) for pattern in wanted)), *below):
@@ -182,7 +182,7 @@ def _refuse_links_out(folder: Path) -> None:
             )
 
 
-def _refuse_enormous(config: dict[str, Any], path: Path) -> None:
+def _check_config_sizes(config: dict[str, Any], path: Path) -> None:
     """Before anything is built to a config's sizes."""
     found: list[tuple[str, Any, int]] = [("", config, 0)]
     while found:
@@ -194,12 +194,12 @@ def _refuse_enormous(config: dict[str, Any], path: Path) -> None:
         elif isinstance(value, list):
             found += [(key, v, depth + 1) for v in value]
         elif isinstance(value, (int, float)):
-            limit = next((most for words, most in MOST if any(word in key for word in words)), None)
+            limit = next((most for words, most in CONFIG_LIMITS if any(word in key for word in words)), None)
             if limit is not None and not abs(value) <= limit:
                 raise SurgeryError(f"{path}: {key} is {value:.3g}, over {limit:,}; no model is that large")
 
 
-def _refuse_quantised(config: dict[str, Any], name: str) -> None:
+def _check_not_quantized(config: dict[str, Any], name: str) -> None:
     quantization = config.get("quantization_config")
     if not quantization:
         return
@@ -214,27 +214,27 @@ def _refuse_quantised(config: dict[str, Any], name: str) -> None:
     )
 
 
-def _headers(folder: Path, name: str) -> dict[str, TensorInfo]:
+def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:
     """The tensors that transformers would load: those of model.safetensors, else those of the index's shards."""
-    index = folder / INDEX
-    sharded = _sharded(folder, index, name) if index.is_file() else None
-    if (folder / SINGLE).is_file():
-        single = read_header(folder / SINGLE)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    sharded = _read_sharded_headers(folder, index, name) if index.is_file() else None
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        single = read_header(folder / SAFE_WEIGHTS_NAME)
         if sharded is not None and sharded != single:
             raise SurgeryError(
-                f"{name} has {SINGLE} and an {INDEX} that names other weights; transformers would load the first, other "
+                f"{name} has {SAFE_WEIGHTS_NAME} and an {SAFE_WEIGHTS_INDEX_NAME} that names other weights; transformers would load the first, other "
                 "programs the second. Remove the one that is not meant"
             )
         return single
     if sharded is not None:
         return sharded
-    pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
+    pickles = [p.name for pattern in PICKLE_PATTERNS for p in folder.glob(pattern)]
     if pickles:
-        raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLED}")
-    raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {_instead(folder)}")
+        raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLE_ADVICE}")
+    raise SurgeryError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {_suggest_folder(folder)}")
 
 
-def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
+def _read_sharded_headers(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
     try:
         table = read_json(index)
         weight_map, metadata = table["weight_map"], table.get("metadata")
@@ -243,7 +243,7 @@ def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
         raise SurgeryError(f"{index} is not a shard index (a table with a weight_map)") from None
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        if not is_beside(shard):
+        if not is_shard_name(shard):
             raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
         if not (folder / shard).is_file():
             raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
@@ -263,18 +263,18 @@ def _sharded(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-def is_beside(name: Any) -> bool:
+def is_shard_name(name: Any) -> bool:
     """Whether it is the name of a .safetensors file in the folder of what names it."""
     whole = isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
     return whole and len(name.encode()) <= 255  # what file systems take
 
 
-def refuse_dtype(info: TensorInfo) -> None:
+def check_float_dtype(info: TensorInfo) -> None:
     """A weight to be cut must be plain floating point."""
-    if info.dtype not in FLOATS:
+    if info.dtype not in FLOAT_DTYPES:
         known = "" if info.dtype in DTYPES else " (unknown to surgery)"
         raise SurgeryError(
-            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of {', '.join(FLOATS)}"
+            f"tensor {info.name!r} has dtype {info.dtype}{known}; weights to be replaced must be one of {', '.join(FLOAT_DTYPES)}"
         )
 
 
@@ -286,16 +286,16 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     patterns = ["config.json", ADAPTER_CONFIG, "*.py", *CONFIGS] + (
-        ["*.safetensors", INDEX, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
+        ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
     )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        raise SurgeryError(_unreachable(name, revision, error)) from None
+        raise SurgeryError(_hub_error_message(name, revision, error)) from None
     return folder, folder.name
 
 
-def _unreachable(name: str, revision: str | None, error: Exception) -> str:
+def _hub_error_message(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -319,7 +319,7 @@ def _unreachable(name: str, revision: str | None, error: Exception) -> str:
     return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 
 
-def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
+def _read_remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
     """The headers alone, by range requests."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
@@ -327,7 +327,7 @@ def _remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata
     except NotASafetensorsRepoError:
-        raise SurgeryError(f"{name} has neither {SINGLE} nor {INDEX}; {PICKLED}") from None
+        raise SurgeryError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {PICKLE_ADVICE}") from None
     except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
         raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
     return {

@@ -6,13 +6,13 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 
-METHOD = "surgery"
+QUANT_METHOD = "surgery"
 
 
 SHIM_MODULE = "surgery_shim"
 
 
-SHIM = f"{SHIM_MODULE}.py"
+SHIM_NAME = f"{SHIM_MODULE}.py"
 
 
 def quantization_table(
@@ -21,14 +21,14 @@ def quantization_table(
     """The config's entry: what stands at which path, and the tensors that the model's class does not use."""
     from surgery.core.version import __version__
 
-    told = {"quant_method": METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+    told = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
     return {**told, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
 
 
-def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     """Path -> entry of a converted checkpoint's config.json; SurgeryError where there is none."""
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
         raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")
     modules = quantization.get("modules")
     if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
@@ -36,15 +36,15 @@ def table_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     return modules
 
 
-def mixers_of(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     """Path of an attention -> its mixer's entry, of a converted checkpoint's config.json; {} where there are none."""
-    table_of(config, name)
+    read_table(config, name)
     mixers = config["quantization_config"].get("mixers", {})
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
     return mixers
 
 
-def names_shims(config: dict[str, Any]) -> bool:
+def has_shims(config: dict[str, Any]) -> bool:
     """Whether the config's auto_map is the one that write_shims writes."""
     return SHIM_MODULE in str(config.get("auto_map", ""))

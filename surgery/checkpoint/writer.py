@@ -6,18 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.safetensors_io import Entry, TensorInfo, file_digest, read_header, write_shard
-from surgery.checkpoint.source import INDEX, SINGLE, Source
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, file_digest, read_header, write_shard
+from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointSource
 from surgery.checkpoint.table import quantization_table
 from surgery.core.errors import SurgeryError
-from surgery.core.files import is_disk, write_json
+from surgery.core.files import is_disk_error, write_json
 from surgery.core.journal import Journal
 
 SHARD_BYTES = 5_000_000_000
 
 
-def assemble(folder: Path, pieces: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
+def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
     """Join pieces into shards of at most SHARD_BYTES, never holding more than a few megabytes, each piece
     removed once its shard is durable; tensor name -> shard. expected: names of all tensors; any other set is refused."""
     groups = _groups(pieces, journal)
@@ -27,14 +27,14 @@ def assemble(folder: Path, pieces: list[Path], journal: Journal, expected: set[s
         name = shard_name(i, len(groups))
         paths = [next(left) for _ in group]
         if journal.find("shard", name=name) is None:
-            journal.add("shard", name=name, sha256=_join(folder / name, paths))
+            journal.add("shard", name=name, sha256=_merge_shards(folder / name, paths))
         for path in paths:
             path.unlink(missing_ok=True)
         weight_map.update(dict.fromkeys(read_header(folder / name), name))
     _refuse_other_tensors(weight_map, expected, folder)
     if len(groups) > 1:
         total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(folder / name).values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     return weight_map
 
 
@@ -43,7 +43,7 @@ def flat(groups: list[list[str]]) -> list[str]:
 
 
 def shard_name(index: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    return SAFE_WEIGHTS_NAME if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
@@ -57,7 +57,7 @@ def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
             )
         groups: list[list[str]] = planned["groups"]
         return groups
-    groups = _grouped([(p.name, sum(t.nbytes for t in read_header(p).values())) for p in pieces])
+    groups = _group_shards([(p.name, sum(t.nbytes for t in read_header(p).values())) for p in pieces])
     journal.add("shards", groups=groups)
     return groups
 
@@ -71,7 +71,7 @@ def _refuse_other_tensors(found: dict[str, str], expected: set[str], folder: Pat
         )
 
 
-def _grouped(sizes: list[tuple[str, int]]) -> list[list[str]]:
+def _group_shards(sizes: list[tuple[str, int]]) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes:
@@ -83,7 +83,7 @@ def _grouped(sizes: list[tuple[str, int]]) -> list[list[str]]:
     return groups
 
 
-def _join(target: Path, pieces: list[Path]) -> str:
+def _merge_shards(target: Path, pieces: list[Path]) -> str:
     """Make one file of the pieces; its SHA-256."""
     if len(pieces) == 1:
         if pieces[0].exists():  # else killed after this very move
@@ -95,17 +95,17 @@ def _join(target: Path, pieces: list[Path]) -> str:
         if twice := header.keys() & tensors.keys():
             raise SurgeryError(f"{piece} holds tensor {min(twice)!r}, which another piece holds too")
         tensors.update(header)
-    return write_shard(target, [Entry.copy(name, info) for name, info in tensors.items()])
+    return write_shard(target, [TensorSource.copy(name, info) for name, info in tensors.items()])
 
 
-def out_config(source: Source, skeleton: Skeleton, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
+def converted_config(source: CheckpointSource, skeleton: MetaModel, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
     """The source's config with our tables; a replaced head is no longer tied."""
     config = {**source.config, "quantization_config": quantization_table(table, mixers, skeleton.unused)}
     twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
-    return _untied(config, skeleton.config) if twins & set(table) else config
+    return _untie_config(config, skeleton.config) if twins & set(table) else config
 
 
-def _untied(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
+def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
     """With tie_word_embeddings off and nothing else changed: what the config's class would conclude from that
     (T5: not to scale the decoder's output) is said as it was."""
     config = {**config, "tie_word_embeddings": False}
@@ -116,13 +116,13 @@ def _untied(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
     return {**config, **{k: before[k] for k in changed}}
 
 
-def copy_companions(source: Source, folder: Path) -> None:
+def copy_companions(source: CheckpointSource, folder: Path) -> None:
     try:
         for path in source.companions():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.folder / path, folder / path)
     except OSError as error:
-        if is_disk(error):
+        if is_disk_error(error):
             raise
         raise SurgeryError(
             f"cannot copy the files beside the weights (tokenizer, licence, sub-folders): {error}"

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.source import open_source
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
-from surgery.core.files import REPORT
-from surgery.core.journal import refuse_existing
+from surgery.core.files import REPORT_NAME
+from surgery.core.journal import check_absent
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
@@ -41,13 +41,13 @@ Show = Callable[[list[Any]], None]
 def demo(out: Path | None, recipe: str, progress: Progress, show: Show) -> dict[str, Any]:
     """Runs the chain into `out` (None: ./surgery-demo, or the next free ./surgery-demo-N); its results as data."""
     choice = load_recipe(recipe)
-    folder = _fresh(out)
+    folder = _free_folder(out)
     return _Demo(folder, recipe, choice, progress, show).run()
 
 
-def _fresh(out: Path | None) -> Path:
+def _free_folder(out: Path | None) -> Path:
     if out is not None:
-        refuse_existing(out)
+        check_absent(out)
         return out
     numbered = (FOLDER.with_name(f"{FOLDER.name}-{n}") for n in range(2, 10_000))
     return next(path for path in (FOLDER, *numbered) if not path.exists())
@@ -86,7 +86,7 @@ class _Demo:
     def _plan(self) -> None:
         original = str(self.paths["original"])
         self._step("What would change? Nothing is loaded but the config.", f"plan {original} --recipe {self.name}")
-        self.show(plan_table(plan_dict(make_plan(Skeleton(open_source(original)), self.recipe))))
+        self.show(plan_table(plan_dict(make_plan(MetaModel(open_checkpoint(original)), self.recipe))))
 
     def _convert(self) -> dict[str, Any]:
         original, converted = self.paths["original"], self.paths["converted"]
@@ -151,7 +151,7 @@ class _Demo:
         lines = ["# surgery demo: before and after", "", "| | " + " | ".join(ROLES) + " |", "| --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
         lines += ["", "No training: the converted checkpoint is the original's projection. Every module's error is in"]
-        lines += [f"`converted/{REPORT}`. The commands that made this:", ""]
+        lines += [f"`converted/{REPORT_NAME}`. The commands that made this:", ""]
         lines += [f"    {command}" for command in self.commands]
         path = self.folder / "report.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ import typer
 from surgery.cli import options
 from surgery.cli.console import progress, show
 from surgery.core.errors import SurgeryError
-from surgery.core.progress import speaks
+from surgery.core.progress import is_main_process
 
 Suites = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -96,7 +96,7 @@ def evaluate(
     use_cache: UseCache = None,
     device: options.Device = None,
     dtype: Dtype = "float32",
-    trust_remote_code: options.Trust = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     list_suites: ListSuites = False,
     as_json: options.Json = False,
 ) -> None:
@@ -113,18 +113,18 @@ def evaluate(
         return
     if not converted:
         raise SurgeryError("give the checkpoint to measure: surgery eval MODEL --text FILE")
-    chosen = [name for given in suite or ["ppl"] for name in _words(given)]
-    told = options_of(
-        text=text, limit=limit, tokens=tokens, length=length, lengths=_words(lengths), depths=_words(depths),
-        tasks=_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
-        gen_kwargs=_pairs(gen_kwargs), metadata=_json("--metadata", metadata), include_path=include_path,
-        apply_chat_template=apply_chat_template, samples=_json("--samples", samples), use_cache=use_cache,
+    chosen = [name for given in suite or ["ppl"] for name in _split_words(given)]
+    told = parse_options(
+        text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
+        tasks=_split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
+        gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
+        apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
     )  # fmt: skip
     done = run(
         converted, chosen, told, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
-        trust_remote_code=trust_remote_code, progress=progress(as_json), command=typed(context),
+        trust_remote_code=trust_remote_code, progress=progress(as_json), command=command_words(context),
     )  # fmt: skip
-    if speaks():
+    if is_main_process():
         print(json.dumps(done.to_dict(), indent=2, default=str)) if as_json else show(eval_table(done))
         if out is not None and not as_json:
             show([f"results: {out}"])
@@ -132,7 +132,7 @@ def evaluate(
         raise typer.Exit(done.exit_code)
 
 
-def typed(context: typer.Context) -> list[str]:
+def command_words(context: typer.Context) -> list[str]:
     """The words of the command line, a value after its option's name."""
     words = ["surgery", str(context.info_name)]
     for parameter in context.command.params:
@@ -147,7 +147,7 @@ def typed(context: typer.Context) -> list[str]:
     return words
 
 
-def options_of(**given: Any) -> Any:
+def parse_options(**given: Any) -> Any:
     """EvalOptions, with what is wrong said as an option of the command."""
     from pydantic import ValidationError
 
@@ -161,16 +161,16 @@ def options_of(**given: Any) -> Any:
         raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
 
 
-def _words(given: str | None) -> tuple[str, ...]:
+def _split_words(given: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (given or "").split(",") if word.strip())
 
 
-def _pairs(given: str | None) -> dict[str, Any]:
+def _parse_pairs(given: str | None) -> dict[str, Any]:
     """temperature=0.7,top_p=0.9 as lm-eval reads it; numbers, true and false are those."""
     from surgery.core.config import read_yaml
 
     found: dict[str, Any] = {}
-    for word in _words(given):
+    for word in _split_words(given):
         name, equals, value = word.partition("=")
         if not equals:
             raise SurgeryError(f"--gen-kwargs {word!r}: write name=value, for example temperature=0.7,top_p=0.9")
@@ -181,7 +181,7 @@ def _pairs(given: str | None) -> dict[str, Any]:
     return found
 
 
-def _json(option: str, given: str | None) -> dict[str, Any]:
+def _parse_json(option: str, given: str | None) -> dict[str, Any]:
     try:
         found = json.loads(given) if given else {}
     except ValueError as error:

@@ -32,10 +32,10 @@ def fetch_eval_data(
 
     surgery fetch-eval-data DATA --suite zeroshot
     """
-    from surgery.eval.fetch import OURS, fetch, sources_of
+    from surgery.eval.fetch import SUITE_SOURCES, fetch, dataset_sources
 
-    suites = [name for each in suite or list(OURS) for name in each.split(",")]
-    wanted = sources_of(suites, [name for name in (tasks or "").split(",") if name])
+    suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
+    wanted = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])
     done = fetch(folder, wanted, progress(as_json))
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))

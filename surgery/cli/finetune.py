@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
-from surgery.core.progress import speaks
+from surgery.core.progress import is_main_process
 
 
 def finetune(
@@ -15,30 +15,30 @@ def finetune(
     recipe: options.HealingName,
     teacher: options.TeacherName = None,
     data: options.TrainingData = None,
-    out: options.Healed = None,
+    out: options.HealedOut = None,
     overrides: options.Overrides = None,
     tiny: options.Tiny = False,
     resume: options.ResumeTraining = False,
     skip_bad_steps: options.SkipBadSteps = False,
     track: options.Track = None,
     device: options.Device = None,
-    trust_remote_code: options.Trust = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Heal a converted checkpoint by training; `accelerate launch -m surgery finetune ..` does it on many devices.
 
     surgery finetune OUT --teacher SRC --recipe quick --data corpus.jsonl --out HEALED
     """
-    from surgery.training.data.prefetch import one_thread
+    from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import last_line, result_table
-    from surgery.training.recipe import load_healing
+    from surgery.training.recipe import load_healing_recipe
 
-    one_thread()
-    given = [*(overrides or []), *reading(data)]
+    limit_tokenizer_threads()
+    given = [*(overrides or []), *data_override(data)]
     record = run(
         converted,
-        load_healing(recipe, given, tiny),
+        load_healing_recipe(recipe, given, tiny),
         out,
         teacher=teacher,
         resume=resume,
@@ -49,15 +49,15 @@ def finetune(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    tell(record, as_json, [*result_table(record), last_line(record, "healed checkpoint")])
+    print_result(record, as_json, [*result_table(record), last_line(record, "healed checkpoint")])
 
 
-def reading(data: str | None) -> list[str]:
+def data_override(data: str | None) -> list[str]:
     """--data as an override of a recipe."""
     return [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
 
 
-def tell(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:
+def print_result(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:
     """How a run ended: one process of them says it."""
-    if speaks():
+    if is_main_process():
         print(json.dumps(record, indent=2)) if as_json else show(parts)

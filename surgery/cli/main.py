@@ -23,7 +23,7 @@ from surgery.cli.push import push
 from surgery.cli.report import report
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
-from surgery.core.progress import speaks
+from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
 
 app = typer.Typer(
@@ -39,9 +39,9 @@ app = typer.Typer(
         "    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT"
     ),
 )
-errors = Console(stderr=True)
+error_console = Console(stderr=True)
 DEBUG = {"on": False}
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def _version(show: bool) -> None:
@@ -81,15 +81,15 @@ def plan(
     overrides: options.Overrides = None,
     context: options.Context = 4096,
     revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what a recipe would cut; loads nothing but the config and the tensor headers.
 
     surgery plan SRC --recipe btt-half --set keep=0.75
     """
-    from surgery.checkpoint.meta_model import Skeleton
-    from surgery.checkpoint.source import open_source
+    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.publish.speed_notes import plan_notes
@@ -97,8 +97,8 @@ def plan(
     from surgery.publish.tables import plan_table
 
     chosen = load_recipe(recipe, overrides or [])
-    opened = open_source(source, trust_remote_code, weights=False, revision=revision)
-    data = plan_dict(make_plan(Skeleton(opened, trust_remote_code), chosen))
+    opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
+    data = plan_dict(make_plan(MetaModel(opened, trust_remote_code), chosen))
     data["speed"] = plan_notes(data, context)
     print(json.dumps(data, indent=2)) if as_json else _show([*plan_table(data), *data["speed"]])
 
@@ -115,7 +115,7 @@ def convert(
     seed: options.Seed = None,
     context: options.Context = 4096,
     revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint, a layer at a time; OUT loads in plain transformers after `import surgery`.
@@ -123,7 +123,7 @@ def convert(
     surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
     """
     from surgery.conversion.convert import convert as run
-    from surgery.core.files import REPORT
+    from surgery.core.files import REPORT_NAME
     from surgery.planning.recipe import load_recipe
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.summary import inspect as read
@@ -142,14 +142,14 @@ def convert(
         revision=revision,
         progress=_progress(as_json),
     )
-    if not speaks():
+    if not is_main_process():
         return
     speed = report_notes(read(str(out)), context)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
     _show([*inspect_table(report), *speed])
-    print(f"converted checkpoint: {out}\nreport: {out / REPORT}")
+    print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
 
 
 @app.command()
@@ -202,16 +202,16 @@ def toeplitz(
     as_json: options.Json = False,
 ) -> None:
     """Make block mixing (MHLA) Toeplitz (TBM): any length, linear time. `surgery inspect` says how well it fits."""
-    from surgery.conversion.toeplitz import to_toeplitz
+    from surgery.conversion.toeplitz import convert_to_toeplitz
 
-    result = to_toeplitz(str(converted), out, components)
+    result = convert_to_toeplitz(str(converted), out, components)
     mean = sum(result["r2"].values()) / len(result["r2"])
     print(json.dumps(result, indent=2) if as_json else f"{len(result['r2'])} layers, R^2 {mean:.4f}: {out}")
 
 
 @app.command()
 def demo(
-    out: options.Demo = None,
+    out: options.DemoOut = None,
     recipe: options.RecipeName = "btt-half",
     as_json: options.Json = False,
 ) -> None:
@@ -233,8 +233,8 @@ def bench_speed(
     peers: options.Peers = False,
     sizes: options.Sizes = None,
     only: options.Only = None,
-    dtype: options.Numbers = None,
-    out: options.Results = None,
+    dtype: options.BenchDtype = None,
+    out: options.BenchOut = None,
     plot: options.Plot = None,
     time_limit: options.TimeLimit = None,
     device: options.Device = None,
@@ -245,14 +245,14 @@ def bench_speed(
     surgery bench attention --peers --out attention.json
     """
     from surgery.eval.speed.run import bench
-    from surgery.eval.speed.tables import plotted, tables
+    from surgery.eval.speed.tables import save_plot, result_tables
 
     result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
-    if not speaks():
+    if not is_main_process():
         return
-    print(json.dumps(result, indent=2)) if as_json else _show(tables(result))
+    print(json.dumps(result, indent=2)) if as_json else _show(result_tables(result))
     if plot is not None:
-        plotted(result, plot)
+        save_plot(result, plot)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -265,10 +265,10 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(2)
         _fail(str(error), 2)
     except SystemExit as left:
-        if left.code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
+        if left.code == EXIT_INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
             _fail(
                 "interrupted; what is done is kept, and the same command goes on (with --resume, where it has one)",
-                INTERRUPTED,
+                EXIT_INTERRUPTED,
             )
         raise
     except BrokenPipeError:
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
 def _fail(message: str, code: int) -> None:
     if DEBUG["on"]:
         raise
-    errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    error_console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(code)
 
 

@@ -24,7 +24,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
 Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
 Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
 
@@ -41,7 +41,7 @@ Calibration = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
 Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")]
-Demo = Annotated[
+DemoOut = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
         "--out", "-o", help="Folder for the demo's files; must not exist. Default: surgery-demo, or surgery-demo-2 .."
@@ -60,11 +60,11 @@ Only = Annotated[
         metavar="WORDS", help="Rivals whose names have one of these words; -word leaves out, e.g. kernel,-mlr."
     ),
 ]
-Numbers = Annotated[
+BenchDtype = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32."),
 ]
-Results = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
+BenchOut = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
 Plot = Annotated[Optional[Path], typer.Option(help="PNG or SVG file for a plot; needs matplotlib.")]  # noqa: UP045
 TimeLimit = Annotated[
     Optional[float],  # noqa: UP045
@@ -83,7 +83,7 @@ TrainingData = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--data", help="Text to train on: a file (.txt, .jsonl, .parquet), a folder or a Hub id."),
 ]
-Healed = Annotated[
+HealedOut = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--out", "-o", help="Folder of the healed checkpoint; must not exist. Default: OUT-healed."),
 ]
@@ -101,7 +101,7 @@ Track = Annotated[
 PretrainName = Annotated[
     str, typer.Option("--recipe", "-r", help="A recipe for training from scratch (gpt2, gpt2-btt, ..) or a .yaml file.")
 ]
-Pretrained = Annotated[Path, typer.Option("--out", "-o", help="Folder of the trained checkpoint; must not exist.")]
+PretrainedOut = Annotated[Path, typer.Option("--out", "-o", help="Folder of the trained checkpoint; must not exist.")]
 NewModel = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--model", metavar="CONFIG", help="Shape: a config.json, a folder with one, or a Hub id."),
@@ -112,7 +112,7 @@ NewTokenizer = Annotated[
 ]
 
 # -- of surgery teacher-cache
-Cache = Annotated[Path, typer.Option("--out", "-o", help="Folder for the cache.")]
+CacheOut = Annotated[Path, typer.Option("--out", "-o", help="Folder for the cache.")]
 TopK = Annotated[int, typer.Option("--top-k", min=1, help="Tokens kept of every prediction, the likeliest.")]
 Examples = Annotated[
     Optional[int],  # noqa: UP045

@@ -6,12 +6,12 @@ import json
 
 from surgery.cli import options
 from surgery.cli.console import progress, show
-from surgery.cli.finetune import reading, tell
+from surgery.cli.finetune import data_override, print_result
 
 
 def pretrain(
     recipe: options.PretrainName,
-    out: options.Pretrained,
+    out: options.PretrainedOut,
     data: options.TrainingData = None,
     model: options.NewModel = None,
     tokenizer: options.NewTokenizer = None,
@@ -27,19 +27,19 @@ def pretrain(
 
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """
-    from surgery.training.data.prefetch import one_thread
+    from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.logging import last_line, result_table
-    from surgery.training.pretrain.model_config import keys_of_config
+    from surgery.training.pretrain.model_config import load_config_keys
     from surgery.training.pretrain.pretrain import pretrain as run
-    from surgery.training.pretrain.recipe import load_pretrain
+    from surgery.training.pretrain.recipe import load_pretrain_recipe
 
-    one_thread()
-    given = [f"model={json.dumps(keys_of_config(model))}"] if model is not None else []
+    limit_tokenizer_threads()
+    given = [f"model={json.dumps(load_config_keys(model))}"] if model is not None else []
     given += overrides or []
-    given += reading(data)
+    given += data_override(data)
     given += [f"tokenizer.path={json.dumps(tokenizer)}"] if tokenizer is not None else []
     record = run(
-        load_pretrain(recipe, given, tiny),
+        load_pretrain_recipe(recipe, given, tiny),
         out,
         resume=resume,
         skip_bad_steps=skip_bad_steps,
@@ -48,7 +48,7 @@ def pretrain(
         progress=progress(as_json),
         show=(lambda parts: None) if as_json else show,
     )
-    tell(record, as_json, [*result_table(record, UNTRAINED), last_line(record, "trained checkpoint")])
+    print_result(record, as_json, [*result_table(record, UNTRAINED_LABELS), last_line(record, "trained checkpoint")])
 
 
-UNTRAINED = (("before", "untrained"), ("after", "trained"))
+UNTRAINED_LABELS = (("before", "untrained"), ("after", "trained"))

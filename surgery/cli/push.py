@@ -40,14 +40,14 @@ def push(
 
     surgery push OUT me/llama-btt --dry-run
     """
-    from surgery.publish.hub.push import pack
+    from surgery.publish.hub.push import prepare_upload
     from surgery.publish.hub.push import push as run
-    from surgery.publish.tables import parcel_table
+    from surgery.publish.tables import upload_table
 
-    parcel = pack(str(converted), repo, licence, base_model, measured)
+    parcel = prepare_upload(str(converted), repo, licence, base_model, measured)
     told = {"dry_run": dry_run, **parcel.to_dict()}
     if not as_json:
-        _show(parcel_table(told))
+        _show(upload_table(told))
     if dry_run:
         print(json.dumps({**told, "card": parcel.card}, indent=2) if as_json else f"\n{parcel.card}")
         return

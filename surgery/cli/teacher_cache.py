@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def teacher_cache(
     source: options.Source,
     recipe: options.HealingName,
-    out: options.Cache,
+    out: options.CacheOut,
     data: options.TrainingData = None,
     top_k: options.TopK = 64,
     examples: options.Examples = None,
@@ -26,7 +26,7 @@ def teacher_cache(
     tiny: options.Tiny = False,
     resume: options.ResumeCache = False,
     device: options.Device = None,
-    trust_remote_code: options.Trust = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Write down what a teacher says of the text of a recipe's distill stage, so that it need not be in memory.
@@ -34,12 +34,12 @@ def teacher_cache(
     surgery teacher-cache SRC --recipe quick --data corpus.jsonl --out CACHE
     surgery finetune OUT --recipe quick --data corpus.jsonl --set teacher.cache=CACHE
     """
-    from surgery.training.recipe import load_healing
+    from surgery.training.recipe import load_healing_recipe
 
     given = [*(overrides or []), *([f"data.sources={json.dumps([{'path': data}])}"] if data is not None else [])]
-    index = written(
+    index = build_teacher_cache(
         source,
-        load_healing(recipe, given, tiny),
+        load_healing_recipe(recipe, given, tiny),
         out,
         top_k,
         examples,
@@ -55,7 +55,7 @@ def teacher_cache(
     show([f"{index['examples']:,} rows of {index['length']:,} tokens, {size_text(size)}: {out}"])
 
 
-def written(
+def build_teacher_cache(
     name: str,
     recipe: HealingRecipe,
     out: Path,
@@ -73,8 +73,8 @@ def written(
     from surgery.calibration.data import load_tokenizer
     from surgery.core.device import choose_device
     from surgery.training.data.dataset import make_data
-    from surgery.training.models import DTYPES, check_length, load, opened
-    from surgery.training.recipe import data_of
+    from surgery.training.models import DTYPES, check_length, load_causal_lm, open_trainable
+    from surgery.training.recipe import stage_data_config
     from surgery.training.stages import STAGES
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 
@@ -82,12 +82,12 @@ def written(
     stage = next((s for s in recipe.stages if STAGES[s](s).needs_teacher == "logits"), None)
     if stage is None:
         raise SurgeryError("the recipe has no stage that learns from logits; a cache is for stages of kind distill")
-    config = data_of(recipe, stage)
+    config = stage_data_config(recipe, stage)
     if config is None:
         raise SurgeryError("no data to read; give --data FILE, a folder or a Hub id, or the recipe data.sources")
-    source, place = opened(name, trust_remote_code), choose_device(device or recipe.teacher.device)
+    source, place = open_trainable(name, trust_remote_code), choose_device(device or recipe.teacher.device)
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
-    model = load(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)
+    model = load_causal_lm(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)
     check_length(model, stage.length)
     made = make_data(config, load_tokenizer(source.folder, trust_remote_code), stage.length, recipe.seed)
     count = examples or config.rows or stage.steps * stage.batch

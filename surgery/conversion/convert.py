@@ -20,39 +20,39 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from surgery.calibration.data import Batch
-from surgery.calibration.layer_runner import Stream
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.companions import in_subfolders
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.report import refuse_no_report
-from surgery.checkpoint.safetensors_io import Entry, read_header, write_shard
-from surgery.checkpoint.source import Source, open_source
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.report import validate_report
+from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
+from surgery.checkpoint.source import CheckpointSource, open_checkpoint
 from surgery.checkpoint.tensor_names import listed
-from surgery.checkpoint.writer import assemble, copy_companions, out_config
-from surgery.conversion.data_free import layers_without_text
+from surgery.checkpoint.writer import write_checkpoint, copy_companions, converted_config
+from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import REST, Pieces, well_formed
-from surgery.conversion.preflight import batch_of, fingerprint_of, refuse_small_disk, refuse_unlike
-from surgery.conversion.replacement import Grafts, file_name, reload_grafts
-from surgery.conversion.resolve_attention import settled
-from surgery.conversion.score import Score
-from surgery.conversion.sequential import Layerwise, convert_head
+from surgery.conversion.preflight import load_calibration, journal_fingerprint, check_disk_space, check_same_inputs
+from surgery.conversion.replacement import LayerReplacement, stored_module_name, load_replacement
+from surgery.conversion.resolve_attention import resolve_attention_plan
+from surgery.conversion.score import HeldOutScore
+from surgery.conversion.sequential import SequentialConverter, convert_head
 from surgery.conversion.text_check import TextFit, text_fit
-from surgery.conversion.trial import budgets
-from surgery.core.device import choose_device, device_name, float32_products, peak_rss, return_freed_memory, trim
-from surgery.core.distributed import Ranks, device_of, start_ranks
+from surgery.conversion.trial import choose_budgets
+from surgery.core.device import choose_device, device_name, fast_float32_matmul, peak_rss, return_freed_memory, trim_memory
+from surgery.core.distributed import DistContext, local_device, init_distributed
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import REPORT, disk_errors, partial_of, write_json
-from surgery.core.journal import Journal, refuse_out
+from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, write_json
+from surgery.core.journal import Journal, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import Plan, make_plan
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
 
 def convert(
     source: str,
-    recipe: Recipe,
+    recipe: ConversionRecipe,
     out: str | Path,
     *,
     device: str | None = None,
@@ -66,29 +66,29 @@ def convert(
     Raises SurgeryError, leaving nothing but what was there before, or OUT.partial for `resume`. Of several processes
     (surgery.core.distributed) all call it, and all get the report.
     """
-    ranks = start_ranks(device)
+    ranks = init_distributed(device)
     with ranks.together():
-        device, progress = device_of(ranks, device), (progress if ranks.main else None) or Progress()
-        with disk_errors(Path(out), "run the same command with --resume"):
+        device, progress = local_device(ranks, device), (progress if ranks.main else None) or Progress()
+        with explain_disk_errors(Path(out), "run the same command with --resume"):
             return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
 
 
 def _convert(
     source: str,
-    recipe: Recipe,
+    recipe: ConversionRecipe,
     out: Path,
     device: str | None,
     resume: bool,
     trust_remote_code: bool,
     revision: str | None,
     progress: Progress,
-    ranks: Ranks,
+    ranks: DistContext,
 ) -> dict[str, Any]:
     began = time.perf_counter()
     return_freed_memory()
-    ranks.by_main(lambda: refuse_out(out, resume))
-    opened = open_source(source, trust_remote_code, revision=revision)
-    skeleton = Skeleton(opened, trust_remote_code)
+    ranks.by_main(lambda: check_output_path(out, resume))
+    opened = open_checkpoint(source, trust_remote_code, revision=revision)
+    skeleton = MetaModel(opened, trust_remote_code)
     plan = make_plan(skeleton, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
@@ -97,16 +97,16 @@ def _convert(
     for name in in_subfolders(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     odd: list[str] = []
-    batch = batch_of(opened, skeleton, recipe, odd)
-    ranks.by_main(lambda: refuse_small_disk(opened, plan, recipe, out))
-    partial = partial_of(out)
+    batch = load_calibration(opened, skeleton, recipe, odd)
+    ranks.by_main(lambda: check_disk_space(opened, plan, recipe, out))
+    partial = partial_path(out)
     place = choose_device(device)
-    begun = fingerprint_of(opened, recipe, batch)
-    refuse_unlike(ranks, begun)
-    with Journal(partial, begun, resume, ranks) as journal, float32_products(place):
+    begun = journal_fingerprint(opened, recipe, batch)
+    check_same_inputs(ranks, begun)
+    with Journal(partial, begun, resume, ranks) as journal, fast_float32_matmul(place):
         try:
-            ranks.by_main(lambda: refuse_out(out, True))  # another conversion may have ended there meanwhile
-            report = _Run(skeleton, plan, batch, partial, journal, place, progress, odd).everything(began)
+            ranks.by_main(lambda: check_output_path(out, True))  # another conversion may have ended there meanwhile
+            report = Conversion(skeleton, plan, batch, partial, journal, place, progress, odd).everything(began)
         except Interrupted:
             raise
         except SurgeryError:
@@ -117,12 +117,12 @@ def _convert(
     return report
 
 
-class _Run:
+class Conversion:
     def __init__(
         self,
-        skeleton: Skeleton,
+        skeleton: MetaModel,
         plan: Plan,
-        batch: Batch | None,
+        batch: CalibrationSet | None,
         partial: Path,
         journal: Journal,
         device: torch.device,
@@ -171,17 +171,17 @@ class _Run:
         assert len(lines) == len(found)
         rest, expected = lines[-1], {name for line in lines for name in self._pieces().expected(line)}
         with self._timed("write"):
-            weight_map = assemble(self.partial, [self._piece(line["piece"]) for line in lines], self.journal, expected)
+            weight_map = write_checkpoint(self.partial, [self._piece(line["piece"]) for line in lines], self.journal, expected)
             table = {path: spec for line in lines for path, spec in line["table"].items()}
             mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
-            config = out_config(self.skeleton.source, self.skeleton, table, mixers)
+            config = converted_config(self.skeleton.source, self.skeleton, table, mixers)
             copy_companions(self.skeleton.source, self.partial)
             write_shims(self.partial, config, self.skeleton.model)
             write_json(self.partial / "config.json", config)
         report = self._report(lines, rest, weight_map, time.perf_counter() - began)
         report["hybrid"] = hybrid
-        refuse_no_report(json.loads(json.dumps(report)), str(self.partial / REPORT))
-        write_json(self.partial / REPORT, report)
+        validate_report(json.loads(json.dumps(report)), str(self.partial / REPORT_NAME))
+        write_json(self.partial / REPORT_NAME, report)
         for folder in (self.pieces, self.grams):
             shutil.rmtree(folder, ignore_errors=True)
         return report
@@ -192,7 +192,7 @@ class _Run:
             return None
         stream = self._stream()
         with self._timed("attention"):
-            self.plan, hybrid = settled(
+            self.plan, hybrid = resolve_attention_plan(
                 self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.journal, self.progress
             )
         self._count(stream)
@@ -204,7 +204,7 @@ class _Run:
 
         stream = self._stream()
         with self._timed("budgets"):
-            given, allocation = budgets(
+            given, allocation = choose_budgets(
                 self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.progress
             )
         self._count(stream)
@@ -225,22 +225,22 @@ class _Run:
             if self.main:
                 self._write(REST, head, held_out=held, allocation=allocation)
 
-    def _with_text(self, batch: Batch, given: dict[str, float], tick: Any) -> tuple[Score, Grafts]:
+    def _with_text(self, batch: CalibrationSet, given: dict[str, float], tick: Any) -> tuple[HeldOutScore, LayerReplacement]:
         """Every layer and the head; finished layers are taken from disk."""
 
-        def write(path: str, grafts: Grafts, seconds: float) -> None:
+        def write(path: str, grafts: LayerReplacement, seconds: float) -> None:
             if self._writes(path):
                 self._write(path, grafts, seconds=round(seconds, 3))
             tick()
 
         stream = self._stream()
-        run = Layerwise(
+        run = SequentialConverter(
             self.skeleton, self.plan, self.recipe, given, stream, self.grams, batch, self._finished, write
         ).run()
         self._count(stream)
         return run
 
-    def _without_text(self, given: dict[str, float], tick: Any) -> Grafts:
+    def _without_text(self, given: dict[str, float], tick: Any) -> LayerReplacement:
         self.progress.say(
             "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
             "model badly (docs/quality.md); give --calibration FILE"
@@ -248,7 +248,7 @@ class _Run:
         todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
         tick(len(self.plan.body.layers) - len(todo))
         own = todo[self.ranks.index :: self.ranks.count]
-        for path, grafts, seconds in layers_without_text(self.skeleton, self.plan, given, own, self.device):
+        for path, grafts, seconds in convert_layers_data_free(self.skeleton, self.plan, given, own, self.device):
             self._write(path, grafts, seconds=round(seconds, 3))
             tick(min(self.ranks.count, len(todo)))
         return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
@@ -269,15 +269,15 @@ class _Run:
             )
         self.journal.keep(sound)
 
-    def _stream(self) -> Stream:
+    def _stream(self) -> LayerRunner:
         body = self.plan.body
-        return Stream(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
+        return LayerRunner(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
 
     def _writes(self, path: str) -> bool:
         """Whether a layer that all have is this process's to write."""
         return self.plan.body.layers.index(path) % self.ranks.count == self.ranks.index
 
-    def _count(self, stream: Stream) -> None:
+    def _count(self, stream: LayerRunner) -> None:
         for what, size in (("moments", stream.moment_bytes), ("hidden_states", stream.hidden_bytes)):
             self.peaks[what] = max(self.peaks[what], size)
 
@@ -287,23 +287,23 @@ class _Run:
     def _unit(self, parameter: str) -> str:
         return next((path for path in self.plan.body.layers if parameter.startswith(path + ".")), REST)
 
-    def _finished(self, path: str) -> Grafts | None:
+    def _finished(self, path: str) -> LayerReplacement | None:
         done = self.journal.find("piece", piece=path)
         if done is None:
             return None
-        return reload_grafts(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
+        return load_replacement(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
 
-    def _write(self, unit: str, grafts: Grafts, **said: Any) -> None:
+    def _write(self, unit: str, grafts: LayerReplacement, **said: Any) -> None:
         """The unit's tensors: stand-ins, and everything else as it was."""
-        replaced = {f"{file_name(self.skeleton, path)}.weight" for path in grafts.modules}
+        replaced = {f"{stored_module_name(self.skeleton, path)}.weight" for path in grafts.modules}
         split = {
-            f"{file_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"
+            f"{stored_module_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"
         }
         entries = list(grafts.entries)
         for name, key in self.skeleton.keys.items():
             if self.units[name] == unit and key not in replaced | split:
-                entries.append(Entry.copy(key, self.skeleton.source.tensors[key]))
-        trim()
+                entries.append(TensorSource.copy(key, self.skeleton.source.tensors[key]))
+        trim_memory()
         digest = write_shard(self._piece(unit), entries)
         mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
         done = {"piece": unit, "sha256": digest, "table": grafts.table, "records": grafts.records, **mixers, **said}
@@ -371,11 +371,11 @@ class _Run:
         return max(sizes.values(), default=0)
 
 
-def source_numel(source: Source, key: str) -> int:
+def source_numel(source: CheckpointSource, key: str) -> int:
     return source.tensors[key].numel
 
 
-def totals(records: list[dict[str, Any]], source: Source, folder: Path, weight_map: dict[str, str]) -> dict[str, Any]:
+def totals(records: list[dict[str, Any]], source: CheckpointSource, folder: Path, weight_map: dict[str, str]) -> dict[str, Any]:
     """Counted on what is stored: numbers and bytes of the whole checkpoint and of the replaced weights."""
     stored = [t for name in sorted(set(weight_map.values())) for t in read_header(folder / name).values()]
     before, after = (sum(r[key] for r in records) for key in ("params_before", "params_after"))

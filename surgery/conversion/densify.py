@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.attention import output_path
-from surgery.checkpoint.meta_model import unconverted
-from surgery.checkpoint.rewrite import rewrite
-from surgery.checkpoint.safetensors_io import DTYPES, Entry, write_shard
-from surgery.checkpoint.source import Source, open_converted
-from surgery.checkpoint.table import mixers_of, names_shims, quantization_table, table_of
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.rewrite import rewrite_checkpoint
+from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import read_mixers, has_shims, quantization_table, read_table
 from surgery.checkpoint.tensor_names import refuse_incomplete, unused_of
-from surgery.conversion.replacement import load_standin
-from surgery.core.journal import refuse_out
+from surgery.conversion.replacement import load_replacement_module
+from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.modeling.modules import SplitLinear, empty_standin
+from surgery.modeling.modules import SplitLinear, build_module
 from surgery.modeling.quantizer import put_standins
 from surgery.structures import StructuredLinear
 
-BATCH = 2**29  # bytes of tensors in one piece
+MAX_SHARD_BYTES = 2**29  # bytes of tensors in one piece
 
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -32,48 +32,48 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     Weights keep the dtype they are stored in, so a bf16 checkpoint rounds each product once.
     """
     progress, out = progress or Progress(), Path(out)
-    refuse_out(out, True)
-    source = open_converted(converted)
-    table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
-    outputs = _outputs(source, mixers)
+    check_output_path(out, True)
+    source = open_converted_checkpoint(converted)
+    table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
+    outputs = _output_projections(source, mixers)
     unused = unused_of(source.config["quantization_config"])
-    if not source.config.get("auto_map") or names_shims(source.config):  # else its class is code that is not run here
-        model = unconverted(source)
+    if not source.config.get("auto_map") or has_shims(source.config):  # else its class is code that is not run here
+        model = build_unconverted_model(source)
         put_standins(model, table, mixers)
         refuse_incomplete(model, source.tensors, converted, unused)
-    folded = {path: _folded(spec) for path, spec in table.items() if path in outputs}
+    folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
     config = _plain_config(source, folded, mixers, unused)
-    rewrite(source, out, lambda place: _pieces(source, table, set(folded), place, progress), config)
+    rewrite_checkpoint(source, out, lambda place: _write_shards(source, table, set(folded), place, progress), config)
     return {"out": str(out), "modules": len(table)}
 
 
-def _outputs(source: Source, mixers: dict[str, Any]) -> set[str]:
+def _output_projections(source: CheckpointSource, mixers: dict[str, Any]) -> set[str]:
     """Output projections of attention with a mixer. Mixers are not undone, so these stay folded (FoldedLinear)."""
     if not mixers:
         return set()
-    model = unconverted(source)
+    model = build_unconverted_model(source)
     return {output_path(model, path) for path in mixers}
 
 
-def _folded(spec: dict[str, Any]) -> dict[str, Any]:
+def _folded_entry(spec: dict[str, Any]) -> dict[str, Any]:
     names = ("in_features", "out_features", "bias", "file_name", "transposed")
     return {"structure": "folded", **{name: spec[name] for name in names if name in spec}}
 
 
-def _plain_config(source: Source, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]) -> dict[str, Any]:
+def _plain_config(source: CheckpointSource, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]) -> dict[str, Any]:
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
     if mixers:
         return {**config, "quantization_config": quantization_table(folded, mixers, unused)}
-    if names_shims(config):
+    if has_shims(config):
         del config["auto_map"]
     return config
 
 
-def _pieces(source: Source, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress) -> list[Path]:
+def _write_shards(source: CheckpointSource, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress) -> list[Path]:
     """Everything that is not a stand-in's, then the products, in pieces of about BATCH bytes."""
     pieces: list[Path] = []
-    batch: list[Entry] = []
+    batch: list[TensorSource] = []
 
     def write() -> None:
         pieces.append(folder / f"{len(pieces):05d}.safetensors")
@@ -81,40 +81,40 @@ def _pieces(source: Source, table: dict[str, Any], folded: set[str], folder: Pat
         batch.clear()
 
     with progress.bar("multiplying out", len(table)) as tick:
-        for entry in _entries(source, table, folded, tick):
+        for entry in _iter_tensors(source, table, folded, tick):
             batch.append(entry)
-            if sum(e.nbytes for e in batch) > BATCH:
+            if sum(e.nbytes for e in batch) > MAX_SHARD_BYTES:
                 write()
     if batch:
         write()
     return pieces
 
 
-def _entries(source: Source, table: dict[str, Any], folded: set[str], tick: Any) -> Iterator[Entry]:
+def _iter_tensors(source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Any) -> Iterator[TensorSource]:
     names = {entry.get("file_name", path): path for path, entry in table.items()}
-    cores = {f"{base}.{name}" for base, path in names.items() for name in _tensors(table[path])}
-    yield from (Entry.copy(name, info) for name, info in source.tensors.items() if name not in cores)
+    cores = {f"{base}.{name}" for base, path in names.items() for name in _stored_tensor_names(table[path])}
+    yield from (TensorSource.copy(name, info) for name, info in source.tensors.items() if name not in cores)
     for base, path in names.items():
         yield from dense_entries(source, base, table[path], path in folded)
         tick()
 
 
-def _tensors(spec: dict[str, Any]) -> list[str]:
+def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
     """Names below the module of what the stand-in stores (its bias stays, unless it is split)."""
-    names = list(empty_standin(spec).state_dict())
+    names = list(build_module(spec).state_dict())
     return [n for n in names if n != "bias"]
 
 
 @torch.no_grad()
-def dense_entries(source: Source, base: str, spec: dict[str, Any], folded: bool = False) -> list[Entry]:
+def dense_entries(source: CheckpointSource, base: str, spec: dict[str, Any], folded: bool = False) -> list[TensorSource]:
     """The dense weight of one stand-in (and the bias of a split one), under its original names."""
-    module = load_standin(spec, base, source.tensors, torch.device("cpu"))
-    stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _tensors(spec) if not n.endswith("place"))]
+    module = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
+    stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _stored_tensor_names(spec) if not n.endswith("place"))]
     assert isinstance(module, (StructuredLinear, SplitLinear))
     weight_OI = module.dense()
     weight = weight_OI[None] if folded else weight_OI.mT if spec.get("transposed") else weight_OI
-    entries = [Entry.of(f"{base}.weight", weight.to(stored))]
+    entries = [TensorSource.of(f"{base}.weight", weight.to(stored))]
     bias = module.fused_bias() if isinstance(module, SplitLinear) else None
     if isinstance(bias, Tensor):
-        entries.append(Entry.of(f"{base}.bias", bias.to(stored)))
+        entries.append(TensorSource.of(f"{base}.bias", bias.to(stored)))
     return entries

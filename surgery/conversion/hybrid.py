@@ -13,41 +13,41 @@ from typing import Any
 
 import torch
 
-from surgery.calibration.attention_samples import Windows, all_seated
-from surgery.calibration.data import Batch
-from surgery.calibration.layer_runner import LayerCall, Phase, Stream, run_phases
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.conversion.mixer_init.base import Started, blank, start_of
-from surgery.conversion.replacement import shared_start
-from surgery.conversion.score import Score, score
+from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerCall, Phase, LayerRunner, run_phases
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.mixer_init.base import InitializedMixer, build_mixer, select_init
+from surgery.conversion.replacement import broadcast_mixer
+from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.core.progress import Progress
 from surgery.mixers import Mixer
-from surgery.planning.attention_recipe import Hybrid
+from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
-STEPS = 0.25  # of the local steps a start takes when it is kept
+TRIAL_STEPS_SHARE = 0.25  # of the local steps a start takes when it is kept
 
 
-class SeatTrial:
-    """contenders: name -> layers with mixers; run() gives each one's score on the batch's held-out windows. `mixers`,
+class MixerTrial:
+    """contenders: name -> layers with mixers; run() gives each one's score on the batch's held-out windows. `mixer_choices`,
     by layer, are started on the original's inputs when first met, and kept from trial to trial."""
 
-    def __init__(self, skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream):
+    def __init__(self, skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, batch: CalibrationSet, stream: LayerRunner):
         self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, recipe, batch
         self.stream, self.ranks = stream.alone(), stream.ranks
         self.mixers: dict[str, Mixer] = {}
         self.contenders: dict[str, set[str]] = {}
         self.done: Callable[[], None] = lambda: None
 
-    def shared(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, Score]:
+    def shared(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         """`run`, every process with contenders of its own: none waits for another's mixers."""
         own = {name: contenders[name] for name in list(contenders)[self.ranks.index :: self.ranks.count]}
         found = self.ranks.gather(self.ranks.all_or_none(lambda: self.run(own, done) if own else {}))
         return {name: scores[name] for name in contenders for scores in found if name in scores}
 
     @torch.no_grad()
-    def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, Score]:
+    def run(self, contenders: dict[str, set[str]], done: Callable[[], None]) -> dict[str, HeldOutScore]:
         self.contenders, self.done = contenders, done
         batch, many = self.batch, len(contenders)
         inputs = {k: torch.cat([v, *[v[batch.fit_rows :]] * many]) for k, v in batch.inputs.items()}
@@ -55,7 +55,7 @@ class SeatTrial:
         scores = {}
         for name, rows in zip(contenders, final_BTD[batch.rows :].chunk(many)):
             both_BTD = torch.cat([final_BTD[: batch.rows], final_BTD[: batch.fit_rows], rows])
-            scores[name] = score(self.skeleton, self.plan, batch, both_BTD, None, self.stream.device)
+            scores[name] = held_out_score(self.skeleton, self.plan, batch, both_BTD, None, self.stream.device)
         return scores
 
     def _visit(self, call: LayerCall) -> Any:
@@ -70,35 +70,35 @@ class SeatTrial:
         for i, layers in enumerate(self.contenders.values()):
             mixers = here if call.path in layers else {}
             first = batch.rows + i * held
-            phases.append((first, first + held, all_seated(self.skeleton, mixers)))
+            phases.append((first, first + held, all_attention_replaced(self.skeleton, mixers)))
         out = run_phases(call, phases, self.stream)
         self.done()
         return out
 
     def exchange(self, layers: list[str]) -> None:
-        """After `shared` with one layer a contender: everybody has every mixer."""
+        """After `busiest_work` with one layer a contender: everybody has every mixer."""
         for i, layer in enumerate(layers if self.ranks.count > 1 else ()):
             seat, owner, device = self.plan.seats[layer], i % self.ranks.count, self.stream.device
-            started = shared_start(self.ranks, owner, seat, lambda at=layer: Started(self.mixers[at], {}), device)  # type: ignore[misc]
+            started = broadcast_mixer(self.ranks, owner, seat, lambda at=layer: InitializedMixer(self.mixers[at], {}), device)  # type: ignore[misc]
             self.mixers[layer] = started.mixer.eval().requires_grad_(False)
 
     def _started(self, call: LayerCall) -> Mixer:
         seat, settings = self.plan.seats[call.path], self.recipe.attention
         assert settings is not None
-        rotated = blank(seat, torch.device("meta")).rotated
+        rotated = build_mixer(seat, torch.device("meta")).rotated
         fit, held = (
-            Windows(self.skeleton, call, seat, first, last, 0, rotated)
+            AttentionSamples(self.skeleton, call, seat, first, last, 0, rotated)
             for first, last in ((0, self.batch.fit_rows), (self.batch.fit_rows, self.batch.rows))
         )
-        few = settings.model_copy(update={"steps": round(STEPS * settings.steps)})
-        return start_of(seat.config, few).start(seat, few, fit, held).mixer.eval().requires_grad_(False)
+        few = settings.model_copy(update={"steps": round(TRIAL_STEPS_SHARE * settings.steps)})
+        return select_init(seat.config, few).start(seat, few, fit, held).mixer.eval().requires_grad_(False)
 
 
 def choose_hybrid(
-    skeleton: Skeleton, plan: Plan, recipe: Recipe, hybrid: Hybrid, batch: Batch, stream: Stream, progress: Progress
+    skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, hybrid: HybridRecipe, batch: CalibrationSet, stream: LayerRunner, progress: Progress
 ) -> dict[str, Any]:
     """What the report says of the choice; "softmax": the layers that keep theirs."""
-    trial, layers = SeatTrial(skeleton, plan, recipe, batch, stream), list(plan.seats)
+    trial, layers = MixerTrial(skeleton, plan, recipe, batch, stream), list(plan.seats)
     count = hybrid.count(len(layers))
     with progress.bar("measuring what each mixer costs", len(plan.body.layers)) as tick:
         alone = trial.shared({layer: {layer} for layer in layers}, tick)

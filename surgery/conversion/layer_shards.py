@@ -14,17 +14,17 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.report import Allocation, Held, Hybrid, Mixer, Module, _Said
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.report import AllocationReport, HeldOutReport, HybridReport, MixerReport, ModuleReport, _ReportModel
 from surgery.checkpoint.safetensors_io import file_digest, read_header
 from surgery.checkpoint.writer import flat, shard_name
-from surgery.conversion.mixer_init.base import blank
-from surgery.conversion.replacement import file_name
+from surgery.conversion.mixer_init.base import build_mixer
+from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.modules import empty_standin
-from surgery.planning.attention_plan import Seat
+from surgery.modeling.modules import build_module
+from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
 
 REST = "rest"  # the unit of all tensors that belong to no layer
@@ -32,49 +32,49 @@ Shapes = dict[str, tuple[int, ...]]
 Finite = Annotated[float, Field(ge=0, le=1e30)]
 
 
-class _Piece(_Said):
+class _Piece(_ReportModel):
     piece: str
     sha256: str
     table: dict[str, dict[str, Any]]
-    records: list[Module]
+    records: list[ModuleReport]
     mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    mixer_records: list[Mixer] = Field(default_factory=list)
+    mixer_records: list[MixerReport] = Field(default_factory=list)
     seconds: Finite = 0.0
 
 
 class _Rest(_Piece):
-    held_out: Held | None
-    allocation: Allocation
+    held_out: HeldOutReport | None
+    allocation: AllocationReport
 
 
-class _Budgets(_Said):
+class _Budgets(_ReportModel):
     budgets: dict[str, Finite]
-    allocation: Allocation
+    allocation: AllocationReport
 
 
-class _Hybrid(_Said):
-    told: Hybrid
+class _Hybrid(_ReportModel):
+    told: HybridReport
 
 
-class _Chosen(_Said):
+class _Chosen(_ReportModel):
     config: dict[str, Any]
     fixed: dict[str, Any]
 
 
-class _Arranged(_Said):
+class _Arranged(_ReportModel):
     chosen: dict[str, _Chosen]
 
 
-class _Shards(_Said):
+class _Shards(_ReportModel):
     groups: list[list[str]]
 
 
-class _Shard(_Said):
+class _Shard(_ReportModel):
     name: str
     sha256: str
 
 
-SHAPES: dict[str, type[_Said]] = {
+SHAPES: dict[str, type[_ReportModel]] = {
     "budgets": _Budgets,
     "hybrid": _Hybrid,
     "arranged": _Arranged,
@@ -87,7 +87,7 @@ SHAPES: dict[str, type[_Said]] = {
 class Pieces:
     """units: parameter -> its layer, or REST."""
 
-    skeleton: Skeleton
+    skeleton: MetaModel
     plan: Plan
     units: dict[str, str]
     folder: Path
@@ -111,7 +111,7 @@ class Pieces:
         for path in {*cuts, *table}:
             if path not in cuts and (seat is None or path != seat.output):
                 raise SurgeryError(f"the plan replaces nothing at {path}")
-            base, linear = file_name(self.skeleton, path), linears[path]
+            base, linear = stored_module_name(self.skeleton, path), linears[path]
             dense = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
             shapes[f"{base}.weight"] = dense
             if path in table:
@@ -119,7 +119,7 @@ class Pieces:
                 del shapes[f"{base}.weight"]
                 if table[path].get("structure") == "split":
                     shapes.pop(f"{base}.bias", None)
-                state = empty_standin(table[path]).state_dict()
+                state = build_module(table[path]).state_dict()
                 shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
         if set(mixers) != ({seat.path} if seat else set()):
             raise SurgeryError(f"the plan has no mixers at {sorted(mixers)}")
@@ -219,12 +219,12 @@ def _agrees(step: str, line: dict[str, Any], plan: Plan) -> bool:
     return True
 
 
-def _serves(seat: Seat, chosen: dict[str, Any]) -> bool:
+def _serves(seat: AttentionTarget, chosen: dict[str, Any]) -> bool:
     """Whether a mixer of this seat can be made with the config and the tensors that were chosen."""
     config = mixer_config(chosen["config"])
     MIXERS[config].refuse(config, seat.shape)
     try:
-        state = blank(replace(seat, config=config, fixed=chosen["fixed"]), torch.device("cpu")).state_dict()
+        state = build_mixer(replace(seat, config=config, fixed=chosen["fixed"]), torch.device("cpu")).state_dict()
     except (KeyError, RuntimeError, TypeError, ValueError):
         return False
     order = state.get("order", torch.arange(seat.shape.key)[None]).sort(-1).values
@@ -241,7 +241,7 @@ def _holds(check: Callable[[], bool]) -> bool:
 
 def _refuse_unlike(spec: dict[str, Any], linear: Any, base: str) -> None:
     """A table entry describes the linear that it replaces."""
-    empty_standin(spec)  # refuses what is no entry
+    build_module(spec)  # refuses what is no entry
     parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]
     fits = sum(part["out_features"] for part in parts) == linear.out
     fits &= all(part["in_features"] == linear.in_ and part["bias"] == linear.bias for part in parts)

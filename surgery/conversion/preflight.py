@@ -7,18 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.data import Batch, calibration_inputs, refuse_unfit
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.source import Source
-from surgery.core.distributed import Ranks
+from surgery.calibration.data import CalibrationSet, calibration_inputs, check_model_inputs
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import CheckpointSource
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
-from surgery.core.files import partial_of, size_text
+from surgery.core.files import partial_path, size_text
 from surgery.core.version import __version__
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
 
-def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe, notes: list[str] | None = None) -> Batch | None:
+def load_calibration(source: CheckpointSource, skeleton: MetaModel, recipe: ConversionRecipe, notes: list[str] | None = None) -> CalibrationSet | None:
     """The calibration windows; notes: gets what is odd about the text."""
     if recipe.calibration is None:
         if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
@@ -35,11 +35,11 @@ def batch_of(source: Source, skeleton: Skeleton, recipe: Recipe, notes: list[str
         skeleton.trust_remote_code,
         [] if notes is None else notes,
     )
-    refuse_unfit(inputs, skeleton.model)
-    return Batch.of(inputs, recipe.holdout)
+    check_model_inputs(inputs, skeleton.model)
+    return CalibrationSet.of(inputs, recipe.holdout)
 
 
-def fingerprint_of(source: Source, recipe: Recipe, batch: Batch | None) -> dict[str, Any]:
+def journal_fingerprint(source: CheckpointSource, recipe: ConversionRecipe, batch: CalibrationSet | None) -> dict[str, Any]:
     return {
         "source": source.fingerprint(),
         "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
@@ -49,22 +49,22 @@ def fingerprint_of(source: Source, recipe: Recipe, batch: Batch | None) -> dict[
     }
 
 
-def refuse_unlike(ranks: Ranks, begun: dict[str, Any]) -> None:
+def check_same_inputs(ranks: DistContext, begun: dict[str, Any]) -> None:
     """Machines may have different files under one path."""
     for rank, theirs in enumerate(ranks.gather(begun)):
         if unlike := [key for key, value in theirs.items() if value != ranks.agreed(begun)[key]]:
             raise SurgeryError(f"process {rank} has another {unlike[0]} than process 0; all must read the same files")
 
 
-def refuse_small_disk(source: Source, plan: Plan, recipe: Recipe, out: Path) -> None:
+def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
     """Before starting: what is written at the peak, against what is free."""
     rest = source.nbytes - sum(4 * cut.numel for cut in plan.replaced()) // 2
     needed = max(rest, 0) + sum(int(4 * cut.budget()) for cut in plan.replaced())
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (cut.out**2 if cut.out <= limit else cut.out) for cut in plan.replaced())
-    place = partial_of(out) if partial_of(out).exists() else out.parent
-    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_of(out).rglob("*") if f.is_file())
+    place = partial_path(out) if partial_path(out).exists() else out.parent
+    free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_path(out).rglob("*") if f.is_file())
     if needed > free:
         raise SurgeryError(
             f"{out.parent} has {size_text(free)} free, the conversion writes up to {size_text(needed)}; "

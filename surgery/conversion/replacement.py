@@ -13,26 +13,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from surgery.checkpoint.meta_model import Skeleton, place
-from surgery.checkpoint.safetensors_io import DTYPES, Entry, TensorInfo, read_tensor
-from surgery.conversion.fit import Fitted
-from surgery.conversion.mixer_init import Started
-from surgery.core.distributed import Ranks
+from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
+from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, TensorInfo, read_tensor
+from surgery.conversion.fit import FitResult
+from surgery.conversion.mixer_init import InitializedMixer
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
-from surgery.modeling.modules import FoldedLinear, SplitLinear, empty_standin
-from surgery.planning.attention_plan import Seat
-from surgery.planning.plan import Cut, Plan
-from surgery.planning.weights import part_name, rows_of, spec_of
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.weights import slice_name, select_rows, table_entry
 from surgery.structures import STRUCTURES, StructuredLinear
 
 
 @dataclass
-class Grafts:
+class LayerReplacement:
     """A layer's stand-ins and mixers by path; what is written of them; the checkpoint's tables; the report's records."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TensorSource] = field(default_factory=list)
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     mixers: dict[str, Mixer] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class Grafts:
     mixer_records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def multiplied_out(module: nn.Module) -> nn.Module:
+def densify_module(module: nn.Module) -> nn.Module:
     """The same function as one dense product: all calibration tokens go through it several times, and small
     blocks or many terms would take far longer."""
     if isinstance(module, SplitLinear):
         return dense_linear(module.dense(), module.fused_bias())
-    if isinstance(module, (StructuredLinear, FoldedLinear)):
+    if isinstance(module, (StructuredLinear, GuardedLinear)):
         return dense_linear(module.dense(), module.bias)
     return module
 
@@ -60,7 +60,7 @@ def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
 
 
 @contextmanager
-def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
+def swapped_modules(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
     """The layer with stand-ins in place of its linears."""
     before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
     for path, module in modules.items():
@@ -72,35 +72,35 @@ def grafted(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Ite
             layer.set_submodule(path[len(prefix) + 1 :], module)
 
 
-def stored_dtype(skeleton: Skeleton, cut: Cut) -> torch.dtype:
+def stored_dtype(skeleton: MetaModel, cut: LinearTarget) -> torch.dtype:
     """Cores are stored in the dtype of the weight they replace."""
     return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
 
 
-def file_name(skeleton: Skeleton, path: str) -> str:
+def stored_module_name(skeleton: MetaModel, path: str) -> str:
     """The module's name in the file: where its weight is stored under another name, that one."""
     key = skeleton.keys.get(f"{path}.weight", f"{path}.weight")
     return key.removesuffix(".weight")
 
 
-def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: torch.device, grafts: Grafts) -> None:
+def add_linear(skeleton: MetaModel, cuts: list[LinearTarget], fitted: list[FitResult], device: torch.device, grafts: LayerReplacement) -> None:
     """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
     linear = cuts[0].linear
     bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
-    modules = [_with_bias(f, None if bias is None else rows_of(c, bias)) for c, f in zip(cuts, fitted)]
-    base, dtypes = file_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
+    modules = [_with_bias(f, None if bias is None else select_rows(c, bias)) for c, f in zip(cuts, fitted)]
+    base, dtypes = stored_module_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
     grafts.records += [f.record.to_dict() for f in fitted]
     if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
         grafts.modules[linear.path] = modules[0]
         dense = fitted[0].dense_OI
         assert dense is not None
-        grafts.entries.append(Entry.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
+        grafts.entries.append(TensorSource.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
         return
-    specs = [spec_of(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
+    specs = [table_entry(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
     if cuts[0].part is None:
         module, spec = modules[0], specs[0]
     else:
-        parts = {part_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
+        parts = {slice_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
         heads = cuts[0].part.heads
         module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
         spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
@@ -115,10 +115,10 @@ def graft(skeleton: Skeleton, cuts: list[Cut], fitted: list[Fitted], device: tor
         if name == "bias":
             continue  # copied as it is stored
         stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
-        grafts.entries.append(Entry.of(f"{base}.{name}", stored))
+        grafts.entries.append(TensorSource.of(f"{base}.{name}", stored))
 
 
-def _with_bias(fitted: Fitted, bias: Tensor | None) -> nn.Module:
+def _with_bias(fitted: FitResult, bias: Tensor | None) -> nn.Module:
     if fitted.linear is not None:
         fitted.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return fitted.linear
@@ -126,7 +126,7 @@ def _with_bias(fitted: Fitted, bias: Tensor | None) -> nn.Module:
     return dense_linear(fitted.dense_OI, bias)
 
 
-def seat_mixer(skeleton: Skeleton, seat: Seat, started: Started, grafts: Grafts) -> None:
+def add_mixer(skeleton: MetaModel, seat: AttentionTarget, started: InitializedMixer, grafts: LayerReplacement) -> None:
     """Add a mixer to `grafts`, its numbers rounded to the dtype of the weights around it. The output projection,
     where it stays dense, is stored folded: see FoldedLinear."""
     info = skeleton.info(f"{seat.output}.weight")
@@ -137,25 +137,25 @@ def seat_mixer(skeleton: Skeleton, seat: Seat, started: Started, grafts: Grafts)
     grafts.mixer_table[seat.path] = mixer.config.to_dict()
     for name, tensor in mixer.state_dict().items():
         tensor = tensor.to(stored) if tensor.is_floating_point() else tensor
-        grafts.entries.append(Entry.of(f"{seat.path}.mixer.{name}", tensor))
+        grafts.entries.append(TensorSource.of(f"{seat.path}.mixer.{name}", tensor))
     grafts.mixer_records.append(
         {"name": seat.path, "errors": started.errors, "params": sum(t.numel() for t in mixer.state_dict().values())}
     )
 
 
-def fold_output(skeleton: Skeleton, plan: Plan, seat: Seat, device: torch.device, grafts: Grafts) -> None:
+def fold_output(skeleton: MetaModel, plan: Plan, seat: AttentionTarget, device: torch.device, grafts: LayerReplacement) -> None:
     """After everything else of the layer: the output projection of a mixer, unless a structure has taken its place."""
     if seat.output in grafts.table:
         return
     linear = next(linear for linear in plan.body.linears if linear.path == seat.output)
-    info, base = skeleton.info(f"{seat.output}.weight"), file_name(skeleton, seat.output)
+    info, base = skeleton.info(f"{seat.output}.weight"), stored_module_name(skeleton, seat.output)
     if seat.output not in grafts.modules:
         bias = read_tensor(skeleton.info(f"{seat.output}.bias"), torch.float32).to(device) if linear.bias else None
         weight = read_tensor(info, torch.float32).to(device)
         grafts.modules[seat.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
     weight_OI: Any = grafts.modules[seat.output].weight.detach()  # type: ignore[operator]
     grafts.entries = [entry for entry in grafts.entries if entry.name != f"{base}.weight"]
-    grafts.entries.append(Entry.of(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
+    grafts.entries.append(TensorSource.of(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
     spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
     grafts.table[seat.output] = {
         **spec,
@@ -164,15 +164,15 @@ def fold_output(skeleton: Skeleton, plan: Plan, seat: Seat, device: torch.device
     }
 
 
-def reload_grafts(
-    skeleton: Skeleton, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
-) -> Grafts:
+def load_replacement(
+    skeleton: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+) -> LayerReplacement:
     """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
-    grafts = Grafts(table=done["table"], records=done["records"])
+    grafts = LayerReplacement(table=done["table"], records=done["records"])
     for path, cuts in plan.of_layer(done["piece"]).items():
         linear = cuts[0].linear
-        spec = done["table"].get(path) or {**spec_of(cuts[0], None), "transposed": linear.transposed}
-        grafts.modules[path] = load_standin(spec, file_name(skeleton, path), piece, device)
+        spec = done["table"].get(path) or {**table_entry(cuts[0], None), "transposed": linear.transposed}
+        grafts.modules[path] = load_replacement_module(spec, stored_module_name(skeleton, path), piece, device)
     grafts.mixer_table, grafts.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
     for path, spec in grafts.mixer_table.items():
         seat = plan.seats[done["piece"]]
@@ -180,7 +180,7 @@ def reload_grafts(
     return grafts
 
 
-def load_mixer(spec: dict[str, Any], seat: Seat, piece: dict[str, TensorInfo], device: torch.device) -> Mixer:
+def load_mixer(spec: dict[str, Any], seat: AttentionTarget, piece: dict[str, TensorInfo], device: torch.device) -> Mixer:
     config = mixer_config(spec)
     with torch.device(device):
         mixer = MIXERS[config](config, seat.shape).float()
@@ -189,9 +189,9 @@ def load_mixer(spec: dict[str, Any], seat: Seat, piece: dict[str, TensorInfo], d
     return mixer.eval().requires_grad_(False)
 
 
-def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
+def load_replacement_module(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
     """The module of a table entry with its tensors, float32."""
-    module = empty_standin(spec).float()
+    module = build_module(spec).float()
     for name, tensor in module.state_dict().items():
         info = tensors.get(f"{base}.{name}")
         if info is None:
@@ -203,7 +203,7 @@ def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo]
             raise SurgeryError(
                 f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
             )
-        place(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+        set_module_tensor(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
     for part in module.modules():
         if isinstance(part, StructuredLinear):
             part.refuse_damaged()
@@ -213,9 +213,9 @@ def load_standin(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo]
 K = TypeVar("K")
 
 
-def shared_fits(
-    ranks: Ranks, jobs: Mapping[K, tuple[Cut, Callable[[], Fitted]]], device: torch.device
-) -> dict[K, Fitted]:
+def broadcast_fits(
+    ranks: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
+) -> dict[K, FitResult]:
     """Every job's result: the large ones are dealt out first."""
     if ranks.count == 1:
         return {name: fit() for name, (_, fit) in jobs.items()}
@@ -226,28 +226,28 @@ def shared_fits(
     )
     said = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
     return {
-        name: _passed(ranks, owner, jobs[name][0], own.get(name), *said[owner][name], device)
+        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *said[owner][name], device)
         for name, owner in zip(names, owners)
     }
 
 
-def _passed(
-    ranks: Ranks, owner: int, cut: Cut, own: Fitted | None, record: Any, config: Any, device: torch.device
-) -> Fitted:
+def _broadcast_fit(
+    ranks: DistContext, owner: int, cut: LinearTarget, own: FitResult | None, record: Any, config: Any, device: torch.device
+) -> FitResult:
     if config is None:
         dense_OI = torch.empty(cut.out, cut.in_, device=device) if own is None else own.dense_OI
         assert dense_OI is not None
-        return Fitted(record, None, ranks.passed_(dense_OI, owner))
+        return FitResult(record, None, ranks.passed_(dense_OI, owner))
     linear = own.linear if own is not None else STRUCTURES[config](cut.in_, cut.out, config, bias=False, device="meta")
     assert linear is not None
     for name, tensor in sorted(linear.state_dict().items()):
         passed = ranks.passed_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
         if own is None:
-            place(linear, name, passed)
-    return own or Fitted(record, linear)
+            set_module_tensor(linear, name, passed)
+    return own or FitResult(record, linear)
 
 
-def shared_start(ranks: Ranks, owner: int, seat: Seat, start: Callable[[], Started], device: torch.device) -> Started:
+def broadcast_mixer(ranks: DistContext, owner: int, seat: AttentionTarget, start: Callable[[], InitializedMixer], device: torch.device) -> InitializedMixer:
     """A mixer started by one process."""
     if ranks.count == 1:
         return start()
@@ -255,7 +255,7 @@ def shared_start(ranks: Ranks, owner: int, seat: Seat, start: Callable[[], Start
     config, errors = ranks.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
     if own is None:
         with torch.device(device):
-            own = Started(MIXERS[config](config, seat.shape).float(), errors)
+            own = InitializedMixer(MIXERS[config](config, seat.shape).float(), errors)
     state = own.mixer.state_dict()
     for name in sorted(state):
         tensor: Tensor = state[name].contiguous()

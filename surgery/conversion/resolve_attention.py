@@ -8,23 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.data import Batch
-from surgery.calibration.layer_runner import Stream
-from surgery.checkpoint.meta_model import Skeleton
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerRunner
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.hybrid import choose_hybrid
-from surgery.conversion.mixer_init.mlr_allocation import arrange, arranged_seats
+from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
 
-def settled(
-    skeleton: Skeleton,
+def resolve_attention_plan(
+    skeleton: MetaModel,
     plan: Plan,
-    recipe: Recipe,
-    batch: Batch,
-    stream: Stream,
+    recipe: ConversionRecipe,
+    batch: CalibrationSet,
+    stream: LayerRunner,
     folder: Path,
     journal: Journal,
     progress: Progress,
@@ -39,8 +39,8 @@ def settled(
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:
             alone = stream.alone()  # what is gathered is a sum over windows that has no parts
-            look = partial(arrange, skeleton, plan, recipe, batch, alone, folder, progress)
+            look = partial(allocate_score_dims, skeleton, plan, recipe, batch, alone, folder, progress)
             journal.add("arranged", chosen=stream.ranks.by_main(look))
             stream.hidden_bytes = max(stream.hidden_bytes, alone.hidden_bytes)
-        plan = replace(plan, seats=arranged_seats(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
+        plan = replace(plan, seats=allocated_targets(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
     return plan, told

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import Batch
-from surgery.calibration.fisher import has_language_head
-from surgery.calibration.lm_head import Head
-from surgery.checkpoint.meta_model import Skeleton
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.fisher import has_lm_head
+from surgery.calibration.lm_head import ChunkedLMHead
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.planning.plan import Plan
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """unit "nats per token": mean loss of the original and of the converted model, and the standard error of
     their difference over windows; unit "relative output error": 0 and |f0 - f| / |f0|."""
 
@@ -36,26 +36,26 @@ class Score:
         return asdict(self)
 
 
-def predicts_text(skeleton: Skeleton) -> bool:
+def predicts_next_token(skeleton: MetaModel) -> bool:
     """Whether the head's logits at t are about the token at t + 1."""
     name = type(skeleton.model).__name__
     generates = "CausalLM" in name or "LMHead" in name or getattr(skeleton.config, "is_encoder_decoder", False)
-    return generates and has_language_head(skeleton)
+    return generates and has_lm_head(skeleton)
 
 
 @torch.no_grad()
-def score(
-    skeleton: Skeleton, plan: Plan, batch: Batch, final_BTD: Tensor, linear: nn.Module | None, device: torch.device
-) -> Score:
+def held_out_score(
+    skeleton: MetaModel, plan: Plan, batch: CalibrationSet, final_BTD: Tensor, linear: nn.Module | None, device: torch.device
+) -> HeldOutScore:
     """final_BTD: what reaches the head, original rows then converted; linear: the head's stand-in or None."""
     held = slice(batch.fit_rows, batch.rows)
     streams, mask_BT = (final_BTD[: batch.rows][held], final_BTD[batch.rows :][held]), batch.head_mask()
     real_BT = None if mask_BT is None else mask_BT[held].bool()
-    if not (predicts_text(skeleton) and plan.body.head):
+    if not (predicts_next_token(skeleton) and plan.body.head):
         before, after = (s if real_BT is None else s[real_BT.to(s.device)] for s in streams)
         gap = float((before - after).norm() / before.norm().clamp_min(1e-30))
-        return Score("relative output error", 0.0, gap, None, before[..., 0].numel())
-    head = Head(skeleton, plan.body.head, plan.body.anatomy, device)
+        return HeldOutScore("relative output error", 0.0, gap, None, before[..., 0].numel())
+    head = ChunkedLMHead(skeleton, plan.body.head, plan.body.anatomy, device)
     ids_BT = batch.inputs.get("decoder_input_ids", batch.inputs["input_ids"])[held]
     # A loss counts where both the token and the one it predicts are real; a window, where any does.
     counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
@@ -67,4 +67,4 @@ def score(
         losses.append((sums_B / counts_BT.sum(1).clamp_min(1))[used_B])
     difference_B = losses[1] - losses[0]
     spread = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
-    return Score("nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, int(counts_BT.sum()))
+    return HeldOutScore("nats per token", float(losses[0].mean()), float(losses[1].mean()), spread, int(counts_BT.sum()))

@@ -20,60 +20,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.attention_samples import Windows, all_seated
-from surgery.calibration.data import Batch, real_rows
+from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
+from surgery.calibration.data import CalibrationSet, unpadded_rows
 from surgery.calibration.fisher import load_grams
-from surgery.calibration.layer_runner import LayerCall, Phase, Stop, Stream, run_phases
-from surgery.calibration.moments import Moments
-from surgery.calibration.partition import PARTS, Turn
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.safetensors_io import Entry
-from surgery.conversion.fit import Fitted, Judge, fit_cut
-from surgery.conversion.mixer_init.base import blank, start_of
+from surgery.calibration.layer_runner import LayerCall, Phase, StopForward, LayerRunner, run_phases
+from surgery.calibration.moments import InputMoments
+from surgery.calibration.partition import MAX_SHARDS, Round
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.safetensors_io import TensorSource
+from surgery.conversion.fit import FitResult, FitContext, fit_linear
+from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.replacement import (
-    Grafts,
+    LayerReplacement,
     fold_output,
-    graft,
-    grafted,
-    multiplied_out,
-    seat_mixer,
-    shared_fits,
-    shared_start,
+    add_linear,
+    swapped_modules,
+    densify_module,
+    add_mixer,
+    broadcast_fits,
+    broadcast_mixer,
     stored_dtype,
 )
-from surgery.conversion.score import Score, score
-from surgery.core.distributed import Ranks
+from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
-from surgery.planning.attention_plan import Seat
-from surgery.planning.plan import Cut, Plan
-from surgery.planning.recipe import Recipe
-from surgery.planning.weights import matrix_of
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.weights import target_weight
 
 
 @dataclass
-class Stage:
+class LinearStage:
     """Linears (by path) that read one input, and the module whose input is the residual stream, or ""."""
 
     paths: list[str]
     residual: str
 
 
-class Layerwise:
+class SequentialConverter:
     """One conversion of everything, along a stream. `finished(path)` gives the grafts of a layer done before an
     interruption, or None; `write(path, grafts, seconds)` makes a layer's grafts durable; `judged`: whether
     every matrix is checked on held-out rows (a trial is judged as a whole)."""
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        skeleton: MetaModel,
         plan: Plan,
-        recipe: Recipe,
+        recipe: ConversionRecipe,
         budgets: dict[str, float],
-        stream: Stream,
+        stream: LayerRunner,
         grams: Path,
-        batch: Batch,
-        finished: Callable[[str], Grafts | None],
-        write: Callable[[str, Grafts, float], None],
+        batch: CalibrationSet,
+        finished: Callable[[str], LayerReplacement | None],
+        write: Callable[[str, LayerReplacement, float], None],
         judged: bool = True,
     ):
         self.skeleton, self.plan, self.recipe, self.budgets = skeleton, plan, recipe, budgets
@@ -83,21 +83,21 @@ class Layerwise:
         self.diverged = False
 
     @torch.no_grad()
-    def run(self) -> tuple[Score, Grafts]:
+    def run(self) -> tuple[HeldOutScore, LayerReplacement]:
         """Every layer, then the head: the held-out score of the whole, and the head's grafts."""
-        segments = [(0, self.fit_rows, PARTS), (self.fit_rows, self.rows, 1)]
+        segments = [(0, self.fit_rows, MAX_SHARDS), (self.fit_rows, self.rows, 1)]
         final_BTD = self.stream.complete(self.stream.run(self.batch.twice(), self.visit, segments, self.rows))
         given, device = self.budgets, self.stream.device
         head = convert_head(self.skeleton, self.plan, self.recipe, given, self.batch, final_BTD, self.grams, device)
         linear = next(iter(head.modules.values()), None)
-        return score(self.skeleton, self.plan, self.batch, final_BTD, linear, device), head
+        return held_out_score(self.skeleton, self.plan, self.batch, final_BTD, linear, device), head
 
     def visit(self, call: LayerCall) -> Any:
         began = time.perf_counter()
         call.hidden_BTD = self.stream.own(call.hidden_BTD)
         grafts = self.finished(call.path)
         if grafts is not None:
-            grafts.modules = {path: multiplied_out(module) for path, module in grafts.modules.items()}
+            grafts.modules = {path: densify_module(module) for path, module in grafts.modules.items()}
         else:
             grafts = self._convert(call)
             self.write(call.path, grafts, time.perf_counter() - began)
@@ -110,12 +110,12 @@ class Layerwise:
         return run_phases(call, phases, self.stream)
 
     @contextmanager
-    def _converted(self, call: LayerCall, grafts: Grafts) -> Iterator[None]:
-        with grafted(call.layer, call.path, grafts.modules), all_seated(self.skeleton, grafts.mixers):
+    def _converted(self, call: LayerCall, grafts: LayerReplacement) -> Iterator[None]:
+        with swapped_modules(call.layer, call.path, grafts.modules), all_attention_replaced(self.skeleton, grafts.mixers):
             yield
 
-    def _convert(self, call: LayerCall) -> Grafts:
-        grafts, cuts = Grafts(), self.plan.of_layer(call.path)
+    def _convert(self, call: LayerCall) -> LayerReplacement:
+        grafts, cuts = LayerReplacement(), self.plan.of_layer(call.path)
         seat = self.plan.seats.get(call.path)
         if seat is not None:
             self._seat(call, seat, grafts)
@@ -125,35 +125,35 @@ class Layerwise:
             fold_output(self.skeleton, self.plan, seat, call.device, grafts)
         return grafts
 
-    def _seat(self, call: LayerCall, seat: Seat, grafts: Grafts) -> None:
+    def _seat(self, call: LayerCall, seat: AttentionTarget, grafts: LayerReplacement) -> None:
         """The mixer first: the linears of the layer are fitted to what it gives them."""
         settings = self.recipe.attention
         assert settings is not None
-        rotated = blank(seat, torch.device("meta")).rotated
+        rotated = build_mixer(seat, torch.device("meta")).rotated
         behind = self.rows if self.recipe.calibrate == "sequential" and self.diverged else 0
         fit, held = (
-            Windows(self.skeleton, call, seat, first, last, behind, rotated)
+            AttentionSamples(self.skeleton, call, seat, first, last, behind, rotated)
             for first, last in ((0, self.fit_rows), (self.fit_rows, self.rows))
         )
         self.stream.complete(call.hidden_BTD)  # a start looks at all windows, one after the other
-        started = shared_start(
+        started = broadcast_mixer(
             self.stream.ranks,
             seat.index % self.stream.ranks.count,
             seat,
-            lambda: start_of(seat.config, settings).start(seat, settings, fit, held),
+            lambda: select_init(seat.config, settings).start(seat, settings, fit, held),
             call.device,
         )
-        seat_mixer(self.skeleton, seat, started, grafts)
+        add_mixer(self.skeleton, seat, started, grafts)
 
-    def _fit_stages(self, call: LayerCall, cuts: dict[str, tuple[Cut, ...]], grafts: Grafts) -> None:
+    def _fit_stages(self, call: LayerCall, cuts: dict[str, tuple[LinearTarget, ...]], grafts: LayerReplacement) -> None:
         grams = load_grams(self.grams / f"{call.path}.safetensors", self.stream.device)
         if self.stream.ranks.agreed(len(grams)) != len(grams):
             raise SurgeryError(
                 f"{self.grams}: not all processes see what the first one wrote there; --out must lie where all do"
             )
-        for stage in stages_of(self.skeleton, self.plan, call):
+        for stage in find_stages(self.skeleton, self.plan, call):
             weights = {
-                cut.name: (matrix_of(self.skeleton, cut, call.device), bool(stage.residual) and cut.part is None)
+                cut.name: (target_weight(self.skeleton, cut, call.device), bool(stage.residual) and cut.part is None)
                 for path in stage.paths
                 for cut in cuts[path]
             }
@@ -163,39 +163,39 @@ class Layerwise:
             held = cache(partial(gather, self.fit_rows, self.rows, besides=fit)) if self.judged else None
             if held is not None and self.stream.ranks.count > 1:
                 held()  # by all together, not by whoever fits
-            judge = Judge(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
+            judge = FitContext(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             fits = {
                 cut.name: (cut, partial(self._fit, cut, weights[cut.name][0], judge, grams))
                 for path in stage.paths
                 for cut in cuts[path]
             }
-            fitted = shared_fits(self.stream.ranks, fits, call.device)
+            fitted = broadcast_fits(self.stream.ranks, fits, call.device)
             for path in stage.paths:
                 found = [fitted[cut.name] for cut in cuts[path]]
-                graft(self.skeleton, list(cuts[path]), found, call.device, grafts)
-                grafts.modules[path] = multiplied_out(grafts.modules[path])
+                add_linear(self.skeleton, list(cuts[path]), found, call.device, grafts)
+                grafts.modules[path] = densify_module(grafts.modules[path])
             del fit, held, judge  # before the next stage's are gathered
 
-    def _fit(self, cut: Cut, weight_OI: Tensor, judge: Judge, grams: dict[str, Tensor]) -> Fitted:
+    def _fit(self, cut: LinearTarget, weight_OI: Tensor, judge: FitContext, grams: dict[str, Tensor]) -> FitResult:
         judge.gram, judge.stored = grams.get(cut.name), stored_dtype(self.skeleton, cut)
-        return fit_cut(cut, self.budgets[cut.name], weight_OI, judge)
+        return fit_linear(cut, self.budgets[cut.name], weight_OI, judge)
 
     def _moments(
         self,
         call: LayerCall,
-        stage: Stage,
+        stage: LinearStage,
         weights: dict[str, tuple[Tensor, bool]],
-        grafts: Grafts,
+        grafts: LayerReplacement,
         first: int,
         last: int,
-        besides: Moments | None = None,
-    ) -> Moments:
+        besides: InputMoments | None = None,
+    ) -> InputMoments:
         """Of rows first:last, to fit to or held out."""
         step = self.stream.chunk_rows(call.hidden_BTD.shape[1])
 
-        def add(moments: Moments, turn: Turn) -> None:
+        def add(moments: InputMoments, turn: Round) -> None:
             for start, stop in turn.spans(step):
-                x0, r0 = self._inputs(call, stage, start, stop, Grafts())
+                x0, r0 = self._inputs(call, stage, start, stop, LayerReplacement())
                 x, r = x0, r0
                 if self.recipe.calibrate == "sequential" and (self.diverged or grafts.modules or grafts.mixers):
                     x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, grafts)
@@ -203,10 +203,10 @@ class Layerwise:
                 moments.add(x, x0, gap)
             self.stream.count_moments(moments.held() + (besides.held() if besides else []))
 
-        return gathered(weights, self.stream.turns(first, last), self.stream.ranks, add).means()
+        return accumulate_moments(weights, self.stream.turns(first, last), self.stream.ranks, add).means()
 
     def _inputs(
-        self, call: LayerCall, stage: Stage, start: int, stop: int, grafts: Grafts
+        self, call: LayerCall, stage: LinearStage, start: int, stop: int, grafts: LayerReplacement
     ) -> tuple[Tensor, Tensor | None]:
         """(input of the stage (N, I), residual stream (N, D) or None) of rows start:stop; the layer's forward
         is left as soon as the stage is reached."""
@@ -216,7 +216,7 @@ class Layerwise:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 caught[name] = args[0] if args else next(iter(kwargs.values()))
                 if leave:
-                    raise Stop
+                    raise StopForward
 
             return hook
 
@@ -229,7 +229,7 @@ class Layerwise:
             handles.append(first.register_forward_pre_hook(keep("input", True), with_kwargs=True))
             try:
                 call.apply(start, stop)
-            except Stop:
+            except StopForward:
                 pass
             finally:
                 for handle in handles:
@@ -241,19 +241,19 @@ class Layerwise:
         if x is None:
             return None
         first = start % self.rows  # the converted stream's rows follow the original's
-        return real_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
+        return unpadded_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
 
 
-def gathered(
+def accumulate_moments(
     weights: dict[str, tuple[Tensor, bool]],
-    turns: Sequence[Turn],
-    ranks: Ranks,
-    add: Callable[[Moments, Turn], None],
-) -> Moments:
+    turns: Sequence[Round],
+    ranks: DistContext,
+    add: Callable[[InputMoments, Round], None],
+) -> InputMoments:
     """The moments of all rows: `add` puts in those of this process's part of a turn, and parts are added in order."""
-    total = Moments(weights)
+    total = InputMoments(weights)
     for i, turn in enumerate(turns):
-        part = Moments(weights) if i or ranks.count > 1 else total
+        part = InputMoments(weights) if i or ranks.count > 1 else total
         add(part, turn)
         if part is not total:
             total.fold(part, turn, ranks, first=i == 0)
@@ -264,9 +264,9 @@ def gathered(
     return total
 
 
-def stages_of(skeleton: Skeleton, plan: Plan, call: LayerCall) -> list[Stage]:
+def find_stages(skeleton: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
     """One window through the layer shows which linears read the same tensor, and in which order."""
-    seen: list[tuple[Tensor, Stage]] = []
+    seen: list[tuple[Tensor, LinearStage]] = []
     handles = []
     residuals = {linear.path: linear.residual for linear in plan.body.linears}
 
@@ -276,7 +276,7 @@ def stages_of(skeleton: Skeleton, plan: Plan, call: LayerCall) -> list[Stage]:
                 if x.data_ptr() == args[0].data_ptr() and x.shape == args[0].shape:
                     stage.paths.append(path)
                     return
-            seen.append((args[0], Stage([path], residuals[path])))
+            seen.append((args[0], LinearStage([path], residuals[path])))
 
         return hook
 
@@ -292,35 +292,35 @@ def stages_of(skeleton: Skeleton, plan: Plan, call: LayerCall) -> list[Stage]:
 
 @torch.no_grad()
 def convert_head(
-    skeleton: Skeleton,
+    skeleton: MetaModel,
     plan: Plan,
-    recipe: Recipe,
+    recipe: ConversionRecipe,
     budgets: dict[str, float],
-    batch: Batch | None,
+    batch: CalibrationSet | None,
     final_BTD: Tensor | None,
     grams: Path,
     device: torch.device,
-) -> Grafts:
+) -> LayerReplacement:
     """Grafts of the head, empty where it is not cut. final_BTD: original rows, then converted."""
-    grafts = Grafts()
+    grafts = LayerReplacement()
     cuts = plan.of_layer("")
     for path, (cut, *_) in cuts.items():
-        weight_OI = matrix_of(skeleton, cut, device)
-        judge = Judge(damping=recipe.damping, sweeps=recipe.sweeps, stored=stored_dtype(skeleton, cut))
+        weight_OI = target_weight(skeleton, cut, device)
+        judge = FitContext(damping=recipe.damping, sweeps=recipe.sweeps, stored=stored_dtype(skeleton, cut))
         if batch is not None and final_BTD is not None:
-            judge.fit = _moments(cut.name, weight_OI, final_BTD, 0, batch.fit_rows, batch, recipe)
+            judge.fit = _head_moments(cut.name, weight_OI, final_BTD, 0, batch.fit_rows, batch, recipe)
             rows = batch.fit_rows, batch.rows
-            judge.held = partial(_moments, cut.name, weight_OI, final_BTD, *rows, batch, recipe)
+            judge.held = partial(_head_moments, cut.name, weight_OI, final_BTD, *rows, batch, recipe)
             judge.gram = load_grams(grams / f"{path}.safetensors", device).get(cut.name)
-        graft(skeleton, [cut], [fit_cut(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
+        add_linear(skeleton, [cut], [fit_linear(cut, budgets[cut.name], weight_OI, judge)], device, grafts)
         grafts.entries += untied_entries(skeleton, path)
     return grafts
 
 
-def _moments(
-    name: str, weight_OI: Tensor, final_BTD: Tensor, first: int, last: int, batch: Batch, recipe: Recipe
-) -> Moments:
-    moments, mask_BT = Moments({name: (weight_OI, False)}), batch.head_mask()
+def _head_moments(
+    name: str, weight_OI: Tensor, final_BTD: Tensor, first: int, last: int, batch: CalibrationSet, recipe: ConversionRecipe
+) -> InputMoments:
+    moments, mask_BT = InputMoments({name: (weight_OI, False)}), batch.head_mask()
     for row in range(first, last):
         real = slice(None) if mask_BT is None else mask_BT[row].bool()
         x0, x = (final_BTD[i][real].to(weight_OI.device).flatten(0, -2) for i in (row, row + batch.rows))
@@ -328,9 +328,9 @@ def _moments(
     return moments.means()
 
 
-def untied_entries(skeleton: Skeleton, head: str) -> list[Entry]:
+def untied_entries(skeleton: MetaModel, head: str) -> list[TensorSource]:
     """What was stored once for a tied pair, the input embedding or a bias, under each name that no longer
     shares it; the head's own weight is replaced."""
     pairs = [pair for pair in skeleton.tied.items() if any(name.startswith(f"{head}.") for name in pair)]
     wanted = dict.fromkeys(name for pair in pairs for name in pair if name != f"{head}.weight")
-    return [Entry.copy(name, skeleton.info(name)) for name in wanted if name not in skeleton.keys]
+    return [TensorSource.copy(name, skeleton.info(name)) for name in wanted if name not in skeleton.keys]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.data import Batch
-from surgery.calibration.layer_runner import LayerCall, Stream
-from surgery.calibration.lm_head import Head
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.conversion.score import predicts_text
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerCall, LayerRunner
+from surgery.calibration.lm_head import ChunkedLMHead
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.score import predicts_next_token
 from surgery.planning.plan import Plan
 
 ROWS, LENGTH, SHORTEST = 8, 16, 8  # samples, tokens of each, and the fewest that say anything
@@ -43,15 +43,15 @@ class TextFit:
 
 
 @torch.no_grad()
-def text_fit(skeleton: Skeleton, plan: Plan, batch: Batch, stream: Stream, seed: int) -> TextFit | None:
+def text_fit(skeleton: MetaModel, plan: Plan, batch: CalibrationSet, stream: LayerRunner, seed: int) -> TextFit | None:
     """None where the model does not predict the next token of a text."""
     ids = batch.inputs.get("input_ids")
-    if ids is None or set(batch.inputs) != {"input_ids"} or not (plan.body.head and predicts_text(skeleton)):
+    if ids is None or set(batch.inputs) != {"input_ids"} or not (plan.body.head and predicts_next_token(skeleton)):
         return None
     length = min(LENGTH, ids.shape[1])
     if length < SHORTEST:
         return None
-    alone, head = stream.alone(), Head(skeleton, plan.body.head, plan.body.anatomy, stream.device)
+    alone, head = stream.alone(), ChunkedLMHead(skeleton, plan.body.head, plan.body.anatomy, stream.device)
     loss = _loss(alone, head, ids[:TEXT_ROWS, :length])
     drawn = _drawn(skeleton, alone, head, length, seed)
     own = None if drawn is None else _loss(alone, head, drawn)
@@ -59,7 +59,7 @@ def text_fit(skeleton: Skeleton, plan: Plan, batch: Batch, stream: Stream, seed:
     return TextFit(loss, own, length, distinct, _warnings(loss, own, distinct, vocabulary))
 
 
-def _hidden(stream: Stream, ids_BT: Tensor) -> Tensor:
+def _hidden(stream: LayerRunner, ids_BT: Tensor) -> Tensor:
     """What reaches the head, (B, T, D)."""
 
     def visit(call: LayerCall) -> Any:
@@ -68,13 +68,13 @@ def _hidden(stream: Stream, ids_BT: Tensor) -> Tensor:
     return stream.run({"input_ids": ids_BT}, visit)
 
 
-def _loss(stream: Stream, head: Head, ids_BT: Tensor) -> float:
+def _loss(stream: LayerRunner, head: ChunkedLMHead, ids_BT: Tensor) -> float:
     half = ids_BT.shape[1] // 2
     hidden_BTD = _hidden(stream, ids_BT)[:, half - 1 : -1]
     return round(float(head.losses(hidden_BTD.flatten(0, 1), ids_BT[:, half:].flatten()).double().mean()), 4)
 
 
-def _drawn(skeleton: Skeleton, stream: Stream, head: Head, length: int, seed: int) -> Tensor | None:
+def _drawn(skeleton: MetaModel, stream: LayerRunner, head: ChunkedLMHead, length: int, seed: int) -> Tensor | None:
     """(ROWS, length) ids, each drawn from what the model expects after those before it."""
     if skeleton.source.nbytes * length > READ:
         return None

@@ -13,29 +13,29 @@ from typing import Any
 import torch
 
 from surgery.architectures.attention import attention_shape
-from surgery.checkpoint.meta_model import unconverted
-from surgery.checkpoint.rewrite import rewrite
-from surgery.checkpoint.safetensors_io import Entry, read_tensor, write_shard
-from surgery.checkpoint.source import Source, open_converted
-from surgery.checkpoint.table import SHIM, mixers_of, table_of
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.rewrite import rewrite_checkpoint
+from surgery.checkpoint.safetensors_io import TensorSource, read_tensor, write_shard
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import SHIM_NAME, read_mixers, read_table
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT
-from surgery.core.journal import refuse_out
+from surgery.core.files import REPORT_NAME
+from surgery.core.journal import check_output_path
 from surgery.mixers import MIXERS, AttentionShape, mixer_config
 from surgery.mixers.masks.block_mixing import Blocks
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocks
-from surgery.mixers.masks.toeplitz_fit import Toeplitz, fit_heads
+from surgery.mixers.masks.toeplitz_fit import ToeplitzFit, fit_heads
 
 COMPONENTS = 8
 
 
-def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[AttentionShape, Any, Toeplitz]]:
+def toeplitz_fits(source: CheckpointSource, components: int = COMPONENTS) -> dict[str, tuple[AttentionShape, Any, ToeplitzFit]]:
     """path -> (shape, config, fit of every head's matrix) of the attention that mixes blocks freely."""
-    specs = {path: mixer_config(spec) for path, spec in mixers_of(source.config, source.name).items()}
+    specs = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
     if not found:
         return {}
-    model = unconverted(source)
+    model = build_unconverted_model(source)
     fits = {}
     for path, config in found.items():
         shape = attention_shape(model, path)
@@ -47,15 +47,15 @@ def block_fits(source: Source, components: int = COMPONENTS) -> dict[str, tuple[
     return fits
 
 
-def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
+def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -> dict[str, Any]:
     """Write the checkpoint with every block-mixing matrix replaced; {"out", "r2": {path: mean over heads}}."""
     out = Path(out)
-    refuse_out(out, True)
-    source = open_converted(converted)
-    fits = block_fits(source, components)
+    check_output_path(out, True)
+    source = open_converted_checkpoint(converted)
+    fits = toeplitz_fits(source, components)
     if not fits:
         raise SurgeryError(f"{converted} mixes no blocks (mask: blocks); only such attention can be made Toeplitz")
-    table, mixers = table_of(source.config, converted), mixers_of(source.config, converted)
+    table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     entries = []
     for path, (shape, config, fit) in fits.items():
         changed = replace(config, mask=ToeplitzBlocks(config.mask.block, components))
@@ -63,17 +63,17 @@ def to_toeplitz(converted: str, out: str | Path, components: int = COMPONENTS) -
         mixer.mask.start(fit.amplitude.movedim(-1, 0).float(), fit.rate[:, 0].mT.float())
         dtype = read_tensor(source.tensors[f"{path}.mixer.mask.weight_GJMM"]).dtype
         for name, tensor in mixer.mask.state_dict().items():
-            entries.append(Entry.of(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
+            entries.append(TensorSource.of(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
         mixers[path] = changed.to_dict()
     gone = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
-    entries += [Entry.copy(name, info) for name, info in source.tensors.items() if name not in gone]
+    entries += [TensorSource.copy(name, info) for name, info in source.tensors.items() if name not in gone]
     quantization = {**source.config["quantization_config"], "modules": table, "mixers": mixers}
     config = {**source.config, "quantization_config": quantization}
-    rewrite(source, out, lambda place: _one_piece(place, entries), config, (SHIM, REPORT))
+    rewrite_checkpoint(source, out, lambda place: _write_single_shard(place, entries), config, (SHIM_NAME, REPORT_NAME))
     return {"out": str(out), "r2": {path: float(fit.r2.mean()) for path, (_, _, fit) in fits.items()}}
 
 
-def _one_piece(place: Path, entries: list[Entry]) -> list[Path]:
+def _write_single_shard(place: Path, entries: list[TensorSource]) -> list[Path]:
     path = place / "00000.safetensors"
     write_shard(path, entries)
     return [path]

@@ -20,49 +20,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import Batch, real_rows
-from surgery.calibration.fisher import Survey, load_grams
-from surgery.calibration.layer_runner import LayerCall, Phase, Stream, run_phases
-from surgery.calibration.partition import PARTS, Turn
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.conversion.fit import Fitted, fitting, quick_fit
-from surgery.conversion.replacement import Grafts, graft, grafted, multiplied_out, shared_fits
-from surgery.conversion.score import Score, score
-from surgery.conversion.sequential import Layerwise, convert_head, stages_of
-from surgery.core.distributed import Ranks
+from surgery.calibration.data import CalibrationSet, unpadded_rows
+from surgery.calibration.fisher import FisherPass, load_grams
+from surgery.calibration.layer_runner import LayerCall, Phase, LayerRunner, run_phases
+from surgery.calibration.partition import MAX_SHARDS, Round
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
+from surgery.conversion.replacement import LayerReplacement, add_linear, swapped_modules, densify_module, broadcast_fits
+from surgery.conversion.score import HeldOutScore, held_out_score
+from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
+from surgery.core.distributed import DistContext
 from surgery.core.progress import Progress
-from surgery.planning.allocate import Option, spread
-from surgery.planning.plan import Cut, Plan
-from surgery.planning.recipe import Recipe
-from surgery.planning.weights import matrix_of
+from surgery.planning.allocate import CostPoint, allocate_budget
+from surgery.planning.plan import LinearTarget, Plan
+from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.weights import target_weight
 from surgery.structures import Metric
-from surgery.structures.metric import add_moment_, damp_, damped_gram
+from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 
 def sequential_trial(
-    skeleton: Skeleton,
+    skeleton: MetaModel,
     plan: Plan,
-    recipe: Recipe,
+    recipe: ConversionRecipe,
     given: dict[str, float],
-    batch: Batch,
-    stream: Stream,
+    batch: CalibrationSet,
+    stream: LayerRunner,
     grams: Path,
     done: Callable[[], None],
-) -> Score:
+) -> HeldOutScore:
     """The held-out score of a conversion that is thrown away."""
-    quick, plan = one_sweep(recipe), replace(plan, seats={})  # attention as it was: mixers take time to start
-    layers = Layerwise(
+    quick, plan = limit_sweeps(recipe), replace(plan, seats={})  # attention as it was: mixers take time to start
+    layers = SequentialConverter(
         skeleton, plan, quick, given, stream, grams, batch, lambda _: None, lambda *_: done(), judged=False
     )
     return layers.run()[0]
 
 
-def one_sweep(recipe: Recipe, **other: Any) -> Recipe:
+def limit_sweeps(recipe: ConversionRecipe, **other: Any) -> ConversionRecipe:
     return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), **other})
 
 
 @dataclass
-class _Inputs:
+class _StageGram:
     """E[x x^T] of a stage's input, while rows pass."""
 
     paths: list[str]
@@ -72,7 +72,7 @@ class _Inputs:
     rows: tuple[int, int] = (0, 0)  # in the part, in the sum
     of_c: dict[Any, Any] = field(default_factory=dict)
 
-    def fold(self, ranks: Ranks, turn: Turn, like: Tensor) -> None:
+    def fold(self, ranks: DistContext, turn: Round, like: Tensor) -> None:
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
         self.sum_II = ranks.added(self.sum_II, part_II, turn.holders)
         said = ranks.gather(self.rows[0])
@@ -84,25 +84,25 @@ class QuickTrial:
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        skeleton: MetaModel,
         plan: Plan,
-        recipe: Recipe,
+        recipe: ConversionRecipe,
         contenders: dict[str, dict[str, float]],
-        batch: Batch,
-        stream: Stream,
+        batch: CalibrationSet,
+        stream: LayerRunner,
         grams: Path,
         done: Callable[[], None],
     ):
         self.skeleton, self.plan, self.contenders, self.batch = skeleton, plan, contenders, batch
         self.stream, self.grams, self.done = stream, grams, done
-        self.recipe = one_sweep(recipe, calibrate="independent")
+        self.recipe = limit_sweeps(recipe, calibrate="independent")
 
     @torch.no_grad()
-    def run(self) -> dict[str, Score]:
+    def run(self) -> dict[str, HeldOutScore]:
         batch, many = self.batch, len(self.contenders)
         inputs = {k: torch.cat([v, *[v[batch.fit_rows :]] * many]) for k, v in batch.inputs.items()}
-        held = [(first, first + batch.rows - batch.fit_rows, PARTS) for first in self._held()]
-        final_BTD = self.stream.complete(self.stream.run(inputs, self._visit, [(0, batch.fit_rows, PARTS), *held]))
+        held = [(first, first + batch.rows - batch.fit_rows, MAX_SHARDS) for first in self._held()]
+        final_BTD = self.stream.complete(self.stream.run(inputs, self._visit, [(0, batch.fit_rows, MAX_SHARDS), *held]))
         scores = {}
         for name, rows in zip(self.contenders, final_BTD[batch.rows :].chunk(many)):
             # The contender's fitted windows were not run: the head, too, is fitted to the original's.
@@ -110,7 +110,7 @@ class QuickTrial:
             given, device = self.contenders[name], self.stream.device
             head = convert_head(self.skeleton, self.plan, self.recipe, given, batch, both_BTD, self.grams, device)
             linear = next(iter(head.modules.values()), None)
-            scores[name] = score(self.skeleton, self.plan, batch, both_BTD, linear, device)
+            scores[name] = held_out_score(self.skeleton, self.plan, batch, both_BTD, linear, device)
         return scores
 
     def _held(self) -> list[int]:
@@ -123,25 +123,25 @@ class QuickTrial:
         fit, rows = self.batch.fit_rows, self.batch.rows
         stages = []
         if self.plan.of_layer(call.path):
-            found = stages_of(self.skeleton, self.plan, call)
-            stages = [_Inputs(stage.paths, self.plan.cuts[stage.paths[0]][0].in_) for stage in found]
+            found = find_stages(self.skeleton, self.plan, call)
+            stages = [_StageGram(stage.paths, self.plan.cuts[stage.paths[0]][0].in_) for stage in found]
         modules: list[dict[str, nn.Module]] = [{} for _ in self.contenders]
         phases: list[Phase] = [(0, fit, self._gathering(call, stages, modules)), (fit, rows, nullcontext())]
         for first, mine in zip(self._held()[1:], modules):
-            # `grafted` looks at `mine` only when its phase begins, after the fits.
-            phases.append((first, first + rows - fit, grafted(call.layer, call.path, mine)))
+            # `swapped_modules` looks at `mine` only when its phase begins, after the fits.
+            phases.append((first, first + rows - fit, swapped_modules(call.layer, call.path, mine)))
         out = run_phases(call, phases, self.stream)
         self.done()
         return out
 
     @contextmanager
     def _gathering(
-        self, call: LayerCall, stages: list[_Inputs], modules: list[dict[str, nn.Module]]
-    ) -> Iterator[Callable[[Turn], None]]:
+        self, call: LayerCall, stages: list[_StageGram], modules: list[dict[str, nn.Module]]
+    ) -> Iterator[Callable[[Round], None]]:
         """Moments of the rows that run inside, and at its end every contender's stand-ins."""
         ranks = self.stream.ranks
 
-        def after(turn: Turn) -> None:
+        def after(turn: Round) -> None:
             for stage in stages:
                 stage.fold(ranks, turn, call.hidden_BTD.new_zeros(0, device=call.device))
 
@@ -161,12 +161,12 @@ class QuickTrial:
         while stages:
             self._fit(call, stages.pop(0), grams, modules)
 
-    def _adding(self, stage: _Inputs) -> Callable[..., None]:
+    def _adding(self, stage: _StageGram) -> Callable[..., None]:
         mask_BT = self.batch.mask()
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             x, first = args[0], self.stream.row
-            real_NI = real_rows(x, None if mask_BT is None else mask_BT[first : first + len(x)])
+            real_NI = unpadded_rows(x, None if mask_BT is None else mask_BT[first : first + len(x)])
             if stage.part_II is None:
                 stage.part_II = real_NI.new_zeros(stage.size, stage.size)
             add_moment_(stage.part_II, real_NI)
@@ -175,52 +175,52 @@ class QuickTrial:
         return hook
 
     def _fit(
-        self, call: LayerCall, stage: _Inputs, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
+        self, call: LayerCall, stage: _StageGram, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
     ) -> None:
         if stage.sum_II is None:
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
         damp_(moment_II, self.recipe.damping)
         cuts = [cut for path in stage.paths for cut in self.plan.cuts[path]]
-        metrics = {cut.name: Metric(moment_II, damped_gram(grams.get(cut.name)), stage.of_c) for cut in cuts}
+        metrics = {cut.name: Metric(moment_II, damp_output_gram(grams.get(cut.name)), stage.of_c) for cut in cuts}
 
-        def fit(cut: Cut, configs: list[Any]) -> Fitted:
-            weight_OI = matrix_of(self.skeleton, cut, call.device)
+        def fit(cut: LinearTarget, configs: list[Any]) -> FitResult:
+            weight_OI = target_weight(self.skeleton, cut, call.device)
             return quick_fit(cut, configs, weight_OI, metrics[cut.name], self.recipe.sweeps)
 
-        wanted = [{cut.name: fitting(cut, given[cut.name]) for cut in cuts} for given in self.contenders.values()]
+        wanted = [{cut.name: candidate_configs(cut, given[cut.name]) for cut in cuts} for given in self.contenders.values()]
         # Contenders often agree.
         jobs = {
             (cut.name, str(mine[cut.name])): (cut, partial(fit, cut, mine[cut.name])) for cut in cuts for mine in wanted
         }
-        fitted = shared_fits(self.stream.ranks, jobs, call.device)
+        fitted = broadcast_fits(self.stream.ranks, jobs, call.device)
         for put, mine in zip(modules, wanted):
             for path in stage.paths:
-                grafts, whole = Grafts(), list(self.plan.cuts[path])
+                grafts, whole = LayerReplacement(), list(self.plan.cuts[path])
                 found = [fitted[cut.name, str(mine[cut.name])] for cut in whole]
-                graft(self.skeleton, whole, found, call.device, grafts)
-                put[path] = multiplied_out(grafts.modules[path])
+                add_linear(self.skeleton, whole, found, call.device, grafts)
+                put[path] = densify_module(grafts.modules[path])
 
 
 TRIAL_SHARE = 0.25  # of the windows to fit
-MATTERS = 0.02  # a rise of the held-out loss (a relative output error) below which either spread will do
+MIN_LOSS_RISE = 0.02  # a rise of the held-out loss (a relative output error) below which either spread will do
 
 
-def even_budgets(plan: Plan) -> dict[str, float]:
+def uniform_budgets(plan: Plan) -> dict[str, float]:
     return {cut.name: cut.budget() for cuts in plan.cuts.values() for cut in cuts}
 
 
-def budgets(
-    skeleton: Skeleton,
+def choose_budgets(
+    skeleton: MetaModel,
     plan: Plan,
-    recipe: Recipe,
-    batch: Batch | None,
-    stream: Stream,
+    recipe: ConversionRecipe,
+    batch: CalibrationSet | None,
+    stream: LayerRunner,
     folder: Path,
     progress: Progress,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Numbers for each cut by name, and what the report says of the choice."""
-    even = even_budgets(plan)
+    even = uniform_budgets(plan)
     if batch is None:
         return even, {"kept": "uniform", "why": "no calibration text"}
     if not plan.replaced():
@@ -228,31 +228,31 @@ def budgets(
     free = [cut for cut in plan.replaced() if not cut.explicit]
     if recipe.curvature == "none" and (recipe.allocate == "uniform" or not free):
         return even, {"kept": "uniform", "why": "recipe"}
-    options = survey(skeleton, plan, recipe, batch, stream, folder, progress)
+    options = measure_rank_errors(skeleton, plan, recipe, batch, stream, folder, progress)
     if recipe.allocate == "uniform" or not free:
         return even, {"kept": "uniform", "why": "recipe" if free else "every rank is given"}
-    given = spread({cut.name: options[cut.name] for cut in free}, sum(cut.budget() for cut in free))
+    given = allocate_budget({cut.name: options[cut.name] for cut in free}, sum(cut.budget() for cut in free))
     by_gain = {**even, **given}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
     contenders = {"uniform": even, "spread": by_gain}
-    return choose(contenders, skeleton, plan, recipe, batch, stream, folder, progress)
+    return choose_allocation(contenders, skeleton, plan, recipe, batch, stream, folder, progress)
 
 
-def survey(
-    skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream, folder: Path, progress: Progress
-) -> dict[str, list[Option]]:
+def measure_rank_errors(
+    skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, batch: CalibrationSet, stream: LayerRunner, folder: Path, progress: Progress
+) -> dict[str, list[CostPoint]]:
     with progress.bar("measuring what each rank buys", len(plan.body.layers)) as tick:
-        return Survey(skeleton, plan, recipe, stream, folder, tick).run(batch)
+        return FisherPass(skeleton, plan, recipe, stream, folder, tick).run(batch)
 
 
-def choose(
+def choose_allocation(
     contenders: dict[str, dict[str, float]],
-    skeleton: Skeleton,
+    skeleton: MetaModel,
     plan: Plan,
-    recipe: Recipe,
-    batch: Batch,
-    stream: Stream,
+    recipe: ConversionRecipe,
+    batch: CalibrationSet,
+    stream: LayerRunner,
     folder: Path,
     progress: Progress,
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -263,7 +263,7 @@ def choose(
     with progress.bar("trying spreads of ranks", layers) as tick:
         scores = QuickTrial(skeleton, plan, recipe, contenders, few, stream, folder, tick).run()
     contradicts = scores["uniform"].converted < scores["spread"].converted
-    if contradicts and scores["spread"].rise > MATTERS and recipe.calibrate == "sequential":
+    if contradicts and scores["spread"].rise > MIN_LOSS_RISE and recipe.calibrate == "sequential":
         how = "sequential trials"
         with progress.bar("trying them layer after layer", layers * len(contenders)) as tick:
             for name, given in contenders.items():

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.files import refuse_halves
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import check_surrogates
 
 MAX_BYTES = 1_000_000
 
 
-class _NoAliases(yaml.SafeLoader):
+class _NoAliasLoader(yaml.SafeLoader):
     """A few lines of aliases of aliases stand for billions of values, and no recipe needs one."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -31,12 +31,12 @@ class _NoAliases(yaml.SafeLoader):
 def read_yaml(text: str) -> Any:
     """Plain data, no aliases; ValueError, in words, for anything else."""
     try:
-        loader = _NoAliases(text)
+        loader = _NoAliasLoader(text)
         try:
             data = loader.get_single_data()
         finally:
             loader.dispose()
-        refuse_halves(data)
+        check_surrogates(data)
         return data
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -44,14 +44,14 @@ def read_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def head_of(text: str) -> dict[str, Any]:
+def read_front_matter(text: str) -> dict[str, Any]:
     """The table between the two `---` that a card or a data set's README begins with; ValueError where it is not YAML."""
     parts = text.split("---\n", 2)
     data = read_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     return data if isinstance(data, dict) else {}
 
 
-def slice_text(text: Any) -> Any:
+def check_layer_range(text: Any) -> Any:
     # YAML takes an unquoted 2:4 for two minutes and four seconds: what is not text was not meant so.
     if text is not None and not (
         isinstance(text, str) and re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip(), re.ASCII)
@@ -60,30 +60,30 @@ def slice_text(text: Any) -> Any:
     return text
 
 
-def layer_selected(text: str, index: int, count: int) -> bool:
-    """Whether layer `index` of `count` lies in a range such as "2:-2"."""
+def is_layer_selected(text: str, index: int, count: int) -> bool:
+    """Whether layer `index` of `format_count` lies in a range such as "2:-2"."""
     if ":" not in text:
         return int(text) in (index, index - count)
     start, stop = (int(part) if part.strip() else None for part in text.split(":"))
     return index in range(count)[start:stop]
 
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def whole(value: Any) -> Any:
+def parse_count(value: Any) -> Any:
     """100M, 2.5B and 512k as numbers; anything else as it is."""
     found = (
         re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
     )
-    return round(float(found[1]) * UNITS[found[2]]) if found else value
+    return round(float(found[1]) * COUNT_SUFFIXES[found[2]]) if found else value
 
 
-def number(value: Any) -> Any:
+def parse_float(value: Any) -> Any:
     """1e-3, which YAML takes for a word, as a number."""
     try:
         return float(value) if isinstance(value, str) else value
@@ -91,17 +91,17 @@ def number(value: Any) -> Any:
         return value
 
 
-Count = Annotated[int, BeforeValidator(whole)]
-Real = Annotated[float, BeforeValidator(number)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+Real = Annotated[float, BeforeValidator(parse_float)]
 
 
-def said(error: ValidationError, where: str, known: Iterable[str] = ()) -> SurgeryError:
+def validation_error(error: ValidationError, where: str, known: Iterable[str] = ()) -> SurgeryError:
     """One sentence for each place that is wrong."""
     sentences = []
     for e in error.errors():
         place = ".".join(str(part) for part in e["loc"]) or "it"
         if e["type"] == "extra_forbidden":
-            sentences.append(f"unknown key {place!r}{nearest(str(e['loc'][-1]), known) if known else ''}")
+            sentences.append(f"unknown key {place!r}{suggestion(str(e['loc'][-1]), known) if known else ''}")
         elif e["type"] == "missing":
             sentences.append(f"{place} is missing")
         else:
@@ -109,16 +109,16 @@ def said(error: ValidationError, where: str, known: Iterable[str] = ()) -> Surge
     return SurgeryError(f"{where}: " + "; ".join(dict.fromkeys(sentences)))
 
 
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def deep_merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`above` laid over `below`, mappings key by key."""
     both = dict(below)
     for key, value in above.items():
         inside = both.get(key)
-        both[key] = merged(inside, value) if isinstance(inside, dict) and isinstance(value, dict) else value
+        both[key] = deep_merge(inside, value) if isinstance(inside, dict) and isinstance(value, dict) else value
     return both
 
 
-def put(data: dict[str, Any], path: str, value: Any) -> None:
+def set_by_path(data: dict[str, Any], path: str, value: Any) -> None:
     """data["stages"][0]["rate"] = value for the path stages.0.rate; "stages.*.rate" is all of them."""
     first, _, rest = path.partition(".")
     place: Any = data
@@ -131,12 +131,12 @@ def put(data: dict[str, Any], path: str, value: Any) -> None:
             else:
                 if isinstance(place, dict) and not isinstance(place.get(key), (dict, list)):
                     place[key] = {}
-                put(place[key], rest, value)
+                set_by_path(place[key], rest, value)
     except (IndexError, ValueError, TypeError, AttributeError):
         raise SurgeryError(f"--set {path}: no such place in the recipe") from None
 
 
-def put_text(data: dict[str, Any], text: str) -> None:
+def apply_override(data: dict[str, Any], text: str) -> None:
     """key.path=value, the value read as YAML."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
@@ -145,4 +145,4 @@ def put_text(data: dict[str, Any], text: str) -> None:
         read = read_yaml(value)
     except ValueError:
         raise SurgeryError(f"--set {text[:100]!r}: not a YAML value") from None
-    put(data, path.strip(), read)
+    set_by_path(data, path.strip(), read)

@@ -42,7 +42,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 @contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """On a GPU, work of this thread that does not wait for that of other threads; done when the context ends."""
     if device.type != "cuda":
         yield
@@ -57,7 +57,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
-M_MMAP_THRESHOLD, BLOCK = -3, 8 * 2**20
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 8 * 2**20
 
 
 def return_freed_memory() -> None:
@@ -69,10 +69,10 @@ def return_freed_memory() -> None:
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library: it has its own ways
-            ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, BLOCK)
+            ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
-def trim() -> None:
+def trim_memory() -> None:
     """Have glibc give back the pages between blocks still held: once a layer, so that what smaller blocks leave
     behind does not add up."""
     if sys.platform == "linux":
@@ -97,22 +97,22 @@ def peak_rss() -> int | None:
 
 
 # Relative error of a float32 product of depth 512; rounding alone gives about 3e-7, bf16 inputs 3e-3.
-FLOAT32 = 3e-6
+FLOAT32_ERROR_LIMIT = 3e-6
 
 
 @cache
-def _allowed_is_exact() -> bool:
+def _reduced_precision_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 512, generator=generator) for _ in range(2))
     errors = []
     for x, y in ((a, b.mT), (a.mT, b), (a.mT.contiguous(), b)):
         exact = x.double() @ y.double()
         errors.append(float((x @ y - exact).norm() / exact.norm()))
-    return max(errors) < FLOAT32
+    return max(errors) < FLOAT32_ERROR_LIMIT
 
 
 @contextmanager
-def float32_products(device: torch.device) -> Iterator[None]:
+def fast_float32_matmul(device: torch.device) -> Iterator[None]:
     """Inside, float32 products on the CPU are as fast as float32 allows; elsewhere nothing changes."""
     try:
         before = torch.get_float32_matmul_precision()
@@ -123,7 +123,7 @@ def float32_products(device: torch.device) -> Iterator[None]:
         return
     torch.set_float32_matmul_precision("medium")
     try:
-        if not _allowed_is_exact():
+        if not _reduced_precision_is_exact():
             torch.set_float32_matmul_precision(before)
         yield
     finally:

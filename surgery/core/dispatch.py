@@ -25,19 +25,19 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from surgery.core.import_hooks import after_import
+from surgery.core.import_hooks import run_after_import
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Choice = Literal["measured", "kernel", "reference"]
+KernelChoice = Literal["measured", "kernel", "reference"]
 
 PACKAGE = "surgery.kernels"
-_choice: Choice = "measured"
-_watched: set[str] | None = None
+_choice: KernelChoice = "measured"
+_recorded_names: set[str] | None = None
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RegisteredKernel:
     """`accepts`: whether it is right for these arguments. `wins`: whether it is measured to be faster there than the
     reference and than other kernels of the op. `way`: what kernels/tuning.json calls it."""
 
@@ -47,27 +47,27 @@ class Kernel:
     way: str = "kernel"
 
 
-class Op:
+class DispatchedOp:
     """A reference and its kernels; called like the reference."""
 
     def __init__(self, reference: Callable[..., Any]):
         self.reference = reference
-        self.kernels: list[Kernel] = []
+        self.kernels: list[RegisteredKernel] = []
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kernel = self.stand_in(*args, **kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
-        if _watched is not None:
-            _watched.add(self.reference.__name__)
+        if _recorded_names is not None:
+            _recorded_names.add(self.reference.__name__)
         return kernel.run(*args, **kwargs)
 
-    def stand_in(self, *args: Any, **kwargs: Any) -> Kernel | None:
+    def stand_in(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
         """The kernel that a call with these arguments goes to, None for the reference."""
         if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
             return None
-        found()
+        load_kernels()
         for kernel in self.kernels:
             if kernel.accepts(*args, **kwargs) and (
                 kernel.way == "kernel" if _choice == "kernel" else kernel.wins(*args, **kwargs)
@@ -76,22 +76,22 @@ class Op:
         return None
 
 
-def op(reference: Callable[P, R]) -> Callable[P, R]:
+def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
     """Makes a function one that kernels may stand in for."""
-    return Op(reference)
+    return DispatchedOp(reference)
 
 
-def kernel_for(
+def register_kernel(
     replaced: Callable[..., Any],
     accepts: Callable[..., bool],
     wins: Callable[..., bool] = lambda *_, **__: True,
     way: str = "kernel",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers a function of the same arguments, see `Kernel`."""
-    assert isinstance(replaced, Op), f"{replaced} is no op; decorate it with @op"
+    """Registers a function of the same arguments, see `RegisteredKernel`."""
+    assert isinstance(replaced, DispatchedOp), f"{replaced} is no op; decorate it with @op"
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
-        replaced.kernels.append(Kernel(kernel, accepts, wins, way))
+        replaced.kernels.append(RegisteredKernel(kernel, accepts, wins, way))
         replaced.kernels.sort(key=lambda known: known.way != "original")  # which speaks first
         return kernel
 
@@ -99,7 +99,7 @@ def kernel_for(
 
 
 @contextmanager
-def choose(choice: Choice) -> Iterator[None]:
+def use_kernels(choice: KernelChoice) -> Iterator[None]:
     """ "reference": no kernels; "kernel": wherever a kernel of ours accepts, measured to win or not, on a CPU too (Triton's
     interpreter, TRITON_INTERPRET=1); "measured": how it is otherwise."""
     global _choice
@@ -111,32 +111,32 @@ def choose(choice: Choice) -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[set[str]]:
+def record_dispatch() -> Iterator[set[str]]:
     """Names of the functions that kernels stood in for meanwhile."""
     global _watched
-    before, _watched = _watched, set()
+    before, _recorded_names = _recorded_names, set()
     try:
-        yield _watched
+        yield _recorded_names
     finally:
-        _watched = before
+        _recorded_names = before
 
 
-def found() -> bool:
+def load_kernels() -> bool:
     """Whether there are kernels. torch.compile calls this once and takes the answer for a constant."""
-    return _found()
+    return _import_kernels()
 
 
 def _mark_constant() -> None:
     import torch._dynamo
 
-    torch._dynamo.assume_constant_result(found)
+    torch._dynamo.assume_constant_result(load_kernels)
 
 
-after_import("torch._dynamo", _mark_constant)  # importing it for the decorator alone would take seconds
+run_after_import("torch._dynamo", _mark_constant)  # importing it for the decorator alone would take seconds
 
 
 @functools.cache
-def _found() -> bool:
+def _import_kernels() -> bool:
     """Imports every kernel, once; none where Triton is not installed or would compile them wrongly."""
     if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.ptxas").settled():
         return False

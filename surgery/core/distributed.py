@@ -23,14 +23,14 @@ from torch import Tensor
 from surgery.core.errors import Interrupted, SurgeryError
 
 T = TypeVar("T")
-LOST = "another process of this run has ended, or is not heard of; what is done is kept, the same command with --resume goes on"
-BEAT, SILENT = 5.0, 180.0  # seconds from one sign of life to the next, and until one without is given up
-ENDING = 10.0  # seconds in which others may notice an error before its process ends
-FAILED, SAID, NOTICED = "failed", "said", "noticed"  # keys of the store
+LOST_PEER_MESSAGE = "another process of this run has ended, or is not heard of; what is done is kept, the same command with --resume goes on"
+HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 5.0, 180.0  # seconds from one sign of life to the next, and until one without is given up
+ERROR_GRACE_SECONDS = 10.0  # seconds in which others may notice an error before its process ends
+FAILED_KEY, MESSAGE_KEY, NOTICED_KEY = "failed", "said", "noticed"  # keys of the store
 
 
 @dataclass(frozen=True)
-class Ranks:
+class DistContext:
     index: int = 0
     count: int = 1
     store: Any = field(default=None, compare=False, repr=False)
@@ -136,22 +136,22 @@ class Ranks:
 
     def _tell(self, error: BaseException) -> None:
         with suppress(torch.distributed.DistError):
-            if self.store.add(FAILED, 1) > 1:
-                self._pause_for(lambda: self.store.check([SAID]))
+            if self.store.add(FAILED_KEY, 1) > 1:
+                self._pause_for(lambda: self.store.check([MESSAGE_KEY]))
                 raise self._elsewhere() from None
             refused = isinstance(error, SurgeryError) and not isinstance(error, Interrupted)
             kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
-            self.store.set(SAID, f"{'refused' if refused else 'kept'} {kind}{error}")
-            self._pause_for(lambda: self.store.add(NOTICED, 0) >= self.count - 1)
+            self.store.set(MESSAGE_KEY, f"{'refused' if refused else 'kept'} {kind}{error}")
+            self._pause_for(lambda: self.store.add(NOTICED_KEY, 0) >= self.count - 1)
 
     def _pause_for(self, seen: Callable[[], bool]) -> None:
-        until = time.monotonic() + ENDING
+        until = time.monotonic() + ERROR_GRACE_SECONDS
         while time.monotonic() < until and not seen():
             time.sleep(0.02)
 
     def _elsewhere(self) -> SurgeryError:
-        how, _, sentence = self.store.get(SAID).decode().partition(" ")
-        self.store.add(NOTICED, 1)
+        how, _, sentence = self.store.get(MESSAGE_KEY).decode().partition(" ")
+        self.store.add(NOTICED_KEY, 1)
         error = (SurgeryError if how == "refused" else Interrupted)(sentence)
         error.elsewhere = True
         return error
@@ -159,15 +159,15 @@ class Ranks:
     def _look(self, heard: dict[int, tuple[bytes, float]]) -> None:
         """SurgeryError where another process has failed, or has long not been heard of."""
         try:
-            if self.store.check([SAID]):
+            if self.store.check([MESSAGE_KEY]):
                 raise self._elsewhere()
             for rank, beat in enumerate(self.store.multi_get([f"beat{rank}" for rank in range(self.count)])):
                 if rank not in heard or heard[rank][0] != beat:
                     heard[rank] = beat, time.monotonic()
-                elif time.monotonic() - heard[rank][1] > SILENT:
-                    raise Interrupted(f"process {rank}: {LOST}")
+                elif time.monotonic() - heard[rank][1] > HEARTBEAT_TIMEOUT:
+                    raise Interrupted(f"process {rank}: {LOST_PEER_MESSAGE}")
         except torch.distributed.DistError:
-            raise Interrupted(LOST) from None
+            raise Interrupted(LOST_PEER_MESSAGE) from None
 
     def _arrive(self) -> None:
         """Until every process is here; always over gloo."""
@@ -185,19 +185,19 @@ class Ranks:
             work.wait()
         except RuntimeError:
             with suppress(torch.distributed.DistError):
-                self._pause_for(lambda: self.store.check([SAID]) or not self.store.check([FAILED]))
+                self._pause_for(lambda: self.store.check([MESSAGE_KEY]) or not self.store.check([FAILED_KEY]))
             self._look({})
-            raise Interrupted(LOST) from None
+            raise Interrupted(LOST_PEER_MESSAGE) from None
 
 
-_started: list[Ranks] = []
+_contexts: list[DistContext] = []
 
 
-def start_ranks(device: str | None) -> Ranks:
+def init_distributed(device: str | None) -> DistContext:
     """As `accelerate launch` or torchrun set them up; once a process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Ranks()
-    if not _started:
+        return DistContext()
+    if not _contexts:
         gpus = device != "cpu" and torch.cuda.is_available()
         store, index, count = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
         torch.distributed.init_process_group(
@@ -208,26 +208,26 @@ def start_ranks(device: str | None) -> Ranks:
             timeout=timedelta(days=2),  # how long one may work alone; that the others live is looked at elsewhere
         )
         if gpus:
-            torch.cuda.set_device(device_of(Ranks(index, count), device))
-        _started.append(Ranks(index, count, torch.distributed.PrefixStore("surgery", store)))
-        _beat_once(_started[0])
-        threading.Thread(target=_beat, args=(_started[0],), daemon=True).start()
-        _started[0].gather(None)  # all have given their first sign of life
-    return _started[0]
+            torch.cuda.set_device(local_device(DistContext(index, count), device))
+        _contexts.append(DistContext(index, count, torch.distributed.PrefixStore("surgery", store)))
+        _send_heartbeat(_contexts[0])
+        threading.Thread(target=_heartbeat_loop, args=(_contexts[0],), daemon=True).start()
+        _contexts[0].gather(None)  # all have given their first sign of life
+    return _contexts[0]
 
 
-def _beat_once(ranks: Ranks) -> None:
+def _send_heartbeat(ranks: DistContext) -> None:
     ranks.store.add(f"beat{ranks.index}", 1)
 
 
-def _beat(ranks: Ranks) -> None:
+def _heartbeat_loop(ranks: DistContext) -> None:
     with suppress(torch.distributed.DistError, RuntimeError):  # whoever holds the store may end first
         while True:
-            time.sleep(BEAT)
-            _beat_once(ranks)
+            time.sleep(HEARTBEAT_SECONDS)
+            _send_heartbeat(ranks)
 
 
-def device_of(ranks: Ranks, device: str | None) -> str | None:
+def local_device(ranks: DistContext, device: str | None) -> str | None:
     """Each process its own GPU."""
     if ranks.count == 1 or device not in (None, "cuda") or not torch.cuda.is_available():
         return device

@@ -31,7 +31,7 @@ class Interrupted(SurgeryError):
     """Nothing is wrong with what was asked: what is done is kept, and --resume goes on."""
 
 
-def nearest(word: str, valid: Iterable[str], count: int = 1) -> str:
+def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:
     """A tail for a message: `; did you mean 'low_rank'?`, or the valid names when none is close."""
     names = sorted(valid)
     close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)

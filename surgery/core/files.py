@@ -23,19 +23,19 @@ from typing import Any, TextIO
 from surgery.core.errors import Interrupted, SurgeryError
 
 
-def partial_of(out: Path) -> Path:
+def partial_path(out: Path) -> Path:
     """Where it is worked on."""
     return out.with_name(out.name + ".partial")
 
 
-REPORT = "surgery_report.json"
+REPORT_NAME = "surgery_report.json"
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ACCESS_DENIED_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 # What libraries written in Rust (safetensors, tokenizers) say of the system's errors.
 # (torch.linalg counts columns in "error code: 30", which is no number of the system's.)
-NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
+OS_ERROR_NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
 # -- writing -----------------------------------------------------------------------------------------
@@ -73,17 +73,17 @@ def size_text(count: float) -> str:
 
 
 @contextmanager
-def whole(path: Path, mode: str = "wb") -> Iterator[Any]:
+def atomic_write(path: Path, mode: str = "wb") -> Iterator[Any]:
     """A file to be written: beside its place, flushed to disk, then renamed; gone where anything fails."""
     created = mode.replace("w", "x")  # never through a link, or into a file that lay there before
-    with beside(path) as partial, open(partial, created, encoding=None if "b" in mode else "utf-8") as file:
+    with atomic_path(path) as partial, open(partial, created, encoding=None if "b" in mode else "utf-8") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A path for a library to write a file to, which then takes its place; gone where anything fails."""
     partial = path.with_name(path.name + ".tmp")
     try:
@@ -98,42 +98,42 @@ def beside(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, data: Any) -> None:
     """Whole or absent."""
-    with whole(path, "w") as file:
+    with atomic_write(path, "w") as file:
         json.dump(data, file, indent=2)
         file.write("\n")
 
 
 @contextmanager
-def disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
-    """Around all that writes to `place`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
+def explain_disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
+    """Around all that writes to `set_module_tensor`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
     again: what to do once there is room."""
     try:
         yield
     except SurgeryError:
         raise
     except Exception as error:
-        number = number_of(error)
-        if number not in (*FULL, *DENIED):
+        number = os_error_number(error)
+        if number not in (*DISK_FULL_ERRNOS, *ACCESS_DENIED_ERRNOS):
             raise
         where = getattr(error, "filename", None)
-        raise Interrupted(_refusal(number, Path(os.fsdecode(where)) if where else place, again)) from error
+        raise Interrupted(_disk_error_message(number, Path(os.fsdecode(where)) if where else place, again)) from error
 
 
-def number_of(error: BaseException) -> int | None:
+def os_error_number(error: BaseException) -> int | None:
     """The system's number of what went wrong, where it was the system."""
     if isinstance(error, OSError):
         return error.errno
-    found = NUMBER.search(str(error))
+    found = OS_ERROR_NUMBER.search(str(error))
     return int(found[1] or found[2]) if found else None
 
 
-def is_disk(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Whether it is the disk that refuses, and not what was read or asked."""
-    return number_of(error) in (*FULL, *DENIED)
+    return os_error_number(error) in (*DISK_FULL_ERRNOS, *ACCESS_DENIED_ERRNOS)
 
 
-def _refusal(number: int, path: Path, again: str) -> str:
-    if number not in FULL:
+def _disk_error_message(number: int, path: Path, again: str) -> str:
+    if number not in DISK_FULL_ERRNOS:
         return f"{path} cannot be written: {os.strerror(number)}; choose an --out that you may write to"
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     usage = shutil.disk_usage(there)
@@ -147,25 +147,25 @@ def _refusal(number: int, path: Path, again: str) -> str:
 def read_json(path: Path) -> Any:
     """What lies there; SurgeryError where that is not JSON."""
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
         raise SurgeryError(f"{path} is not JSON") from None
 
 
-def parsed(text: str, **hooks: Any) -> Any:
+def parse_json(text: str, **hooks: Any) -> Any:
     """JSON; ValueError where it is none, is nested too deeply, or holds half a character."""
     try:
         data = json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if "\\u" in text:  # or none can be there
-        refuse_halves(data)
+        check_surrogates(data)
     return data
 
 
-def refuse_halves(data: Any) -> None:
+def check_surrogates(data: Any) -> None:
     """ValueError for half of a pair of UTF-16, which a JSON or YAML escape can write and no file or terminal can hold."""
     found = [data]
     while found:
@@ -183,8 +183,8 @@ def checksum(data: Any) -> int:
     return zlib.crc32(json.dumps(data).encode())
 
 
-LOCK = "lock"
-BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+LOCK_NAME = "lock"
+LOCK_BUSY_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def no_link(path: str, flags: int) -> int:
@@ -197,18 +197,18 @@ def no_link(path: str, flags: int) -> int:
         raise SurgeryError(f"{path} is a symbolic link; surgery does not write through links. Remove it") from None
 
 
-def locked(folder: Path, what: str, name: str = LOCK) -> TextIO:
+def acquire_lock(folder: Path, what: str, name: str = LOCK_NAME) -> TextIO:
     """An open file: until it is closed, nobody else has the folder's lock. what: who says so to others."""
     path = folder / name
     try:
         file = open(path, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115
     except FileNotFoundError:  # finished, and moved to its place
-        raise _busy(folder, what) from None
-    if not _taken(file, path):
+        raise _busy_error(folder, what) from None
+    if not _try_lock(file, path):
         file.seek(0)
         holder, _, where = file.read(200).partition(", ")
         file.close()
-        raise _busy(folder, holder or what, f" ({where})" if where else "")
+        raise _busy_error(folder, holder or what, f" ({where})" if where else "")
     file.truncate(0)
     file.write(f"{what}, process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -216,9 +216,9 @@ def locked(folder: Path, what: str, name: str = LOCK) -> TextIO:
 
 
 @contextmanager
-def alone(folder: Path, what: str, name: str = LOCK) -> Iterator[None]:
+def exclusive_lock(folder: Path, what: str, name: str = LOCK_NAME) -> Iterator[None]:
     """Nobody else meanwhile; the file goes at the end."""
-    file = locked(folder, what, name)
+    file = acquire_lock(folder, what, name)
     try:
         yield
     finally:
@@ -226,7 +226,7 @@ def alone(folder: Path, what: str, name: str = LOCK) -> Iterator[None]:
         file.close()
 
 
-def _taken(file: TextIO, path: Path) -> bool:
+def _try_lock(file: TextIO, path: Path) -> bool:
     try:
         import fcntl
 
@@ -234,12 +234,12 @@ def _taken(file: TextIO, path: Path) -> bool:
     except ImportError:  # no such locks on this system
         return True
     except OSError as error:
-        return error.errno not in BUSY  # else this file system has none
+        return error.errno not in LOCK_BUSY_ERRNOS  # else this file system has none
     try:
         return os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
     except OSError:  # removed by one that finished between the two lines above
         return False
 
 
-def _busy(folder: Path, what: str, where: str = "") -> SurgeryError:
+def _busy_error(folder: Path, what: str, where: str = "") -> SurgeryError:
     return SurgeryError(f"another {what} is writing into {folder}{where}; wait for it, or choose another --out")

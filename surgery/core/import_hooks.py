@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
-def after_import(name: str, act: Callable[[], None]) -> None:
+def run_after_import(name: str, act: Callable[[], None]) -> None:
     """Call `act` now if module `name` is loaded, else right after it is."""
     if name in sys.modules:
         act()

@@ -16,11 +16,11 @@ import shutil
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from surgery.core.distributed import Ranks
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
-from surgery.core.files import LOCK, checksum, locked, no_link, partial_of, refuse_link, refuse_links_in, whole
+from surgery.core.files import LOCK_NAME, checksum, acquire_lock, no_link, partial_path, refuse_link, refuse_links_in, atomic_write
 
-NAME, SUM = "journal.jsonl", "crc32"
+JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
 FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs make links of their own
 
 
@@ -32,11 +32,11 @@ class Journal:
         folder: Path,
         fingerprint: dict[str, Any],
         resume: bool,
-        ranks: Ranks | None = None,
+        ranks: DistContext | None = None,
         what: str = "conversion",
     ):
-        self.folder, self.fingerprint, self.ranks, self.what = folder, fingerprint, ranks or Ranks(), what
-        self.path = folder / (NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
+        self.folder, self.fingerprint, self.ranks, self.what = folder, fingerprint, ranks or DistContext(), what
+        self.path = folder / (JOURNAL_NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
         self.lines: list[dict[str, Any]] = []
         self.made = self.ranks.by_main(lambda: self._make(resume))
 
@@ -47,7 +47,7 @@ class Journal:
             return True
         except FileExistsError:
             if not resume:
-                refuse_begun(self.folder, self.what)
+                raise_unfinished(self.folder, self.what)
             return False
 
     def __enter__(self) -> Journal:
@@ -62,11 +62,11 @@ class Journal:
             self._lock.close()
 
     def files(self) -> list[Path]:
-        return [self.folder / NAME, *sorted(self.folder.glob("journal-*.jsonl"))]
+        return [self.folder / JOURNAL_NAME, *sorted(self.folder.glob("journal-*.jsonl"))]
 
     def _open(self) -> None:
         try:
-            self._lock = locked(self.folder, self.what)
+            self._lock = acquire_lock(self.folder, self.what)
             for path in self.files():
                 self._read(path)
             self._refuse_other()
@@ -78,7 +78,7 @@ class Journal:
             raise
 
     def _refuse_unseen(self) -> None:
-        if not (self.folder / NAME).is_file():
+        if not (self.folder / JOURNAL_NAME).is_file():
             raise SurgeryError(
                 f"{self.folder}: process {self.ranks.index} does not see what process 0 writes there; give an --out on "
                 "a file system that all machines of the run share, by a path that is the same on all of them"
@@ -92,7 +92,7 @@ class Journal:
             return
         good = 0
         for raw in path.read_bytes().splitlines(keepends=True):
-            line = _whole(raw)
+            line = _parse_entry(raw)
             if line is None:
                 break
             self.lines.append(line)
@@ -105,7 +105,7 @@ class Journal:
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value:
                 raise SurgeryError(
-                    f"{self.folder} was begun with another {key} ({_short(start.get(key))}, now {_short(value)}); "
+                    f"{self.folder} was begun with another {key} ({_truncate(start.get(key))}, now {_truncate(value)}); "
                     "resume with what it was begun with, or remove that folder to start anew"
                 )
 
@@ -124,7 +124,7 @@ class Journal:
     def keep(self, lines: list[dict[str, Any]]) -> None:
         """Forget all other lines, on disk too; called by all processes with the same lines."""
         if self.ranks.main and lines != self.lines:
-            with whole(self.folder / NAME) as file:
+            with atomic_write(self.folder / JOURNAL_NAME) as file:
                 file.writelines(_written(line) for line in lines)
             for path in self.files()[1:]:
                 path.unlink()
@@ -138,8 +138,8 @@ class Journal:
 
     def move(self, out: Path) -> None:
         """The folder to its place, without what was of the work alone."""
-        refuse_existing(out)
-        for leftover in (*self.files(), self.folder / LOCK):
+        check_absent(out)
+        for leftover in (*self.files(), self.folder / LOCK_NAME):
             leftover.unlink(missing_ok=True)
         os.replace(self.folder, out)
 
@@ -152,44 +152,44 @@ class Journal:
 
 
 def _written(line: dict[str, Any]) -> bytes:
-    return json.dumps({**line, SUM: checksum(line)}).encode() + b"\n"
+    return json.dumps({**line, CHECKSUM_KEY: checksum(line)}).encode() + b"\n"
 
 
-def _whole(raw: bytes) -> dict[str, Any] | None:
+def _parse_entry(raw: bytes) -> dict[str, Any] | None:
     """A line as it was written, by its checksum; None: cut short or damaged, and all after it is done again."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
         return None
     written = raw.endswith(b"\n") and isinstance(line, dict) and isinstance(line.get("step"), str)
-    return line if written and line.pop(SUM, None) == checksum(line) else None
+    return line if written and line.pop(CHECKSUM_KEY, None) == checksum(line) else None
 
 
-def refuse_out(out: Path, resume: bool, what: str = "conversion") -> None:
+def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
     """Before anything is begun that ends in `out`."""
-    refuse_existing(out)
-    refuse_links_in(partial_of(out), FOREIGN)
-    if partial_of(out).exists() and not resume:
-        refuse_begun(partial_of(out), what)
+    check_absent(out)
+    refuse_links_in(partial_path(out), FOREIGN)
+    if partial_path(out).exists() and not resume:
+        raise_unfinished(partial_path(out), what)
     if not out.parent.is_dir():
         raise SurgeryError(f"{out.parent} is not a folder; make it first")
 
 
-def refuse_existing(out: Path) -> None:
+def check_absent(out: Path) -> None:
     refuse_link(out)
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 
 
-def refuse_begun(folder: Path, what: str = "conversion") -> NoReturn:
+def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
     """Something lies there: one that is running is to be waited for, one that was interrupted resumed."""
-    if (folder / LOCK).is_file():
-        locked(folder, what).close()
+    if (folder / LOCK_NAME).is_file():
+        acquire_lock(folder, what).close()
     raise SurgeryError(
         f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start anew"
     )
 
 
-def _short(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 60 else text[:57] + "..."

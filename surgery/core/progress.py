@@ -54,6 +54,6 @@ class RichProgress(Progress):
             yield lambda steps=1: bars.advance(task, steps)
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the only one, or the first of several: the others print nothing."""
     return os.environ.get("RANK", "0") == "0"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 
 T = TypeVar("T")
 PLUGINS = "surgery.plugins"
@@ -30,10 +30,10 @@ def load_plugins() -> None:
             ) from error
 
 
-LARGEST = 2**31  # of a number among options
+MAX_OPTION = 2**31  # of a number among options
 
 
-def typed(config_type: Any, options: dict[str, Any]) -> Any:
+def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
     """A config from options as JSON or YAML have them, each of the type that its field says; SurgeryError, by name,
     otherwise. Options that are configs themselves are the config's own business (Any)."""
     from pydantic import ValidationError
@@ -41,19 +41,19 @@ def typed(config_type: Any, options: dict[str, Any]) -> Any:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     for name, value in options.items():
         try:
-            if name in (types := _types(config_type)):
+            if name in (types := _field_adapters(config_type)):
                 types[name].validate_python(value, strict=True)
         except ValidationError as error:
-            _refuse_by_itself(config_type, options)
+            _validate_by_constructor(config_type, options)
             said = " or ".join(dict.fromkeys(e["msg"].lower() for e in error.errors()))
             raise SurgeryError(f"{config_type.name!r}: {name}: {said} (got {str(value)[:100]!r})") from None
         numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(n, (int, float)) and not abs(n) <= LARGEST for n in numbers):
+        if any(isinstance(n, (int, float)) and not abs(n) <= MAX_OPTION for n in numbers):
             raise SurgeryError(f"{config_type.name!r}: {name}: no option is as large as {str(value)[:50]}")
     return config_type(**options)
 
 
-def _refuse_by_itself(config_type: Any, options: dict[str, Any]) -> None:
+def _validate_by_constructor(config_type: Any, options: dict[str, Any]) -> None:
     """With the config's own words, where it has some."""
     try:
         config_type(**options)
@@ -64,7 +64,7 @@ def _refuse_by_itself(config_type: Any, options: dict[str, Any]) -> None:
 
 
 @cache
-def _types(config_type: Any) -> dict[str, Any]:
+def _field_adapters(config_type: Any) -> dict[str, Any]:
     """None of a config whose annotations name what its module has not, as one made inside a function: it is trusted."""
     from pydantic import TypeAdapter
 
@@ -113,7 +113,7 @@ class Registry(Generic[T]):
         """The config type of that name; SurgeryError with the nearest valid name otherwise."""
         self._scan()
         if name not in self._by_name:
-            raise SurgeryError(f"unknown {self.what} {name!r}{nearest(name, self._by_name)}")
+            raise SurgeryError(f"unknown {self.what} {name!r}{suggestion(name, self._by_name)}")
         return self._by_name[name]
 
     def __getitem__(self, config: Any) -> type[T]:

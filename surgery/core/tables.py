@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         wide = column in ("structures", "structure", "module")
@@ -13,7 +13,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """Three digits, so that a table fits a narrow terminal: 12,345,678 -> 12.3M."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:

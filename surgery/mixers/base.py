@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.registry import Registry, typed
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.registry import Registry, validate_config
 from surgery.structures.base import MuP
 
 
@@ -48,7 +48,7 @@ class AttentionShape:
 
 
 @dataclass
-class Inputs:
+class MixerInputs:
     """One call. q, k after RoPE if the mixer's `rotated`; x: the hidden states that the projections read.
 
     valid_BT: False where a token is padding (None: all real); mask_BHTS: the additive or boolean mask the library
@@ -65,7 +65,7 @@ class Inputs:
 
 
 @dataclass
-class State:
+class MixerState:
     """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen. most: a bound of
     that, known without asking the device; None: none is known."""
 
@@ -73,13 +73,13 @@ class State:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     most: int | None = None
 
-    def rows(self, index_B: Tensor) -> State:
+    def rows(self, index_B: Tensor) -> MixerState:
         """The rows of that index, repeats allowed (beams)."""
         index = index_B.to(self.seen_B.device)
-        return State(self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.most)
+        return MixerState(self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.most)
 
-    def to(self, device: torch.device | str) -> State:
-        return State(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.most)
+    def to(self, device: torch.device | str) -> MixerState:
+        return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.most)
 
     def nbytes(self) -> int:
         """Bytes of everything that grows or carries, measured on the tensors."""
@@ -103,15 +103,15 @@ class MixerConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"mixer": self.name, **{f.name: plain(getattr(self, f.name)) for f in fields(self)}}
+        return {"mixer": self.name, **{f.name: to_plain(getattr(self, f.name)) for f in fields(self)}}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """JSON's types; a config inside a config keeps its name."""
     if isinstance(value, (tuple, list)):
-        return [plain(v) for v in value]
+        return [to_plain(v) for v in value]
     if hasattr(value, "name"):
-        return {"name": value.name, **{f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+        return {"name": value.name, **{f.name: to_plain(getattr(value, f.name)) for f in fields(value)}}
     return value
 
 
@@ -120,9 +120,9 @@ def from_options(config_type: Any, options: dict[str, Any]) -> Any:
     known = {f.name for f in fields(config_type)}
     for key in options:
         if key not in known:
-            raise SurgeryError(f"{config_type.name!r} has no option {key!r}{nearest(key, known)}")
+            raise SurgeryError(f"{config_type.name!r} has no option {key!r}{suggestion(key, known)}")
     try:
-        return typed(config_type, options)
+        return validate_config(config_type, options)
     except (TypeError, ValueError) as error:
         raise SurgeryError(f"{config_type.name!r}: {error}") from None
 
@@ -143,18 +143,18 @@ class Mixer(nn.Module):
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
         """SurgeryError where this config cannot serve an attention of that shape; says why."""
 
-    def empty_state(self, batch: int, device: torch.device | str) -> State:
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         raise NotImplementedError
 
-    def forward(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def forward(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """`mix`, as a call that hooks on modules see (offloading, sharding)."""
         return self.mix(inputs, state)
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """(out_BHTV, the state after these tokens, or None if none was given). Rows of padding are any numbers."""
         raise NotImplementedError
 
-    def dense(self, inputs: Inputs) -> Tensor:
+    def dense(self, inputs: MixerInputs) -> Tensor:
         """out_BHTV by the definition, a sequence from its start, in the dtype of the inputs."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ Bilinear attention: a head's score x^T M x' with a structured M of high rank in 
     BTT    M[b,c] = left[b,c] right[b,c]^T            a grid of b x c blocks, each of rank s
 
 Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.2, appendices B, E, F. Two orders
-of contraction (eqs. 32, 35): `split` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
+of contraction (eqs. 32, 35): `split_ranks` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
 of x'; `query` takes all of M to the query and keeps x' itself, D numbers a token for all heads together.
 base: `kept` adds M to the score that the module has, q . k after RoPE (level 1 of MLR, r1 = K), and starts at zero;
 `own` puts M in its place.
@@ -35,15 +35,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import AttentionShape, Inputs, Mixer, MixerCost, State
-from surgery.mixers.common.kv_layout import appended, framed, kept, packed, take
-from surgery.mixers.common.softmax import Term, attend, define, grouped, wide
+from surgery.mixers.base import AttentionShape, MixerInputs, Mixer, MixerCost, MixerState
+from surgery.mixers.common.kv_layout import append_slots, make_kv_layout, last_slots, left_pad, gather_slots
+from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
 from surgery.structures import linalg
 from surgery.structures.base import MuP
 from surgery.structures.metric import symmetric_roots
 
 
-def from_bilinear(
+def fit_bilinear(
     mixer: Bilinear,
     weight_q_HDK: Tensor,
     weight_k_GDK: Tensor,
@@ -65,13 +65,13 @@ def from_bilinear(
     target_HDD = weight_q_HDK.double() @ keys_HDK.mT
     mixer.fit_blocks(target_HDD, a_DD, c_DD)
     roots = symmetric_roots(a_DD)[0], symmetric_roots(c_DD)[0]
-    left = polished(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
+    left = refine_factors(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
     if bias_q_HK is not None:
         _fit_bias(mixer, torch.einsum("hk,hdk->hd", bias_q_HK.double(), keys_HDK), roots[1])
     return left
 
 
-def polished(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tensor], steps: int) -> float:
+def refine_factors(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tensor], steps: int) -> float:
     """L-BFGS on all factors; they stay as they were where it finds nothing better. The relative error left."""
     factors = [p for name, p in mixer.named_parameters() if name.startswith(("left", "right"))]
     before = [factor.detach().clone() for factor in factors]
@@ -216,15 +216,15 @@ class Bilinear(Mixer):
         if self.config.norm != "none":
             nn.init.constant_(self.key_gain, 0.0 if self.config.base == "kept" else 1.0)
 
-    def queries(self, inputs: Inputs) -> list[Tensor]:
+    def queries(self, inputs: MixerInputs) -> list[Tensor]:
         """q_BGJTR of each term. A score is divided by the dims summed (muP); `attend` multiplies by the module's
         scaling, which M is free of."""
         if self.config.norm == "qk":
-            side = self.qk_queries(wide(inputs.x_BTD)) / self.shape.scaling
+            side = self.qk_queries(upcast(inputs.x_BTD)) / self.shape.scaling
         else:
-            side = self._side(wide(inputs.x_BTD))
-        own = [grouped(side, self.shape.groups)]
-        return [grouped(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
+            side = self._side(upcast(inputs.x_BTD))
+        own = [group_heads(side, self.shape.groups)]
+        return [group_heads(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
 
     def _side(self, x_BTD: Tensor) -> Tensor:
         """The queries (B, H, T, F or D) of norms `none` and `layer`."""
@@ -241,36 +241,36 @@ class Bilinear(Mixer):
             side = F.layer_norm(side, side.shape[-1:]) * gain
         return side
 
-    def remembered(self, inputs: Inputs) -> dict[str, Tensor]:
+    def remembered(self, inputs: MixerInputs) -> dict[str, Tensor]:
         """What a cache keeps of each token, (B, heads, T, numbers): `keys<i>` of term i, `values`, and for eq. 40 the
         `scale` of each head's products with that key."""
         keys, scale = self.keys(inputs)
         scales = {} if scale is None else {"scale": scale}
         return {**{f"keys{i}": k for i, k in enumerate(keys)}, **scales, "values": inputs.v_BGTV}
 
-    def terms(self, inputs: Inputs, seen: dict[str, Tensor]) -> list[Term]:
+    def terms(self, inputs: MixerInputs, seen: dict[str, Tensor]) -> list[ScoreTerm]:
         """seen: as `remembered`, of all slots."""
-        terms = [Term(q, seen[f"keys{i}"]) for i, q in enumerate(self.queries(inputs))]
+        terms = [ScoreTerm(q, seen[f"keys{i}"]) for i, q in enumerate(self.queries(inputs))]
         if "scale" in seen:
-            terms[-1] = terms[-1]._replace(scale_BGJS=grouped(seen["scale"], self.shape.groups).squeeze(-1))
+            terms[-1] = terms[-1]._replace(scale_BGJS=group_heads(seen["scale"], self.shape.groups).squeeze(-1))
         return terms
 
-    def keys(self, inputs: Inputs) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, inputs: MixerInputs) -> tuple[list[Tensor], Tensor | None]:
         """The keys (B, G or 1, T, R) of each term, and the factor on the last term's products (B, H, T, 1) or None."""
         scale = None
         if self.config.norm == "qk":
-            own, scale = self.qk_keys(wide(inputs.x_BTD))
+            own, scale = self.qk_keys(upcast(inputs.x_BTD))
             own = own.to(inputs.k_BGTK.dtype)
         elif self.order == "query":
             own = inputs.x_BTD[:, None]
         else:
-            own = self.features(wide(inputs.x_BTD), "right")
+            own = self.features(upcast(inputs.x_BTD), "right")
             if self.config.norm == "layer":
                 own = F.layer_norm(own, own.shape[-1:]) * self.key_gain.to(own.dtype)
             own = own.to(inputs.k_BGTK.dtype)
         return ([inputs.k_BGTK, own] if self.config.base == "kept" else [own]), scale
 
-    def empty_state(self, batch: int, device: torch.device | str) -> State:
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         groups, width = (
             (1, self.shape.dim) if self.order == "query" else (self.shape.groups, self.dims(self.config, self.shape))
         )
@@ -279,26 +279,26 @@ class Bilinear(Mixer):
         if self.scales_keys(self.config):
             tensors["scale"] = torch.empty(batch, self.shape.heads, 0, 1, device=device)
         tensors["values"] = torch.empty(batch, self.shape.groups, 0, self.shape.value, device=device)
-        return State(torch.zeros(batch, dtype=torch.long, device=device), tensors)
+        return MixerState(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
-        packs, back = packed(inputs)
-        frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        packs, back = left_pad(inputs)
+        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
         new = self.remembered(packs)
         if state is not None:
-            new = {name: appended(state.tensors[name], x, count_B) for name, x in new.items()}
+            new = {name: append_slots(state.tensors[name], x, count_B) for name, x in new.items()}
         terms = self.terms(packs, new)
         mask = packs.mask_BHTS if state is None else None
         out = attend(terms, new["values"], frame, self.shape, mask, packs.dropout)
-        out = out if back is None else take(out, back, 2)
+        out = out if back is None else gather_slots(out, back, 2)
         if state is None:
             return out, None
         slots = frame.slots if count_B is None else int(frame.end_B.max())
         slots = slots if self.shape.window is None else min(slots, self.shape.window - 1)
-        return out, State(frame.end_B, {name: kept(x, slots) for name, x in new.items()})
+        return out, MixerState(frame.end_B, {name: last_slots(x, slots) for name, x in new.items()})
 
-    def dense(self, inputs: Inputs) -> Tensor:
-        return define(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)
+    def dense(self, inputs: MixerInputs) -> Tensor:
+        return dense_attention(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)
 
     def matrix_HDD(self) -> Tensor:
         """M of every head, multiplied out: x^T M x' is what is added to the scaled score."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.bilinear import SCALE, Bilinear, Factor, best_factors, check_choices
-from surgery.mixers.common.softmax import grouped
+from surgery.mixers.common.softmax import group_heads
 from surgery.structures.base import MuP
 from surgery.structures.btt import sqrt_blocks
 
@@ -91,7 +91,7 @@ class BilinearBTTAttention(Bilinear):
 
     def product(self, features_BHTF: Tensor) -> Tensor:
         b, c = self.grid(self.config, self.shape)
-        parts = grouped(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
+        parts = group_heads(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
         right = self.right.to(parts.dtype)
         return torch.einsum("bgjtxys,gxyds->bgjtyd", parts, right).flatten(-2).flatten(1, 2)
 

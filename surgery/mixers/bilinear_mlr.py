@@ -13,7 +13,7 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.bilinear import SCALE, Bilinear, Factor, best_factors, check_choices
-from surgery.mixers.common.softmax import grouped
+from surgery.mixers.common.softmax import group_heads
 from surgery.structures.base import MuP
 
 
@@ -97,7 +97,7 @@ class BilinearMLRAttention(Bilinear):
         total: Any = 0.0
         for part, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
             right_GPMR = getattr(self, f"right{level}").to(part.dtype)
-            grouped_part = grouped(part, self.shape.groups).unflatten(-1, (p, rank))
+            grouped_part = group_heads(part, self.shape.groups).unflatten(-1, (p, rank))
             total = total + torch.einsum("bgjtpr,gpmr->bgjtpm", grouped_part, right_GPMR).flatten(-2)
         return total.flatten(1, 2)
 

@@ -22,20 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.core.registry import Registry
-from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State, from_options
-from surgery.mixers.common.bidirectional import both_ways, by_definition, silent
-from surgery.mixers.common.layers import HeadNorm, OutputGate, ShortConvolution, as_written
-from surgery.mixers.common.padding import Packing, shifted
-from surgery.mixers.common.window_hybrid import Delay, Pair, Tensors, nearby
+from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState, from_options
+from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
+from surgery.mixers.common.layers import HeadNorm, OutputGate, ShortConvolution, autocast_disabled
+from surgery.mixers.common.padding import Unpadder, shift_rows
+from surgery.mixers.common.window_hybrid import WindowBuffer, RingAndSinks, Tensors, local_attention
 from surgery.mixers.features.base import FEATURES
-from surgery.mixers.masks.base import MASKS, Rows
+from surgery.mixers.masks.base import MASKS, MaskInputs
 from surgery.mixers.masks.chunking import affine
 
-SIGNED = ("toeplitz", "fourier")  # masks whose entries may be negative
-BOTH_WAYS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
+SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
+BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class LinearAttention(MixerConfig):
     linear_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", nested(MASKS, self.mask))
-        object.__setattr__(self, "features", nested(FEATURES, self.features or "identity"))
+        object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
+        object.__setattr__(self, "features", parse_nested_config(FEATURES, self.features or "identity"))
         words = {"scores": ("kernel", "delta"), "rope": ("keep", "drop"), "gate": (None, "head", "value")}
         for option, valid in {**words, "norm": (None, "rms")}.items():
             if getattr(self, option) not in valid:
@@ -74,7 +74,7 @@ class LinearAttention(MixerConfig):
                 raise SurgeryError(f"linear: {option} {getattr(self, option)} must be {least} or more")
 
 
-def nested(registry: Registry[Any], value: Any) -> Any:
+def parse_nested_config(registry: Registry[Any], value: Any) -> Any:
     """A config from a config, its name, or a mapping with its name."""
     if isinstance(value, str):
         value = {"name": value}
@@ -88,10 +88,10 @@ def nested(registry: Registry[Any], value: Any) -> Any:
 
 def mask_shape(config: LinearAttention, shape: AttentionShape) -> AttentionShape:
     """What the mask is told: one that is causal by nature is read forwards and backwards."""
-    return shape if config.mask.name in BOTH_WAYS else replace(shape, causal=True)
+    return shape if config.mask.name in BIDIRECTIONAL_MASKS else replace(shape, causal=True)
 
 
-def refuse(config: LinearAttention, shape: AttentionShape) -> None:
+def check_config(config: LinearAttention, shape: AttentionShape) -> None:
     """SurgeryError where this config cannot serve that attention; says why."""
     if shape.heads % shape.groups:
         raise SurgeryError(f"linear: {shape.heads} query heads cannot share {shape.groups} key/value heads evenly")
@@ -108,7 +108,7 @@ def refuse(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: {config.features.name} with queries: scaled divides each query by a number of its own, which only "
             "a normaliser takes out; use normalise: true, or queries: exact"
         )
-    if config.normalise and config.mask.name in SIGNED:
+    if config.normalise and config.mask.name in SIGNED_MASKS:
         raise SurgeryError(
             f"linear: a {config.mask.name} mask may be negative and cannot be normalised; "
             "use normalise: false, or a mask such as gates or toeplitz_blocks"
@@ -121,20 +121,20 @@ def refuse(config: LinearAttention, shape: AttentionShape) -> None:
     MASKS[config.mask].refuse(config.mask, mask_shape(config, shape), config.scores == "delta")
 
 
-Reader = Callable[[Rows], tuple[Tensor, Tensors | None]]
+ReadFn = Callable[[MaskInputs], tuple[Tensor, Tensors | None]]
 
-TINY = 1e-30  # a denominator of nonnegative scores, all of them zero
+MIN_DENOMINATOR = 1e-30  # a denominator of nonnegative scores, all of them zero
 
 
 @dataclass
-class Tokens:
+class ProjectedTokens:
     """One call's tokens, packed and convolved."""
 
     q_BTHK: Tensor
     k_BTGK: Tensor
     v_BTGV: Tensor
     x_BTD: Tensor
-    packing: Packing
+    packing: Unpadder
 
 
 @MIXERS.register(LinearAttention)
@@ -145,7 +145,7 @@ class LinearMixer(Mixer):
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
-        refuse(config, shape)
+        check_config(config, shape)
         self.rotated = config.rope == "keep"
         self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
         self.feature_map = FEATURES[config.features](config.features, shape)
@@ -155,7 +155,7 @@ class LinearMixer(Mixer):
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
         gates = {"head": 1, "value": shape.value}
         self.gate = OutputGate(shape.dim, shape.heads, gates[config.gate]) if config.gate else None
-        self.delay = Delay(config.window, config.sinks) if config.window + config.sinks else None
+        self.delay = WindowBuffer(config.window, config.sinks) if config.window + config.sinks else None
         self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.delay else None
         # Where all is normalised together a factor on the whole would cancel.
         start_H = torch.full((shape.heads,), float(config.linear_weight))
@@ -163,17 +163,17 @@ class LinearMixer(Mixer):
 
     @classmethod
     def refuse(cls, config: Any, shape: AttentionShape) -> None:
-        refuse(config, shape)
+        check_config(config, shape)
 
     # -- states --------------------------------------------------------------------------------------
-    def empty_state(self, batch: int, device: torch.device | str) -> State:
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         kept = self.mask.empty(batch, self._width(), self.shape.value + self.config.normalise, device)
         past = self._past(batch, device)
         return replace(past, tensors={**past.tensors, **{f"mask.{name}": t for name, t in kept.items()}})
 
-    def _past(self, batch: int, device: torch.device | str) -> State:
+    def _past(self, batch: int, device: torch.device | str) -> MixerState:
         """What is remembered beside the mask's state: inputs of the convolution, the window, the sinks."""
         tensors: dict[str, Tensor] = {}
         if self.convolution is not None:
@@ -186,7 +186,7 @@ class LinearMixer(Mixer):
             for name, size in (("k", self.shape.key), ("v", self.shape.value)):
                 tensors[f"ring.{name}"] = torch.zeros(batch, self.delay.window, self.shape.groups, size, device=device)
                 tensors[f"sink.{name}"] = torch.zeros(batch, self.delay.sinks, self.shape.groups, size, device=device)
-        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors, most=0)
+        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), tensors, most=0)
 
     def _width(self) -> int:
         return self.feature_map.features(self.config.features, self.shape)
@@ -197,40 +197,40 @@ class LinearMixer(Mixer):
         return written if self.beta_proj is None else {**written, "beta": affine(self.beta_proj, x_BTD).sigmoid()}
 
     # -- the verb ------------------------------------------------------------------------------------
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         window = self.config.window
         if state is None:
             past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
             return self._run(inputs, past, lambda rows: self._read(rows, None, inputs), max(window, 64))[0], None
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
-        return (one_token if inputs.x_BTD.shape[1] == 1 else several)(inputs.q_BHTK, self, inputs, state)
+        return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
-    def dense(self, inputs: Inputs) -> Tensor:
+    def dense(self, inputs: MixerInputs) -> Tensor:
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
-        return self._run(inputs, past, lambda rows: (by_definition(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
+        return self._run(inputs, past, lambda rows: (dense_output(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
 
-    def _read(self, rows: Rows, kept: Tensors | None, inputs: Inputs) -> tuple[Tensor, Tensors | None]:
+    def _read(self, rows: MaskInputs, kept: Tensors | None, inputs: MixerInputs) -> tuple[Tensor, Tensors | None]:
         if kept is not None and rows.v_BGTV.shape[2] == 1:
             return self.mask.step(rows, kept)
-        out_BGJTV, after = self.mask.chunked(multiplied(rows, inputs.v_BGTV), kept, self.config.chunk)
+        out_BGJTV, after = self.mask.chunked(to_matmul_dtype(rows, inputs.v_BGTV), kept, self.config.chunk)
         return out_BGJTV.to(rows.v_BGTV.dtype), after
 
-    def _run(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
-        with as_written(inputs.x_BTD.device):
+    def _run(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
+        with autocast_disabled(inputs.x_BTD.device):
             return self._mixed(inputs, past, read, block)
 
-    def _mixed(self, inputs: Inputs, past: State, read: Reader, block: int) -> tuple[Tensor, State]:
+    def _mixed(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
         linear_BGJTV, near, tokens, after = self._parts(inputs, past, read, block)
         out_BTHV = tokens.packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
         return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), after
 
-    def weighed(self, inputs: Inputs, weights: Sequence[float]) -> list[Tensor]:
+    def weighed(self, inputs: MixerInputs, weights: Sequence[float]) -> list[Tensor]:
         """Outputs (B, H, T, V) with each of these weights on the linear part of every head and the softmax part at 1.
         Both parts are computed once."""
         assert self.linear_weight_H is not None
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
-        with as_written(inputs.x_BTD.device):
+        with autocast_disabled(inputs.x_BTD.device):
             read = lambda rows: self._read(rows, None, inputs)  # noqa: E731
             linear_BGJTV, near, tokens, _ = self._parts(inputs, past, read, max(self.config.window, 64))
             outs = []
@@ -241,8 +241,8 @@ class LinearMixer(Mixer):
         return outs
 
     def _parts(
-        self, inputs: Inputs, past: State, read: Reader, block: int
-    ) -> tuple[Tensor, Pair | None, Tokens, State]:
+        self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int
+    ) -> tuple[Tensor, RingAndSinks | None, ProjectedTokens, MixerState]:
         """(the linear part before its weight, the softmax part, the tokens, the state after them)."""
         tokens, after = self._tokens(inputs, past)
         packing, near = tokens.packing, None
@@ -258,32 +258,32 @@ class LinearMixer(Mixer):
         rows = replace(self._rows(tokens, written, signals, past.seen_B), most=most)
         linear_BGJTV, kept = self._linear(rows, read, packing)
         after.update({f"mask.{name}": t for name, t in (kept or {}).items()})
-        return linear_BGJTV, near, tokens, State(past.seen_B + packing.count_B, after, most)
+        return linear_BGJTV, near, tokens, MixerState(past.seen_B + packing.count_B, after, most)
 
-    def _tokens(self, inputs: Inputs, past: State) -> tuple[Tokens, Tensors]:
+    def _tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
-        packing = Packing.of(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        packing = Unpadder.of(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         q, k, v = (packing.packed(t.transpose(1, 2), dim=1) for t in heads)
         if self.convolution is None:
-            return Tokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {}
+            return ProjectedTokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {}
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
         channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], packing)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
         q, k, v = (part.view_as(t) for part, t in zip(parts, (q, k, v)))
-        return Tokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {"convolution": past_BWC}
+        return ProjectedTokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {"convolution": past_BWC}
 
-    def _rows(self, tokens: Tokens, written: Tensors, signals: Tensors, seen_B: Tensor) -> Rows:
+    def _rows(self, tokens: ProjectedTokens, written: Tensors, signals: Tensors, seen_B: Tensor) -> MaskInputs:
         """What the linear part reads and writes, entry i of the call's query i."""
-        dtype, length = exact(tokens.q_BTHK), tokens.x_BTD.shape[1]
+        dtype, length = accumulation_dtype(tokens.q_BTHK), tokens.x_BTD.shape[1]
         position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
         root = self.shape.scaling**0.5
         q_BHTF = self.feature_map.queries(tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
         k_BHTK = written["k"].transpose(1, 2).to(dtype) * root
         k_BGTF = self.feature_map.keys(k_BHTK, position_BT - self.config.window)
         if self.beta_proj is not None:
-            q_BHTF, k_BGTF = unit(q_BHTF), unit(k_BGTF)
+            q_BHTF, k_BGTF = l2_normalize(q_BHTF), l2_normalize(k_BGTF)
         v_BGTV = written["v"].transpose(1, 2).to(dtype)
-        return Rows(
+        return MaskInputs(
             q_BGJTF=q_BHTF.unflatten(1, (self.shape.groups, -1)),
             k_BGTF=k_BGTF,
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
@@ -293,27 +293,27 @@ class LinearMixer(Mixer):
             signals={name: written.get(name, t) for name, t in signals.items()},
         )
 
-    def _linear(self, rows: Rows, read: Reader, packing: Packing) -> tuple[Tensor, Tensors | None]:
+    def _linear(self, rows: MaskInputs, read: ReadFn, packing: Unpadder) -> tuple[Tensor, Tensors | None]:
         """(out_BGJTV of the linear part, what the mask keeps)."""
         if self.delay is not None:
             rows, offset_B = self.delay.aligned(rows)
-            out_BGJTV, kept = read(silent(rows, self.mask.written))
-            return shifted(out_BGJTV, -offset_B, dim=3), kept
+            out_BGJTV, kept = read(zero_padding_writes(rows, self.mask.written))
+            return shift_rows(out_BGJTV, -offset_B, dim=3), kept
         if packing.index_BT is not None:
-            rows = silent(rows, self.mask.written)
-        if self.shape.causal or self.config.mask.name in BOTH_WAYS:
+            rows = zero_padding_writes(rows, self.mask.written)
+        if self.shape.causal or self.config.mask.name in BIDIRECTIONAL_MASKS:
             return read(rows)
-        return both_ways(lambda r: read(r)[0], self.mask, rows, packing), None
+        return bidirectional_output(lambda r: read(r)[0], self.mask, rows, packing), None
 
-    def _near(self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int) -> Pair:
-        q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1)).to(exact(q_BTHK))
+    def _near(self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int) -> RingAndSinks:
+        q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1)).to(accumulation_dtype(q_BTHK))
         keys, values = ((queue[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
-        return nearby(q_BGJTK, keys, values, seen_B, self.shape, block)
+        return local_attention(q_BGJTK, keys, values, seen_B, self.shape, block)
 
     def _finish(
         self,
         linear_BGJTV: Tensor,
-        near: Pair | None,
+        near: RingAndSinks | None,
         x_BTD: Tensor,
         linear_H: Tensor | None = None,
         near_H: Tensor | None = None,
@@ -325,13 +325,13 @@ class LinearMixer(Mixer):
         out = linear_BGJTV.flatten(1, 2).transpose(1, 2)
         normalise = self.config.normalise
         if linear_H is not None:
-            out = out * weight_of(linear_H, out, normalise)
+            out = out * branch_weight(linear_H, out, normalise)
         if near is not None and near_H is not None:
             above, below = (t.flatten(1, 2).transpose(1, 2) for t in near)
             softmax = torch.cat([above, below], dim=-1) if normalise else above / below
-            out = out + weight_of(near_H, out, normalise) * softmax
+            out = out + branch_weight(near_H, out, normalise) * softmax
         if normalise:
-            out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.least, TINY))
+            out = out[..., :-1] / out[..., -1:].clamp_min(max(self.feature_map.least, MIN_DENOMINATOR))
         if self.norm is not None:
             out = self.norm(out)
         return out if self.gate is None else self.gate(out, x_BTD)
@@ -354,25 +354,25 @@ class LinearMixer(Mixer):
         )
 
 
-def several(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+def mix_tokens(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
     """What `mixer.mix(inputs, state)` is."""
     kept = {name[5:]: t for name, t in state.tensors.items() if name.startswith("mask.")}
     read = lambda rows: mixer._read(rows, kept, inputs)  # noqa: E731
     return mixer._run(inputs, state, read, max(mixer.config.window, 64))
 
 
-@op
-def one_token(q_BHTK: Tensor, mixer: LinearMixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+@dispatched
+def one_token(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
     """The same of one token a row, as a function of its queries that a kernel may stand in for."""
-    return several(q_BHTK, mixer, inputs, state)
+    return mix_tokens(q_BHTK, mixer, inputs, state)
 
 
-def exact(tensor: Tensor) -> torch.dtype:
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """float32, or float64 where that came in."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def multiplied(rows: Rows, v: Tensor) -> Rows:
+def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
     """With queries, keys and values in bfloat16 where the layer's come so and a GPU multiplies faster in it; sums, gates
     and states stay as they are. Features of float16 may pass its range and stay too."""
     if v.dtype != torch.bfloat16 or not v.is_cuda:
@@ -381,11 +381,11 @@ def multiplied(rows: Rows, v: Tensor) -> Rows:
     return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
 
 
-def unit(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def weight_of(weight_H: Tensor, out_BTHV: Tensor, normalise: bool) -> Tensor:
+def branch_weight(weight_H: Tensor, out_BTHV: Tensor, normalise: bool) -> Tensor:
     """Against (B, T, H, V); in a common denominator not negative."""
     weight_H1 = weight_H.to(out_BTHV.dtype).unsqueeze(-1)
     return weight_H1.clamp_min(0) if normalise else weight_H1

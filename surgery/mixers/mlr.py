@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
-from surgery.mixers.common.kv_layout import Frame, extended, framed, kept, packed, real, take
-from surgery.mixers.common.softmax import Term, attend, define, grouped, library, library_mask
+from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState
+from surgery.mixers.common.kv_layout import KVLayout, append_all_slots, make_kv_layout, last_slots, left_pad, drop_full_mask, gather_slots
+from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, sdpa_attention, sdpa_attn_mask
 
 
-def units(shape: AttentionShape) -> list[list[int]]:
+def rotary_units(shape: AttentionShape) -> list[list[int]]:
     """Dims that stay together."""
     half = shape.rotary // 2
     pairs = [[2 * f, 2 * f + 1] if shape.interleaved else [f, f + half] for f in range(half)]
@@ -37,7 +37,7 @@ def units(shape: AttentionShape) -> list[list[int]]:
 def slowest_first(shape: AttentionShape) -> list[int]:
     """An order of dims for want of a text: what does not rotate, then pairs from the slowest on, which are what far
     tokens can be told by (fast ones turn many times in between)."""
-    together, pairs = units(shape), shape.rotary // 2
+    together, pairs = rotary_units(shape), shape.rotary // 2
     return [dim for dims in (*together[pairs:], *reversed(together[:pairs])) for dim in dims]
 
 
@@ -69,7 +69,7 @@ class MLR(MixerConfig):
             raise ValueError(f"basis {self.basis!r} is neither 'own' nor 'turned'")
 
 
-def live(config: Any, length: int, window: int | None) -> list[int]:
+def live_keys(config: Any, length: int, window: int | None) -> list[int]:
     """Keys of each level that a sequence of that length needs, an open block counted whole."""
     bound = length if window is None else min(length, window - 1)
     past = 0 if config.form == "nested" else 1
@@ -111,37 +111,37 @@ class MLRAttention(Mixer):
                 "angles; with RoPE use basis: own"
             )
 
-    def empty_state(self, batch: int, device: torch.device | str) -> State:
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         sizes = {f"keys{level}": rank for level, rank in enumerate(self.config.ranks)}
         sizes["values"] = self.shape.value
         tensors = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
-        return State(torch.zeros(batch, dtype=torch.long, device=device), tensors)
+        return MixerState(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
     @property
     def plain(self) -> bool:
         """One level of all dims: the score has no structure."""
         return self.config.ranks == (self.shape.key,)
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         if state is None and self.plain:
             return self._as_it_was(inputs), None
-        packs, back = packed(inputs)
-        frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
+        packs, back = left_pad(inputs)
+        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = self.levels(packs.k_BGTK), packs.v_BGTV
         if state is not None:
             olds = [state.tensors[f"keys{level}"] for level in range(len(keys))]
-            *keys, values = extended([*olds, state.tensors["values"]], [*keys, values], count_B)
+            *keys, values = append_all_slots([*olds, state.tensors["values"]], [*keys, values], count_B)
         if self.plain:
             frame = frame._replace(holes=frame.holes and bool((frame.end_B < frame.slots).any()))
-            mask = library_mask(frame, self.shape, None, None)
-            out = library(packs.q_BHTK, keys[0], values, self.shape, mask, packs.dropout)
+            mask = sdpa_attn_mask(frame, self.shape, None, None)
+            out = sdpa_attention(packs.q_BHTK, keys[0], values, self.shape, mask, packs.dropout)
         else:
             mask = packs.mask_BHTS if state is None else None
             out = self.attended(self.terms(packs.q_BHTK, keys), values, frame, mask, packs.dropout)
-        out = out if back is None else take(out, back, 2)
+        out = out if back is None else gather_slots(out, back, 2)
         return out, None if state is None else self._remembered(frame, keys, values, count_B)
 
-    def attended(self, terms: list[Term], values: Tensor, frame: Frame, mask: Tensor | None, p: float) -> Tensor:
+    def attended(self, terms: list[ScoreTerm], values: Tensor, frame: KVLayout, mask: Tensor | None, p: float) -> Tensor:
         return attend(terms, values, frame, self.shape, mask, p)
 
     def levels(self, x: Tensor) -> list[Tensor]:
@@ -154,14 +154,14 @@ class MLRAttention(Mixer):
         index = index.view(1, index.shape[0], *[1] * (x.dim() - 3), index.shape[1])
         return list(x.gather(-1, index.expand(*x.shape[:-1], -1)).split(self.config.ranks, -1))
 
-    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
-        queries = self.levels(grouped(q_BHTK, self.shape.groups))
+    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
+        queries = self.levels(group_heads(q_BHTK, self.shape.groups))
         extents = (None, *self.config.extents)
         near = () if self.near is None else self.near.unflatten(0, (self.shape.groups, -1)).unbind(-1)
         biases = (None, *near)
-        return [Term(q, k, e, self.config.form, b) for q, k, e, b in zip(queries, keys, extents, biases)]
+        return [ScoreTerm(q, k, e, self.config.form, b) for q, k, e, b in zip(queries, keys, extents, biases)]
 
-    def _remembered(self, frame: Frame, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> State:
+    def _remembered(self, frame: KVLayout, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> MixerState:
         """What some later query may see. Nested: the longest open block of any row (one number read back)."""
         slots = frame.slots if count_B is None else int(frame.end_B.max())
         if self.shape.window is not None:
@@ -171,23 +171,23 @@ class MLRAttention(Mixer):
             extents = torch.tensor(self.config.extents, device=frame.end_B.device)
             opened = (frame.end_B[:, None] % extents).amax(0).tolist()
             live[1:] = [min(slots, n) for n in opened]
-        tensors = {f"keys{level}": kept(k, n) for level, (k, n) in enumerate(zip(keys, live))}
-        return State(frame.end_B, {**tensors, "values": kept(values, slots)})
+        tensors = {f"keys{level}": last_slots(k, n) for level, (k, n) in enumerate(zip(keys, live))}
+        return MixerState(frame.end_B, {**tensors, "values": last_slots(values, slots)})
 
-    def _as_it_was(self, inputs: Inputs) -> Tensor:
+    def _as_it_was(self, inputs: MixerInputs) -> Tensor:
         """The library's attention on the library's tensors."""
         length = inputs.q_BHTK.shape[2]
-        frame = Frame(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
+        frame = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
         mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
-        mask = library_mask(frame, self.shape, real(inputs.valid_BT), mask)
-        return library(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
+        mask = sdpa_attn_mask(frame, self.shape, drop_full_mask(inputs.valid_BT), mask)
+        return sdpa_attention(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
 
-    def dense(self, inputs: Inputs) -> Tensor:
-        return define(self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK)), inputs, self.shape)
+    def dense(self, inputs: MixerInputs) -> Tensor:
+        return dense_attention(self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK)), inputs, self.shape)
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
-        keys = live(config, length, shape.window)
+        keys = live_keys(config, length, shape.window)
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))
         cache = shape.groups * (scores + shape.value * keys[0])
         params = shape.groups * shape.key + shape.heads * (len(config.ranks) - 1)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.mixers.base import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig, MixerCost, State
-from surgery.mixers.common.kv_layout import Frame, extended, framed, kept, packed, positions, take
-from surgery.mixers.common.softmax import Term, attend, define, grouped, passes, weigh, weigh_all, wide
+from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState
+from surgery.mixers.common.kv_layout import KVLayout, append_all_slots, make_kv_layout, last_slots, left_pad, token_positions, gather_slots
+from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, run_in_passes, weighted_values, dense_weighted_values, upcast
 from surgery.mixers.mlr import MLRAttention
 
 
@@ -64,7 +64,7 @@ class GlobalWindow(MixerConfig):
         return "own"
 
 
-def narrowed(shape: AttentionShape, window: int) -> AttentionShape:
+def windowed_shape(shape: AttentionShape, window: int) -> AttentionShape:
     return replace(shape, window=window if shape.window is None else min(window, shape.window))
 
 
@@ -72,22 +72,22 @@ def narrowed(shape: AttentionShape, window: int) -> AttentionShape:
 class WindowAttention(Mixer):
     reads_mask = True
 
-    def empty_state(self, batch: int, device: torch.device | str) -> State:
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         sizes = {"keys": self.shape.key, "values": self.shape.value}
         recent = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
         sinks = {f"sink_{name}": x.new_zeros(*x.shape[:2], self.config.sinks, x.shape[3]) for name, x in recent.items()}
-        return State(torch.zeros(batch, dtype=torch.long, device=device), {**recent, **sinks})
+        return MixerState(torch.zeros(batch, dtype=torch.long, device=device), {**recent, **sinks})
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
-        packs, back = packed(inputs)
-        frame, count_B = framed(packs, state, 0 if state is None else state.tensors["values"].shape[2])
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        packs, back = left_pad(inputs)
+        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = packs.k_BGTK, packs.v_BGTV
         if state is not None:
-            keys, values = extended([state.tensors["keys"], state.tensors["values"]], [keys, values], count_B)
-        mask, q_BGJTK = packs.mask_BHTS if state is None else None, grouped(packs.q_BHTK, self.shape.groups)
+            keys, values = append_all_slots([state.tensors["keys"], state.tensors["values"]], [keys, values], count_B)
+        mask, q_BGJTK = packs.mask_BHTS if state is None else None, group_heads(packs.q_BHTK, self.shape.groups)
         if self.config.sinks == 0:
-            shape = narrowed(self.shape, self.config.window)
-            out = attend([Term(q_BGJTK, keys)], values, frame, shape, mask, packs.dropout)
+            shape = windowed_shape(self.shape, self.config.window)
+            out = attend([ScoreTerm(q_BGJTK, keys)], values, frame, shape, mask, packs.dropout)
         else:
             s_BS = frame.positions(0, frame.slots)
             seen = keys, values, s_BS
@@ -95,10 +95,10 @@ class WindowAttention(Mixer):
                 seen = self._behind_sinks(state, *seen)
             t_BT = s_BS[:, frame.slots - frame.queries :]
             out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, packs.dropout)
-        out = out if back is None else take(out, back, 2)
+        out = out if back is None else gather_slots(out, back, 2)
         return out, None if state is None else self._remembered(state, frame, keys, values, packs)
 
-    def _behind_sinks(self, state: State, keys: Tensor, values: Tensor, s_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _behind_sinks(self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Remembered sinks, each once, before the recent tokens."""
         seen_B1 = state.seen_B[:, None]
         sink_BS = torch.arange(self.config.sinks, device=s_BS.device).expand(seen_B1.shape[0], -1)
@@ -124,37 +124,37 @@ class WindowAttention(Mixer):
 
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, t_BT: Tensor, mask: Any, p: float) -> Tensor:
         """The definition, some queries at a time."""
-        q, k, values = wide(q), wide(k), wide(v)
+        q, k, values = upcast(q), upcast(k), upcast(v)
 
         def one(start: int, stop: int) -> Tensor:
             part = q[:, :, :, start:stop]
             score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
             allowed = self._allowed(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
-            return weigh(score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p)
+            return weighted_values(score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p)
 
-        return passes(one, q.shape[3]).flatten(1, 2).to(v.dtype)
+        return run_in_passes(one, q.shape[3]).flatten(1, 2).to(v.dtype)
 
-    def _remembered(self, state: State, frame: Frame, keys: Tensor, values: Tensor, packs: Inputs) -> State:
-        window = narrowed(self.shape, self.config.window).window or 0
+    def _remembered(self, state: MixerState, frame: KVLayout, keys: Tensor, values: Tensor, packs: MixerInputs) -> MixerState:
+        window = windowed_shape(self.shape, self.config.window).window or 0
         slots = min(window - 1, frame.slots if packs.valid_BT is None else int(frame.end_B.max()))
-        tensors = {"keys": kept(keys, slots), "values": kept(values, slots)}
+        tensors = {"keys": last_slots(keys, slots), "values": last_slots(values, slots)}
         sink_1S = torch.arange(self.config.sinks, device=frame.end_B.device)[None]
         new_BS = (sink_1S - frame.end_B[:, None] + frame.queries).clamp(0, frame.queries - 1)
         held = (sink_1S < state.seen_B[:, None])[:, None, :, None]
         for name, new in (("keys", packs.k_BGTK), ("values", packs.v_BGTV)):
             old = state.tensors[f"sink_{name}"].to(new.dtype)
-            tensors[f"sink_{name}"] = torch.where(held, old, take(new, new_BS, 2)) if self.config.sinks else old
-        return State(frame.end_B, tensors)
+            tensors[f"sink_{name}"] = torch.where(held, old, gather_slots(new, new_BS, 2)) if self.config.sinks else old
+        return MixerState(frame.end_B, tensors)
 
-    def dense(self, inputs: Inputs) -> Tensor:
-        position_BT, valid_BS = positions(inputs)
-        score = torch.einsum("bgjtk,bgsk->bgjts", grouped(wide(inputs.q_BHTK), self.shape.groups), wide(inputs.k_BGTK))
+    def dense(self, inputs: MixerInputs) -> Tensor:
+        position_BT, valid_BS = token_positions(inputs)
+        score = torch.einsum("bgjtk,bgsk->bgjts", group_heads(upcast(inputs.q_BHTK), self.shape.groups), upcast(inputs.k_BGTK))
         allowed = self._allowed(position_BT.unsqueeze(-1), position_BT.unsqueeze(1))
-        return weigh_all(score, allowed, valid_BS, inputs, self.shape)
+        return dense_weighted_values(score, allowed, valid_BS, inputs, self.shape)
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
-        live = min(length, (narrowed(shape, config.window).window or 0) - 1) + min(length, config.sinks)
+        live = min(length, (windowed_shape(shape, config.window).window or 0) - 1) + min(length, config.sinks)
         return MixerCost(
             shape.groups * live * (shape.key + shape.value), shape.heads * live * (shape.key + shape.value), 0
         )
@@ -169,18 +169,18 @@ class GlobalWindowAttention(MLRAttention):
         super().__init__(config, shape)
         self.register_parameter("near", None)
 
-    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[Term]:
-        return [Term(q, k) for q, k in zip(self.levels(grouped(q_BHTK, self.shape.groups)), keys)]
+    def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
+        return [ScoreTerm(q, k) for q, k in zip(self.levels(group_heads(q_BHTK, self.shape.groups)), keys)]
 
-    def attended(self, terms: list[Term], values: Tensor, frame: Frame, mask: Tensor | None, p: float) -> Tensor:
-        shapes = self.shape, narrowed(self.shape, self.config.window)
+    def attended(self, terms: list[ScoreTerm], values: Tensor, frame: KVLayout, mask: Tensor | None, p: float) -> Tensor:
+        shapes = self.shape, windowed_shape(self.shape, self.config.window)
         both = [attend([t], values, frame, shape, mask, p) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
 
-    def dense(self, inputs: Inputs) -> Tensor:
-        shapes = self.shape, narrowed(self.shape, self.config.window)
+    def dense(self, inputs: MixerInputs) -> Tensor:
+        shapes = self.shape, windowed_shape(self.shape, self.config.window)
         terms = self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK))
-        both = [define([t], inputs, shape) for t, shape in zip(terms, shapes)]
+        both = [dense_attention([t], inputs, shape) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
 
     @classmethod

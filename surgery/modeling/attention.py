@@ -21,28 +21,28 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
-from surgery.core.errors import SurgeryError, nearest
-from surgery.mixers import MIXERS, AttentionShape, Inputs, Mixer, MixerConfig
-from surgery.mixers.common.packed_documents import Documents, Known, borders, visible
-from surgery.modeling.cache import MixerLayer, mixed_modules, passed_on, slot
-from surgery.modeling.generation import MixerModel
-from surgery.modeling.modules import FoldedLinear
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig
+from surgery.mixers.common.packed_documents import PackedDocuments, DocumentMemo, document_borders, mask_to_bool
+from surgery.modeling.cache import MixerCacheLayer, mixer_modules, advance_offloading, mixer_cache_layer
+from surgery.modeling.generation import MixerGenerationMixin
+from surgery.modeling.modules import GuardedLinear
 
-NAME = "surgery"
-CACHES = ("past_key_values", "layer_past")
-PACKED = ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")  # packed documents, continuous batching
+ATTENTION_NAME = "surgery"
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")  # packed documents, continuous batching
 
 
 @dataclass
-class Call:
+class AttentionCall:
     """What the attention function needs and is not given: see Inputs."""
 
     x_BTD: Tensor
     valid_BT: Tensor | None
     mask_BHTS: Tensor | None
-    layer: MixerLayer | None
+    layer: MixerCacheLayer | None
     offloading: Any  # the cache, where it keeps the layers that wait on the CPU
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
 
 
 class MixerAttention:
@@ -54,16 +54,16 @@ class MixerAttention:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.arguments, args)), **kwargs}
-        for name in PACKED:
+        for name in PACKED_ARGUMENTS:
             if given.get(name) is not None:
                 raise SurgeryError(
                     f"{type(self).__name__} has a mixer and was called with {name!r}, that is with several sequences "
                     "in one row, whose borders mixers learn from position_ids that begin anew: give those alone, or pad "
                     "the batch"
                 )
-        name = next((n for n in CACHES if n in self.arguments), "")
+        name = next((n for n in CACHE_ARGUMENTS if n in self.arguments), "")
         past = given.pop(name, None)
-        layer = None if past is None else slot(past, self.layer_idx)  # type: ignore[attr-defined]
+        layer = None if past is None else mixer_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
         if name:
             given[name] = None
         rope = given.get("position_embeddings")
@@ -73,7 +73,7 @@ class MixerAttention:
         valid_BT, mask_BHTS = self._masks(given.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
         documents = self._documents(given, valid_BT, mask_BHTS, layer)
         offloading = past if getattr(past, "offloading", False) else None
-        call = Call(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents)
+        call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents)
         return super().forward(**given, surgery=call)  # type: ignore[misc]
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
@@ -83,29 +83,29 @@ class MixerAttention:
                 f"attention implementation {implementation!r} makes no masks, so padding cannot be told from text; "
                 "use model.set_attn_implementation('sdpa')"
             )
-        return masks(mask, x_BTD, seen)
+        return split_attention_mask(mask, x_BTD, seen)
 
     def _documents(
-        self, given: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerLayer | None
-    ) -> Documents | None:
+        self, given: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerCacheLayer | None
+    ) -> PackedDocuments | None:
         """Of packed rows, None where every row is one document. Masks that say anything else are read by mixers that
         do, and refused by the others."""
         x_BTD, mask, position_ids = given["hidden_states"], given.get("attention_mask"), given.get("position_ids")
         if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
             return None
         position_ids = position_ids if layer is None else None  # transformers packs no rows that have a cache
-        known = None if torch.compiler.is_compiling() else Known.recalled(mask, position_ids)
+        known = None if torch.compiler.is_compiling() else DocumentMemo.recalled(mask, position_ids)
         if known is None:
-            border_BT = borders(position_ids, mask, valid_BT, x_BTD)
+            border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)
             if torch.compiler.is_compiling():
                 if border_BT is not None:
                     torch._assert_async(~border_BT.any(), "compiled mixers take one document a row: pad instead")
                 return None
-            known = Known(None if border_BT is None else Documents.of(border_BT)).remember(mask, position_ids)
+            known = DocumentMemo(None if border_BT is None else PackedDocuments.of(border_BT)).remember(mask, position_ids)
         if mask_BHTS is None or valid_BT is None or (self.mixer.reads_mask and known.documents is None):
             return known.documents
         if known.plain is None:
-            known.plain = plain(mask_BHTS, valid_BT, self.mixer.shape, known.documents)
+            known.plain = is_plain_mask(mask_BHTS, valid_BT, self.mixer.shape, known.documents)
         if not known.plain and not self.mixer.reads_mask:
             raise SurgeryError(
                 f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
@@ -115,25 +115,25 @@ class MixerAttention:
         return known.documents if known.plain else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt(self, super().__reduce_ex__(protocol))
+        return reduce_mixin(self, super().__reduce_ex__(protocol))
 
 
-class MixingModel(MixerModel):
+class MixerModelMixin(MixerGenerationMixin):
     """Mixed into the class of the model; see MixerModel."""
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Where from_pretrained would begin to make up what a damaged checkpoint lacks."""
-        ours = tuple(f"{path}.mixer." for path, _ in mixed_modules(self))  # type: ignore[arg-type]
+        ours = tuple(f"{path}.mixer." for path, _ in mixer_modules(self))  # type: ignore[arg-type]
         if lost := sorted(key for key in missing_keys if key.startswith(ours)):
             raise SurgeryError(f"the checkpoint lacks {len(lost)} tensors of its mixers: {', '.join(lost[:4])}")
         return super()._move_missing_keys_from_meta_to_device(missing_keys, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt(self, super().__reduce_ex__(protocol))
+        return reduce_mixin(self, super().__reduce_ex__(protocol))
 
 
 # -- masks -----------------------------------------------------------------------------------------
-def masks(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
+def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
     """(valid_BT, mask_BHTS) out of any mask the library makes for T new tokens after `seen` others.
 
     A real token sees itself and padding does not, so validity is the mask's diagonal at the columns of the new
@@ -151,11 +151,11 @@ def masks(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | 
         return mask[:, -T:].to(torch.bool), None
     S = mask.shape[-1]
     first = S - T if seen + T > S else seen
-    valid_BT = visible(mask[:, 0, :, first : first + T].diagonal(dim1=-2, dim2=-1)).expand(B, T)
+    valid_BT = mask_to_bool(mask[:, 0, :, first : first + T].diagonal(dim1=-2, dim2=-1)).expand(B, T)
     return valid_BT, mask[..., : first + T]
 
 
-def plain(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: Documents | None) -> bool:
+def is_plain_mask(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: PackedDocuments | None) -> bool:
     """Whether a mask says no more than which tokens are padding, and of which document each is."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
@@ -164,7 +164,7 @@ def plain(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents:
     mask_BHTS = mask_BHTS.expand(len(valid_BT), -1, -1, -1)
     rows, same = max(1, 2**26 // (T * S)), []  # looked at together: everything at once is many times the mask
     for mask_RHTS, valid_RT, number_RT in zip(*(t.split(rows) for t in (mask_BHTS, valid_BT, number_BT))):
-        wanted_RTS, seen_RHTS = valid_RT[:, None] & order_TS, visible(mask_RHTS)
+        wanted_RTS, seen_RHTS = valid_RT[:, None] & order_TS, mask_to_bool(mask_RHTS)
         if documents is not None:
             wanted_RTS = wanted_RTS & (number_RT.unsqueeze(-1) == number_RT.unsqueeze(1))
             if mask_RHTS.dtype != torch.bool:  # numbers of their own, which mixers that read masks must be given
@@ -173,16 +173,16 @@ def plain(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents:
     return bool(torch.stack(same).all())
 
 
-def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+def mixer_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """transformers' attention function for modules that have a mixer: (out_BTHV, no weights)."""
     call = kwargs.get("surgery")
     if call is None:
         raise SurgeryError(
-            f"attention implementation {NAME!r} is for modules that surgery.modeling.attention.install has given a mixer; "
+            f"attention implementation {ATTENTION_NAME!r} is for modules that surgery.modeling.attention.install has given a mixer; "
             f"{type(module).__name__} has none. Use attn_implementation='sdpa'"
         )
     dropout = kwargs.get("dropout", 0.0)
-    inputs = Inputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout)
+    inputs = MixerInputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout)
     if call.documents is not None:
         out_BHTV = call.documents.mixed(module.mixer, inputs)
     elif call.layer is None:
@@ -190,19 +190,19 @@ def mix(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: 
     else:
         out_BHTV = call.layer.advance(module.mixer, inputs)
         if call.offloading is not None:
-            passed_on(call.offloading, module.layer_idx, query.device)
+            advance_offloading(call.offloading, module.layer_idx, query.device)
     if call.valid_BT is not None:  # any numbers, not-a-number too, must not reach the layers above
         out_BHTV = out_BHTV.masked_fill(~call.valid_BT[:, None, :, None], 0.0)
     return out_BHTV.transpose(1, 2).to(query.dtype), None
 
 
-AttentionInterface.register(NAME, mix)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION_NAME, mixer_attention_forward)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 # -- classes ---------------------------------------------------------------------------------------
 @cache
-def mixed_class(base: Any, mixin: Any) -> Any:
+def mixin_class(base: Any, mixin: Any) -> Any:
     """A subclass of a library's class under its name, so that whatever is written down names that class."""
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     if issubclass(mixin, MixerAttention):
@@ -210,19 +210,19 @@ def mixed_class(base: Any, mixin: Any) -> Any:
     return type(base.__name__, (mixin, base), names)
 
 
-def rebuilt(self: Any, reduced: Any) -> tuple[Any, ...]:
+def reduce_mixin(self: Any, reduced: Any) -> tuple[Any, ...]:
     """What pickle stores: the library's class, found by name, and which mixin is ours."""
     mixin, base = type(self).__bases__
-    return (_new, (base, mixin), *reduced[2:])
+    return (_new_mixin, (base, mixin), *reduced[2:])
 
 
-def _new(base: type, mixin: type) -> Any:
-    cls: Any = mixed_class(base, mixin)
+def _new_mixin(base: type, mixin: type) -> Any:
+    cls: Any = mixin_class(base, mixin)
     return cls.__new__(cls)
 
 
 # -- installing ------------------------------------------------------------------------------------
-def swap(model: Any, path: str, config: MixerConfig) -> None:
+def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     """Give the attention at `path` that mixer, as its config starts it, on the device and in the dtype of its weights."""
     module = model.get_submodule(path)
     shape = attention_shape(model, path)
@@ -233,17 +233,17 @@ def swap(model: Any, path: str, config: MixerConfig) -> None:
     like = next(p for p in module.parameters() if p.is_floating_point())
     with torch.device(like.device):
         mixer = kind(config, shape).to(like.dtype)
-    seat(module, mixer.train(module.training))
-    if not isinstance(model, MixingModel):
-        model.__class__ = mixed_class(model.__class__, MixingModel)
+    attach_mixer(module, mixer.train(module.training))
+    if not isinstance(model, MixerModelMixin):
+        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 
 
-def seat(module: Any, mixer: Mixer) -> None:
+def attach_mixer(module: Any, mixer: Mixer) -> None:
     """The attention module as one that asks `mixer`."""
     if not isinstance(module, MixerAttention):
         module.host, module.config = module.config, copy.copy(module.config)
-        module.config._attn_implementation_internal = NAME
-        module.__class__ = mixed_class(module.__class__, MixerAttention)
+        module.config._attn_implementation_internal = ATTENTION_NAME
+        module.__class__ = mixin_class(module.__class__, MixerAttention)
     module.mixer = mixer
 
 
@@ -259,18 +259,18 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     valid = attention_paths(model)
     for path, config in mixers.items():
         if path not in valid:
-            raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}{nearest(path, valid)}")
+            raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}{suggestion(path, valid)}")
         MIXERS[config].refuse(config, attention_shape(model, path))
     for path, config in mixers.items():
-        swap(model, path, config)
+        replace_attention(model, path, config)
         table.mixers[path] = config.to_dict()
-        table.modules.update(fold(model, path))
+        table.modules.update(fold_output_projection(model, path))
     model.config.quantization_config = table
 
 
-def refill(model: nn.Module) -> None:
+def restore_buffers(model: nn.Module) -> None:
     """Buffers that are not in checkpoints, which loading leaves undefined, as each mixer's config makes them."""
-    for _, module in mixed_modules(model):
+    for _, module in mixer_modules(model):
         lost = [n for n, b in module.mixer.named_buffers() if n not in module.mixer.state_dict()]
         if lost:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -279,7 +279,7 @@ def refill(model: nn.Module) -> None:
                 module.mixer.get_buffer(name).copy_(fresh[name])
 
 
-def fold(model: Any, path: str) -> dict[str, Any]:
+def fold_output_projection(model: Any, path: str) -> dict[str, Any]:
     """The output projection of the attention at `path` as a FoldedLinear, and its entry in the table; {} where it
     has another stand-in, whose weight is not 2-D either."""
     place = output_path(model, path)
@@ -288,7 +288,7 @@ def fold(model: Any, path: str) -> dict[str, Any]:
     if linear.weight.dim() != 2:
         return {}
     weight_OI = linear.weight.detach().mT.contiguous() if transposed else linear.weight
-    folded = FoldedLinear.of(weight_OI.requires_grad_(linear.weight.requires_grad), linear.bias)
+    folded = GuardedLinear.of(weight_OI.requires_grad_(linear.weight.requires_grad), linear.bias)
     model.set_submodule(place, folded.train(linear.training))
     spec = {"structure": "folded", "in_features": folded.in_features, "out_features": folded.out_features}
     return {place: {**spec, "bias": folded.bias is not None, **({"transposed": True} if transposed else {})}}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.table import SHIM, SHIM_MODULE
+from surgery.checkpoint.table import SHIM_NAME, SHIM_MODULE
 
 AUTO_CLASSES = (
     "AutoModel",
@@ -68,4 +68,4 @@ def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
 
     serving = [name for name in AUTO_CLASSES if type(model.config) in auto_class(name)._model_mapping]
     config["auto_map"] = {name: f"{SHIM_MODULE}.Shim{name}" for name in ("AutoConfig", *serving)}
-    (folder / SHIM).write_text(SHIM_TEXT, encoding="utf-8")
+    (folder / SHIM_NAME).write_text(SHIM_TEXT, encoding="utf-8")

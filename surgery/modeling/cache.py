@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers import Inputs, Mixer, State
+from surgery.mixers import MixerInputs, Mixer, MixerState
 
-RECORDED = 64  # tokens that can always be taken back while past is recorded
+MAX_RECORDED = 64  # tokens that can always be taken back while past is recorded
 
 
-class MixerLayer(CacheLayerMixin):
+class MixerCacheLayer(CacheLayerMixin):
     """The state of one layer's mixer, and how many tokens (padding included) it has been given."""
 
     is_compileable = False
@@ -34,16 +34,16 @@ class MixerLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: State | None = None
+        self.state: MixerState | None = None
         self.seen = 0
         self.record_past = False
         self.room = 0
         self._mixer: Mixer | None = None  # the model's own, met at every forward
-        self._base: State | None = None
-        self._since: list[Inputs] = []
+        self._base: MixerState | None = None
+        self._since: list[MixerInputs] = []
 
     # -- one call of the model ---------------------------------------------------------------------
-    def advance(self, mixer: Mixer, inputs: Inputs) -> Tensor:
+    def advance(self, mixer: Mixer, inputs: MixerInputs) -> Tensor:
         """out_BHTV of the next tokens; the state moves past them."""
         batch, device = inputs.q_BHTK.shape[0], inputs.q_BHTK.device
         state = mixer.empty_state(batch, device) if self.state is None else self.state
@@ -64,19 +64,19 @@ class MixerLayer(CacheLayerMixin):
         self.seen += tokens
         return out
 
-    def _advance_recording(self, mixer: Mixer, inputs: Inputs, state: State) -> Tensor:
+    def _advance_recording(self, mixer: Mixer, inputs: MixerInputs, state: MixerState) -> Tensor:
         """The same, holding on to what going back needs: of a long piece only its last tokens."""
-        outs, head = [], inputs.q_BHTK.shape[2] - RECORDED
+        outs, head = [], inputs.q_BHTK.shape[2] - MAX_RECORDED
         if head > 0:
-            out, state = _mixed(mixer, piece(inputs, 0, head), state)
+            out, state = _mix_eager(mixer, slice_inputs(inputs, 0, head), state)
             outs.append(out)
-            inputs, self._base, self._since = piece(inputs, head, head + RECORDED), state, []
+            inputs, self._base, self._since = slice_inputs(inputs, head, head + MAX_RECORDED), state, []
         if self._base is None:
             self._base = state
         self._since.append(inputs)
-        while self._recorded() - self._since[0].q_BHTK.shape[2] >= 2 * RECORDED:
-            self._base = _mixed(mixer, self._since.pop(0), self._base)[1]
-        out, self.state = _mixed(mixer, inputs, state)
+        while self._recorded() - self._since[0].q_BHTK.shape[2] >= 2 * MAX_RECORDED:
+            self._base = _mix_eager(mixer, self._since.pop(0), self._base)[1]
+        out, self.state = _mix_eager(mixer, inputs, state)
         return torch.cat([*outs, out], dim=2)
 
     def _recorded(self) -> int:
@@ -123,7 +123,7 @@ class MixerLayer(CacheLayerMixin):
         elif count > self._recorded():
             raise SurgeryError(
                 f"a mixer's state cannot go back {count} tokens: it recorded {self._recorded()}. Call surgery.modeling.cache."
-                f"record_past(cache, model) before the tokens that may be taken back (at most {RECORDED} at once)"
+                f"record_past(cache, model) before the tokens that may be taken back (at most {MAX_RECORDED} at once)"
             )
         elif count:
             self._replay(self._recorded() - count)
@@ -137,7 +137,7 @@ class MixerLayer(CacheLayerMixin):
         for inputs in self._since:
             tokens = min(kept, inputs.q_BHTK.shape[2])
             if tokens:
-                state = _mixed(self._mixer, piece(inputs, 0, tokens), state)[1]
+                state = _mix_eager(self._mixer, slice_inputs(inputs, 0, tokens), state)[1]
             kept -= tokens
         self.state = state
 
@@ -177,7 +177,7 @@ class MixerLayer(CacheLayerMixin):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mixer": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MixerLayer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixerCacheLayer:
         """The model is not copied with its cache."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -185,13 +185,13 @@ class MixerLayer(CacheLayerMixin):
         return twin
 
 
-def _mixed(mixer: Mixer, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+def _mix_eager(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
     out, after = mixer(inputs, state)
     assert after is not None
     return out, after
 
 
-def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
+def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
     """Tokens start to stop of a call, as a call of its own after those before."""
     tokens, mask = inputs.q_BHTK.shape[2], inputs.mask_BHTS
     if (start, stop) == (0, tokens):
@@ -208,7 +208,7 @@ def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 # -- putting layers into caches --------------------------------------------------------------------
-def slot(cache: Any, index: int) -> MixerLayer:
+def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
     """The cache's layer of that index as a MixerLayer, put there if it is not."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -220,19 +220,19 @@ def slot(cache: Any, index: int) -> MixerLayer:
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer: Any = cache.layers[index]
-    if isinstance(layer, MixerLayer):
+    if isinstance(layer, MixerCacheLayer):
         return layer
     if int(layer.get_seq_length()) > 0:
         raise SurgeryError(
             f"layer {index} of this cache holds keys and values of {int(layer.get_seq_length())} tokens, which a mixer "
             "cannot take over (another model's cache, or prefix tuning); start from an empty cache"
         )
-    cache.layers[index] = ours = MixerLayer()
+    cache.layers[index] = ours = MixerCacheLayer()
     ours.record_past = getattr(layer, "record_past", False)
     return ours
 
 
-def passed_on(cache: Any, index: int, device: torch.device) -> None:
+def advance_offloading(cache: Any, index: int, device: torch.device) -> None:
     """What an offloading cache does as it updates a layer: that one goes to the CPU, the next one's keys come back."""
     cache.layers[index].offload()
     if device.type == "cuda":
@@ -242,14 +242,14 @@ def passed_on(cache: Any, index: int, device: torch.device) -> None:
         cache.prefetch(index + 1, cache.only_non_sliding)
 
 
-def mixed_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def mixer_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path, attention module) of every attention that has a mixer."""
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
 
 
 def record_past(cache: Cache, model: nn.Module) -> None:
     """From now on the cache can be cropped, whatever its layers."""
-    for _, module in mixed_modules(model):
-        slot(cache, module.layer_idx).record_past = True
+    for _, module in mixer_modules(model):
+        mixer_cache_layer(cache, module.layer_idx).record_past = True
     if hasattr(cache, "activate_past_recording"):  # transformers 5.10 has none
         cache.activate_past_recording()

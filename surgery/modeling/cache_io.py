@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import beside, disk_errors, parsed
-from surgery.mixers import Mixer, State
-from surgery.modeling.cache import MixerLayer, mixed_modules
+from surgery.core.files import atomic_path, explain_disk_errors, parse_json
+from surgery.mixers import Mixer, MixerState
+from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
@@ -28,7 +28,7 @@ def save_cache(cache: Cache, path: str | Path) -> None:
     for i in range(len(cache.layers)):
         layer: Any = cache.layers[i]
         kind = type(layer)
-        if isinstance(layer, MixerLayer):
+        if isinstance(layer, MixerCacheLayer):
             config = None if layer._mixer is None else layer._mixer.config.to_dict()
             layers.append({"kind": "mixer", "seen": layer.seen, "config": config})
             state = layer.state
@@ -39,7 +39,7 @@ def save_cache(cache: Cache, path: str | Path) -> None:
         else:
             raise SurgeryError(f"layer {i} of the cache is a {kind.__name__}; only dynamic caches can be saved")
         tensors.update({f"{i}.{name}": t.detach().clone().contiguous() for name, t in held.items()})
-    with disk_errors(Path(path)), beside(Path(path)) as partial:
+    with explain_disk_errors(Path(path)), atomic_path(Path(path)) as partial:
         save_file(tensors, partial, metadata={"surgery": json.dumps(layers)})
 
 
@@ -48,7 +48,7 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
     layers, tensors = _read(path)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     homes = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)}
-    mixers = {m.layer_idx: m.mixer for _, m in mixed_modules(model)}
+    mixers = {m.layer_idx: m.mixer for _, m in mixer_modules(model)}
     for i, entry in enumerate(layers):
         mixer = mixers.get(i)
         if (entry["kind"] == "mixer") != (mixer is not None) or i >= len(cache.layers):
@@ -61,15 +61,15 @@ def load_cache(path: str | Path, model: Any) -> DynamicCache:
         if mixer is not None:
             cache.layers[i] = _mixer_layer(entry, held, mixer, i)
         elif held:
-            _refuse_other(i, held, {"keys": 4, "values": 4})
-            _fill(cache.layers[i], held, entry["seen"])
+            _check_same_shapes(i, held, {"keys": 4, "values": 4})
+            _fill_layer(cache.layers[i], held, entry["seen"])
     return cache
 
 
 def _read(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     try:
         with safe_open(str(path), framework="pt") as file:
-            layers = parsed((file.metadata() or {})["surgery"])
+            layers = parse_json((file.metadata() or {})["surgery"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise SurgeryError(f"{path} is not a saved cache: {error}") from None
@@ -84,7 +84,7 @@ def _is_layer(entry: Any) -> bool:
     return entry.get("kind") == "softmax" or (entry.get("kind") == "mixer" and "config" in entry)
 
 
-def _refuse_other(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> None:
+def _check_same_shapes(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> None:
     found = {name: tensor.dim() for name, tensor in held.items()}
     if found != dims:
         raise SurgeryError(
@@ -92,19 +92,19 @@ def _refuse_other(index: int, held: dict[str, Tensor], dims: dict[str, int]) -> 
         )
 
 
-def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, index: int) -> MixerLayer:
+def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, index: int) -> MixerCacheLayer:
     if entry["config"] is not None and entry["config"] != json.loads(json.dumps(mixer.config.to_dict())):
         raise SurgeryError(f"layer {index} was saved by {entry['config']}; here it is {mixer.config}")
-    layer = MixerLayer()
+    layer = MixerCacheLayer()
     layer.seen, layer._mixer = entry["seen"], mixer
     if held:
         fresh = mixer.empty_state(1, "cpu")
-        _refuse_other(index, held, {"seen_B": 1, **{name: tensor.dim() for name, tensor in fresh.tensors.items()}})
-        layer.state, layer.is_initialized = State(held.pop("seen_B"), held, entry["seen"]), True
+        _check_same_shapes(index, held, {"seen_B": 1, **{name: tensor.dim() for name, tensor in fresh.tensors.items()}})
+        layer.state, layer.is_initialized = MixerState(held.pop("seen_B"), held, entry["seen"]), True
     return layer
 
 
-def _fill(layer: Any, held: dict[str, Tensor], seen: int) -> None:
+def _fill_layer(layer: Any, held: dict[str, Tensor], seen: int) -> None:
     """Keys and values as they were kept (of a sliding layer the last ones)."""
     layer.update(held["keys"], held["values"])
     if hasattr(layer, "cumulative_length"):

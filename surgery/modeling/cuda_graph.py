@@ -3,7 +3,7 @@
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
 For models whose every attention has a linear mixer with a bounded state, on one GPU: their states keep their shapes, and
-nothing is read back. transformers asks `captured` where it would compile a model for a static cache
+nothing is read back. transformers asks `capture_decode_step` where it would compile a model for a static cache
 (GenerationMixin._sample); disable_compile=True declines here too. Any other step goes to the model itself.
 """
 
@@ -19,32 +19,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.linear import LinearMixer
-from surgery.modeling.cache import MixerLayer, mixed_modules
+from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
-PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+PLAIN_INPUTS = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
 
 
-def captured(model: Any, cache: Any, generation_config: Any) -> Captured | None:
+def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captured | None:
     """What stands in for the model while it generates, None where that is the model itself."""
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
     linear = [
         isinstance(m.mixer, LinearMixer) and m.mixer.mask.bounded and m.mixer.delay is None
-        for _, m in mixed_modules(model)
+        for _, m in mixer_modules(model)
     ]
-    own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerLayer for x in layers)
+    own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
     recording = any(getattr(x, "record_past", False) for x in layers)
-    if not (asked and own and here(model)) or recording:
+    if not (asked and own and is_on_one_gpu(model)) or recording:
         return None
-    return Captured(model, int(generation_config.max_length))
+    return CapturedDecodeStep(model, int(generation_config.max_length))
 
 
-def here(model: Any) -> bool:
+def is_on_one_gpu(model: Any) -> bool:
     """Whether all of it is on one GPU."""
     return not hasattr(model, "hf_device_map") and all(p.is_cuda for p in model.parameters())
 
 
-def recorded(step: Callable[[], None]) -> Callable[[], None]:
+def record_graph(step: Callable[[], None]) -> Callable[[], None]:
     """What runs it again, on the tensors that it was recorded on."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -53,7 +53,7 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
 
 
 @dataclass
-class Captured:
+class CapturedDecodeStep:
     """Called like the model. The first step goes through it, and what the second does is recorded. reach: tokens that
     rows may have at last, for which log-linear states make room at once."""
 
@@ -62,17 +62,17 @@ class Captured:
     replay: Callable[[], None] | None = None
     given_up: bool = False
     held: dict[str, Tensor] = field(default_factory=dict)
-    layers: list[MixerLayer] = field(default_factory=list)
+    layers: list[MixerCacheLayer] = field(default_factory=list)
 
     def __call__(self, **inputs: Any) -> Any:
         layers = inputs["past_key_values"].layers
-        plain = set(inputs) <= PLAIN and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
+        plain = set(inputs) <= PLAIN_INPUTS and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
         if self.given_up or not plain:
             return self.model(**inputs)
         if not self.layers:
             self.layers = layers
             for layer in layers:
-                make_room(layer, self.reach)
+                reserve_buckets(layer, self.reach)
             out = self.model(**inputs)
             self.held = {name: inputs[name].clone() for name in ("input_ids", "position_ids")}
             self.held["logits"] = out.logits.clone()
@@ -99,7 +99,7 @@ class Captured:
                     tensor.copy_(left.tensors[name])
 
         try:
-            self.replay = recorded(step)
+            self.replay = record_graph(step)
         except RuntimeError as error:
             self.given_up = True
             warnings.warn(
@@ -124,7 +124,7 @@ class Captured:
         return CausalLMOutputWithPast(logits=self.held["logits"].clone(), past_key_values=inputs["past_key_values"])
 
 
-def make_room(layer: MixerLayer, reach: int) -> None:
+def reserve_buckets(layer: MixerCacheLayer, reach: int) -> None:
     """For the buckets of a log-linear state that has seen so many tokens: empty ones are zeros."""
     state = layer.state
     if state is not None and "mask.buckets" in state.tensors:

@@ -1,14 +1,14 @@
-"""The `forward` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
+"""The `forward_work` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.modeling.cache import MixerLayer, mixed_modules, record_past, slot
+from surgery.modeling.cache import MixerCacheLayer, mixer_modules, record_past, mixer_cache_layer
 
 
-class MixerModel:
+class MixerGenerationMixin:
     """Mixed into the class of a model that generates."""
 
     _captured: Any = None
@@ -22,11 +22,11 @@ class MixerModel:
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            for _, module in mixed_modules(self):  # type: ignore[arg-type]
-                slot(cache, module.layer_idx)
+            for _, module in mixer_modules(self):  # type: ignore[arg-type]
+                mixer_cache_layer(cache, module.layer_idx)
             layers: list[Any] = getattr(cache, "layers", [])
             fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
-            for layer in (x for x in layers if isinstance(x, MixerLayer)):
+            for layer in (x for x in layers if isinstance(x, MixerCacheLayer)):
                 layer.room = fixed[0] if fixed else 0  # one mask serves all
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
@@ -35,9 +35,9 @@ class MixerModel:
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether generate() takes its steps from `get_compiled_call`: also where ours are captured in a graph."""
-        from surgery.modeling.cuda_graph import captured
+        from surgery.modeling.cuda_graph import capture_decode_step
 
-        self._captured = captured(self, model_kwargs.get("past_key_values"), generation_config)
+        self._captured = capture_decode_step(self, model_kwargs.get("past_key_values"), generation_config)
         asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
         return self._captured is not None or asks(model_kwargs, generation_config)
 

@@ -22,7 +22,7 @@ class StructuredLora(Linear):
     """A LoRA layer over a structured or split linear."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: Any, **kwargs: Any):
-        _refuse(config)
+        _check_lora_config(config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Unsupported layer type")
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
@@ -35,7 +35,7 @@ class StructuredLora(Linear):
         )
 
 
-def _refuse(config: Any) -> None:
+def _check_lora_config(config: Any) -> None:
     """What reads the base layer's dense weight has none to read."""
     if getattr(config, "use_dora", False):
         raise ValueError("use_dora needs the dense weight, which a structured linear does not hold; use plain LoRA")

@@ -16,7 +16,7 @@ from surgery.structures import STRUCTURES, StructuredLinear
 from surgery.structures.base import config_from_dict
 
 
-class FoldedLinear(nn.Linear):
+class GuardedLinear(nn.Linear):
     """A dense linear whose weight is kept as (1, out, in).
 
     A checkpoint whose attention has a mixer stores the output projection so: a library that loads it without
@@ -28,7 +28,7 @@ class FoldedLinear(nn.Linear):
         self.weight = nn.Parameter(self.weight.detach()[None])
 
     @classmethod
-    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> FoldedLinear:
+    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> GuardedLinear:
         """Holding these very numbers."""
         linear = cls(weight_OI.shape[1], weight_OI.shape[0], bias_O is not None, device="meta")
         linear.weight = nn.Parameter(weight_OI.detach()[None], requires_grad=weight_OI.requires_grad)
@@ -46,7 +46,7 @@ class FoldedLinear(nn.Linear):
 class SplitLinear(nn.Module):
     """A fused linear whose roles are computed by linears of their own; outputs in the fused order.
 
-    `weight` is empty and 3-D: see StructuredLinear.
+    `total_cost` is empty and 3-D: see StructuredLinear.
     """
 
     def __init__(self, in_features: int, parts: dict[str, nn.Module], sizes: tuple[int, ...], heads: int = 0):
@@ -79,7 +79,7 @@ class SplitLinear(nn.Module):
         return None if any(b is None for b in biases) else self._fused(biases)  # type: ignore[arg-type]
 
 
-def empty_standin(
+def build_module(
     spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None
 ) -> nn.Module:
     """A module for an entry of the checkpoint's table: {"structure": .., "in_features": .., "out_features": ..,
@@ -87,47 +87,47 @@ def empty_standin(
     "heads": ..}."""
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
-        _refuse_no_split(spec)
-        parts = {name: empty_standin(entry, device, dtype) for name, entry in spec["parts"].items()}
+        _check_split_entry(spec)
+        parts = {name: build_module(entry, device, dtype) for name, entry in spec["parts"].items()}
         sizes = tuple(entry["out_features"] for entry in spec["parts"].values())
         return SplitLinear(next(iter(spec["parts"].values()))["in_features"], parts, sizes, spec.get("heads", 0))
-    _refuse_damaged(spec)
+    _check_entry(spec)
     in_, out, bias = spec.pop("in_features"), spec.pop("out_features"), spec.pop("bias")
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     if spec["structure"] == "dense":
         return nn.Linear(in_, out, bias=bias, **factory)
     if spec["structure"] == "folded":
-        return FoldedLinear(in_, out, bias=bias, **factory)
+        return GuardedLinear(in_, out, bias=bias, **factory)
     config = config_from_dict(spec)
     structure: Any = STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
-        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks are numbers")
     resolved = structure.resolve(config, out, in_)
     if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is for recipes
-        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks are numbers")
     rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
     if rank is None or rank == "full" or not 1 <= rank <= full:
-        raise SurgeryError(f"{DAMAGED}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
     return structure(in_, out, config, bias=bias, **factory)
 
 
-DAMAGED = "the surgery table in config.json is damaged"
-LARGEST = 2**26  # features: more than any model has
+DAMAGED_TABLE = "the surgery table in config.json is damaged"
+MAX_FEATURES = 2**26  # features: more than any model has
 
 
-def _refuse_damaged(spec: dict[str, Any]) -> None:
+def _check_entry(spec: dict[str, Any]) -> None:
     sizes = [spec.get("in_features"), spec.get("out_features")]
-    whole = all(type(n) is int and 1 <= n <= LARGEST for n in sizes)
+    whole = all(type(n) is int and 1 <= n <= MAX_FEATURES for n in sizes)
     if not whole or type(spec.get("bias")) is not bool or not isinstance(spec.get("structure"), str):
-        raise SurgeryError(f"{DAMAGED}: an entry reads {str(spec)[:100]}")
+        raise SurgeryError(f"{DAMAGED_TABLE}: an entry reads {str(spec)[:100]}")
 
 
-def _refuse_no_split(spec: dict[str, Any]) -> None:
+def _check_split_entry(spec: dict[str, Any]) -> None:
     given, heads = spec.get("parts"), spec.get("heads", 0)
     parts: dict[str, Any] = given if isinstance(given, dict) else {}
     whole = bool(parts) and all(isinstance(entry, dict) for entry in parts.values())
     if not whole or any(e.get("structure") == "split" or not name.isidentifier() for name, e in parts.items()):
-        raise SurgeryError(f"{DAMAGED}: a split entry reads {str(spec)[:100]}")
+        raise SurgeryError(f"{DAMAGED_TABLE}: a split entry reads {str(spec)[:100]}")
     outs = [entry.get("out_features") for entry in parts.values()]
     if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):
-        raise SurgeryError(f"{DAMAGED}: {heads} heads of parts that are {outs} wide")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {heads} heads of parts that are {outs} wide")

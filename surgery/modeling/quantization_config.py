@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from surgery.checkpoint.table import METHOD
+from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
 from surgery.core.version import __version__
 
@@ -32,7 +32,7 @@ class SurgeryConfig(QuantizationConfigMixin):
                 f"this checkpoint has table format {format} (written by surgery {surgery_version}); this version reads {FORMAT}: "
                 "pip install -U transformer-surgery"
             )
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.format, self.surgery_version = format, surgery_version
         self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
 

@@ -10,11 +10,11 @@ import torch
 from transformers.quantizers.base import HfQuantizer
 
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.table import names_shims
+from surgery.checkpoint.table import has_shims
 from surgery.checkpoint.tensor_names import class_named, refuse_incomplete, unused_of
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
-from surgery.modeling.modules import DAMAGED, empty_standin
+from surgery.modeling.modules import DAMAGED_TABLE, build_module
 from surgery.structures import StructuredLinear
 
 
@@ -52,18 +52,18 @@ class SurgeryQuantizer(HfQuantizer):
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Leave an ordinary model that remembers its table."""
-        from surgery.modeling.attention import refill
+        from surgery.modeling.attention import restore_buffers
 
         model.config.quantization_config = self.quantization_config
         model.is_quantized = False
-        refill(model)
+        restore_buffers(model)
         for module in model.modules():
             if isinstance(module, StructuredLinear):
                 module.refuse_damaged()
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
         # Shims lie beside the loaded files only; a copy saved from here would point at nothing.
-        if names_shims(vars(model.config)):
+        if has_shims(vars(model.config)):
             del model.config.auto_map
         return model
 
@@ -72,7 +72,7 @@ def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], stri
     """In place: stand-ins at the paths of the table, then mixers at theirs. strict: every path must be in the model; else
     one of them."""
     # This module is imported while transformers' models are; attention needs them whole.
-    from surgery.modeling.attention import swap
+    from surgery.modeling.attention import replace_attention
 
     find, missing, taken = _Finder(model), 0, set()
     for path, spec in [*table.items(), *mixers.items()]:
@@ -81,21 +81,21 @@ def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], stri
             missing += 1
             if strict or missing == len(table) + len(mixers):
                 raise SurgeryError(
-                    f"{DAMAGED}: {type(model).__name__} has no module {path!r}"
+                    f"{DAMAGED_TABLE}: {type(model).__name__} has no module {path!r}"
                     if strict
                     else f"{type(model).__name__} has none of the {missing} linears of the checkpoint's table ({path}, ..)"
                 )
             continue
         if place in taken:
-            raise SurgeryError(f"{DAMAGED}: two entries stand for {place!r}")
+            raise SurgeryError(f"{DAMAGED_TABLE}: two entries stand for {place!r}")
         taken.add(place)
         if path in table:
-            standin = empty_standin(spec)
+            standin = build_module(spec)
             _refuse_other_sizes(model.get_submodule(place), standin, place)
             model.set_submodule(place, standin)
             _untie(model, place)
         else:
-            swap(model, place, mixer_config(spec))
+            replace_attention(model, place, mixer_config(spec))
 
 
 def _refuse_other_sizes(linear: Any, standin: Any, path: str) -> None:
@@ -104,7 +104,7 @@ def _refuse_other_sizes(linear: Any, standin: Any, path: str) -> None:
     if weight is None or sorted(weight.shape) != sizes:
         here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
         raise SurgeryError(
-            f"{DAMAGED}: its entry for {path!r} maps {standin.in_features} features to {standin.out_features}, where the "
+            f"{DAMAGED_TABLE}: its entry for {path!r} maps {standin.in_features} features to {standin.out_features}, where the "
             f"model has {here}"
         )
 

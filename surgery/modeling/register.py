@@ -7,14 +7,14 @@ save_pretrained and deepcopy treat the model as the ordinary one it is.
 
 from __future__ import annotations
 
-from surgery.checkpoint.table import METHOD
-from surgery.core.import_hooks import after_import
+from surgery.checkpoint.table import QUANT_METHOD
+from surgery.core.import_hooks import run_after_import
 
 
 def register() -> None:
     """Make transformers and peft know us, now or when they are imported."""
-    after_import("transformers.quantizers.auto", _register_quantizer)
-    after_import("peft.tuners.lora.model", _register_lora)
+    run_after_import("transformers.quantizers.auto", _register_quantizer)
+    run_after_import("peft.tuners.lora.model", _register_lora)
 
 
 def _register_lora() -> None:
@@ -26,10 +26,10 @@ def _register_lora() -> None:
 def _register_quantizer() -> None:
     import transformers.quantizers.auto as auto
 
-    if METHOD in auto.AUTO_QUANTIZER_MAPPING:
+    if QUANT_METHOD in auto.AUTO_QUANTIZER_MAPPING:
         return
     from surgery.modeling.quantization_config import SurgeryConfig
     from surgery.modeling.quantizer import SurgeryQuantizer
 
-    auto.register_quantization_config(METHOD)(SurgeryConfig)
-    auto.register_quantizer(METHOD)(SurgeryQuantizer)
+    auto.register_quantization_config(QUANT_METHOD)(SurgeryConfig)
+    auto.register_quantizer(QUANT_METHOD)(SurgeryQuantizer)

@@ -16,21 +16,21 @@ from typing import NamedTuple
 from surgery.core.errors import SurgeryError
 
 
-class Option(NamedTuple):
+class CostPoint(NamedTuple):
     params: int
     error: float
 
 
-class Step(NamedTuple):
+class HullStep(NamedTuple):
     gain: float  # error bought per number
     module: str
-    option: Option
+    option: CostPoint
     params: int
 
 
-def lower_hull(options: Sequence[Option]) -> list[Option]:
+def lower_hull(options: Sequence[CostPoint]) -> list[CostPoint]:
     """The options on the lower convex hull, cheapest first: gains per number fall from step to step."""
-    hull: list[Option] = []
+    hull: list[CostPoint] = []
     for option in sorted(options):
         if hull and option.error >= hull[-1].error:
             continue
@@ -40,11 +40,11 @@ def lower_hull(options: Sequence[Option]) -> list[Option]:
     return hull
 
 
-def _gain(a: Option, b: Option) -> float:
+def _gain(a: CostPoint, b: CostPoint) -> float:
     return (a.error - b.error) / (b.params - a.params)
 
 
-def spread(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int]:
+def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str, int]:
     """Numbers given to each module, in total at most `budget`; SurgeryError where the least exceeds it."""
     hulls = {module: lower_hull(choices) for module, choices in options.items()}
     chosen = {module: hull[0] for module, hull in hulls.items()}
@@ -56,7 +56,7 @@ def spread(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, 
             f"budget of {int(budget):,}; raise keep, or give fewer blocks"
         )
     steps = [
-        Step(_gain(a, b), module, b, b.params - a.params)
+        HullStep(_gain(a, b), module, b, b.params - a.params)
         for module, hull in hulls.items()
         for a, b in itertools.pairwise(hull)
     ]

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
-from surgery.architectures.linears import Body
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.core.config import layer_selected
+from surgery.architectures.linears import ModelLayout
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.mlr import slowest_first
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
+class AttentionTarget:
+    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `format_count` with attention;
     output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: tensors
     of the mixer that were chosen with the config."""
 
@@ -31,15 +31,15 @@ class Seat:
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
-def find_seats(skeleton: Skeleton, recipe: Recipe, body: Body) -> dict[str, Seat]:
+def find_attention_targets(skeleton: MetaModel, recipe: ConversionRecipe, body: ModelLayout) -> dict[str, AttentionTarget]:
     """By layer, in order; SurgeryError where the mixer cannot serve, or no layer is selected."""
     settings = recipe.attention
     if settings is None:
         return {}
     paths = attention_paths(skeleton.model)
-    seats: dict[str, Seat] = {}
+    seats: dict[str, AttentionTarget] = {}
     for index, path in enumerate(paths):
-        if not layer_selected(settings.layers, index, len(paths)):
+        if not is_layer_selected(settings.layers, index, len(paths)):
             continue
         layer = next(name for name in body.layers if path.startswith(f"{name}."))
         shape = attention_shape(skeleton.model, path)
@@ -48,10 +48,10 @@ def find_seats(skeleton: Skeleton, recipe: Recipe, body: Body) -> dict[str, Seat
             MIXERS[config].refuse(config, shape)
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
-        # Until `arrange` has looked at a text.
+        # Until `allocate_score_dims` has looked at a text.
         fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
         output = output_path(skeleton.model, path)
-        seats[layer] = Seat(path, layer, index, len(paths), output, shape, config, fixed)
+        seats[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed)
     if not seats:
         raise SurgeryError(
             f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'

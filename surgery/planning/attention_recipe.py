@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from surgery.core.config import slice_text
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.config import check_layer_range
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 
 
-class Hybrid(BaseModel):
+class HybridRecipe(BaseModel):
     """keep: share of the attention layers that stay softmax. by: "sensitivity", those whose replacement alone raises
     the held-out loss most; "every", evenly spaced. layers: these and no others, by number."""
 
@@ -25,7 +25,7 @@ class Hybrid(BaseModel):
     layers: tuple[int, ...] | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Hybrid:
+    def _one_of_both(self) -> HybridRecipe:
         if (self.keep is None) == (self.layers is None):
             raise SurgeryError(
                 "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}"
@@ -56,11 +56,11 @@ class Hybrid(BaseModel):
         return min(layers - 1, max(1, round(self.keep * layers)))
 
 
-class Attention(BaseModel):
+class AttentionRecipe(BaseModel):
     """Keys other than these are the mixer's options (docs/attention.md). start: "calibrated", fitted to the original's
-    outputs on the calibration text in `steps` local steps; "copied", as an untrained mixer with the model's own
+    outputs on the calibration text in `is_decode_step` local steps; "copied", as an untrained mixer with the model's own
     projections. cache: of MLR attention, the share of key numbers kept in a sequence of `context` tokens (of a
-    calibration window where it is not given); ranks, extents (of those in `ladder`, by default the powers of two from 8
+    calibration window where it is not given); ranks, extents (of those in `candidate_extents`, by default the powers of two from 8
     up) and the order of dims are then chosen."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -72,17 +72,17 @@ class Attention(BaseModel):
     cache: Annotated[float, Field(gt=0, le=1)] | None = None
     context: int | None = Field(None, ge=2)
     ladder: tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    hybrid: Hybrid | None = None
+    hybrid: HybridRecipe | None = None
 
-    _layers = field_validator("layers", mode="before")(slice_text)
+    _layers = field_validator("layers", mode="before")(check_layer_range)
 
     @model_validator(mode="after")
-    def _options_are_the_mixer_s(self) -> Attention:
+    def _options_are_the_mixer_s(self) -> AttentionRecipe:
         config_type: Any = MIXERS.config_type(self.mixer)
         known = {*config_type.__dataclass_fields__, *type(self).model_fields}
         for key in self.model_extra or {}:
             if key not in known:
-                raise SurgeryError(f"attention: mixer {self.mixer!r} has no option {key!r}{nearest(key, known)}")
+                raise SurgeryError(f"attention: mixer {self.mixer!r} has no option {key!r}{suggestion(key, known)}")
         if self.cache is not None and "ranks" not in config_type.__dataclass_fields__:
             raise SurgeryError(f"attention: mixer {self.mixer!r} has no ranks for `cache` to choose; leave it out")
         if self.cache is None:

@@ -19,72 +19,72 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.architectures import ROLES
-from surgery.core.config import MAX_BYTES, layer_selected, read_yaml, slice_text
-from surgery.core.errors import SurgeryError, nearest
-from surgery.planning.attention_recipe import Attention
+from surgery.core.config import MAX_BYTES, is_layer_selected, read_yaml, check_layer_range
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.structures import STRUCTURES
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, strict=True)]
-Blocks = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _known_structure(name: str | None) -> str | None:
+def _check_structure(name: str | None) -> str | None:
     if name is not None and name not in ("auto", "dense"):
         STRUCTURES.config_type(name)
     return name
 
 
-class Rule(_Strict):
+class Rule(_StrictModel):
     """What differs for the modules that match; fields left out keep their value."""
 
     match: str
     layers: str | None = None
     structure: str | None = None
     keep: Share | None = None
-    blocks: Blocks | None = None
+    blocks: BlockShape | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] | None = None
 
-    _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers", mode="before")(slice_text)
+    _structure = field_validator("structure")(_check_structure)
+    _layers = field_validator("layers", mode="before")(check_layer_range)
 
     @field_validator("match")
     @classmethod
     def _role_or_path(cls, pattern: str) -> str:
         is_word = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", pattern) is not None
         if is_word and pattern.split(".")[0] in ("attention", "mlp", "head") and pattern not in ROLES:
-            raise SurgeryError(f"rules: unknown role {pattern!r}{nearest(pattern, ROLES)}")
+            raise SurgeryError(f"rules: unknown role {pattern!r}{suggestion(pattern, ROLES)}")
         return pattern
 
 
-class Settings(BaseModel):
+class LinearSettings(BaseModel):
     """What the recipe says of one linear, all rules applied."""
 
     structure: str
     keep: float
-    blocks: Blocks | None = None
+    blocks: BlockShape | None = None
     rank: Rank | None = None
     fused: Literal["whole", "split"] = "whole"
 
 
-class Recipe(_Strict):
+class ConversionRecipe(_StrictModel):
     """`surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
     description: str = ""
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
-    blocks: Blocks | None = None
+    blocks: BlockShape | None = None
     rank: Rank | None = None
     layers: str = ":"
     fused: Literal["whole", "split"] = "whole"
     rules: tuple[Rule, ...] = ()
-    attention: Attention | None = None
+    attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
     allocate: Literal["best", "spread", "uniform"] = "best"
@@ -99,8 +99,8 @@ class Recipe(_Strict):
     holdout: float = Field(0.125, gt=0, lt=1)
     seed: int = Field(0, ge=0, lt=2**63)
 
-    _structure = field_validator("structure")(_known_structure)
-    _layers = field_validator("layers", mode="before")(slice_text)
+    _structure = field_validator("structure")(_check_structure)
+    _layers = field_validator("layers", mode="before")(check_layer_range)
 
     @field_validator("candidates")
     @classmethod
@@ -130,10 +130,10 @@ class Recipe(_Strict):
                 data["rules"] = rules + list(written)
         return data
 
-    def settings(self, matches: Any, index: int | None, count: int) -> Settings:
-        """For a linear of layer `index` of `count` (None: outside the layers); matches(pattern) says
+    def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
+        """For a linear of layer `index` of `format_count` (None: outside the layers); matches(pattern) says
         whether a pattern is one of its role or path."""
-        inside = index is not None and layer_selected(self.layers, index, count)
+        inside = index is not None and is_layer_selected(self.layers, index, count)
         base: dict[str, Any] = {
             "structure": self.structure if inside else "dense",
             "keep": self.keep,
@@ -144,7 +144,7 @@ class Recipe(_Strict):
         for rule in self.rules:
             if not matches(rule.match):
                 continue
-            if rule.layers is not None and (index is None or not layer_selected(rule.layers, index, count)):
+            if rule.layers is not None and (index is None or not is_layer_selected(rule.layers, index, count)):
                 continue
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
@@ -153,31 +153,31 @@ class Recipe(_Strict):
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None:
             base["structure"] = "dense"
-        return Settings(**base)
+        return LinearSettings(**base)
 
 
 def recipes_folder() -> Path:
     return Path(next(iter(importlib.import_module("surgery.recipes").__path__)))
 
 
-def conversion_recipes() -> Path:
+def conversion_recipes_folder() -> Path:
     """The folder of the conversion recipes that the package ships."""
     return recipes_folder() / "convert"
 
 
 def shipped_recipes() -> dict[str, str]:
     """Name -> description of the recipes in the package."""
-    return {p.stem: load_recipe(p.stem).description for p in sorted(conversion_recipes().glob("*.yaml"))}
+    return {p.stem: load_recipe(p.stem).description for p in sorted(conversion_recipes_folder().glob("*.yaml"))}
 
 
-def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> ConversionRecipe:
     """A shipped recipe by name or a YAML file by path; overrides are "a.b=value" strings."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        path = conversion_recipes() / f"{name}.yaml"
+        path = conversion_recipes_folder() / f"{name}.yaml"
         if not path.is_file():
             raise SurgeryError(
-                f"no recipe {name!r}{nearest(name, [p.stem for p in conversion_recipes().glob('*.yaml')])} "
+                f"no recipe {name!r}{suggestion(name, [p.stem for p in conversion_recipes_folder().glob('*.yaml')])} "
                 "(`surgery recipes` lists them; a file is given by its path, ending in .yaml)"
             )
     if not path.is_file():
@@ -187,7 +187,7 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Recip
     return parse_recipe(path.read_text(encoding="utf-8", errors="replace"), str(path), overrides)
 
 
-def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> ConversionRecipe:
     try:
         data = read_yaml(text) or {}
     except ValueError as error:
@@ -195,51 +195,51 @@ def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] =
     if not isinstance(data, dict):
         raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
     for override in overrides:
-        _override(data, override)
-    return validated(data, where)
+        _apply_override(data, override)
+    return validate_recipe(data, where)
 
 
-def validated(data: dict[str, Any], where: str) -> Recipe:
+def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
     try:
-        return Recipe.model_validate(data)
+        return ConversionRecipe.model_validate(data)
     except ValidationError as error:
         # One sentence a place, though each way of writing a value that was tried has its own complaint.
-        said = dict.fromkeys(_explain(e, data) for e in error.errors())
+        said = dict.fromkeys(_explain_error(e, data) for e in error.errors())
         raise SurgeryError(f"recipe {where}: " + "; ".join(said)) from None
 
 
 # What a key wants that may be written in more than one way.
-WANTED = {
+EXPECTED_VALUES = {
     "keep": "a share over 0 and at most 1, for example 0.5, or {pattern: share}",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
 }
 
 
-def _explain(error: Any, data: dict[str, Any]) -> str:
+def _explain_error(error: Any, data: dict[str, Any]) -> str:
     loc = list(error["loc"])
     if loc[0] == "rules" and len(loc) > 1 and isinstance(data.get("keep"), dict):
         loc[1] -= len(set(data["keep"]) - {"*"})  # rules that `keep` was short for come first
     if error["type"] == "extra_forbidden":
         key = str(loc[-1])
-        return f"unknown key {_place(loc)!r}{nearest(key, (Rule if len(loc) > 1 else Recipe).model_fields)}"
+        return f"unknown key {_dotted_path(loc)!r}{suggestion(key, (Rule if len(loc) > 1 else ConversionRecipe).model_fields)}"
     for depth, key in enumerate(loc):
-        if key in WANTED:
-            return f"{_place(loc[: depth + 1])}: write {WANTED[key]} (got {_value(data, loc[: depth + 1])!r})"
-    return f"{_place(loc)}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
+        if key in EXPECTED_VALUES:
+            return f"{_dotted_path(loc[: depth + 1])}: write {EXPECTED_VALUES[key]} (got {_value_at(data, loc[: depth + 1])!r})"
+    return f"{_dotted_path(loc)}: {error['msg']}" + (f" (got {error['input']!r})" if error["type"] != "missing" else "")
 
 
-def _place(loc: list[Any]) -> str:
+def _dotted_path(loc: list[Any]) -> str:
     return ".".join(str(part) for part in loc)
 
 
-def _value(data: Any, loc: list[Any]) -> Any:
+def _value_at(data: Any, loc: list[Any]) -> Any:
     for part in loc:
         data = data[part]
     return data
 
 
-def _override(data: dict[str, Any], text: str) -> None:
+def _apply_override(data: dict[str, Any], text: str) -> None:
     """--set a.b=c, the value read as YAML; a range of layers as it stands."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():

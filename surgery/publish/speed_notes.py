@@ -7,17 +7,17 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from surgery.kernels.tuning import WAYS, Pass, Place, Sizes, sizes, tables, weighed
+from surgery.kernels.tuning import IMPLEMENTATIONS, Pass, DeviceKey, NamedSizes, named_sizes, tables, nearby_rows
 
-TOKENS = (1, 16, 512, 8192)
-LANES = {
+TOKEN_COUNTS = (1, 16, 512, 8192)
+MEASURED_LANES = {
     "forward": 96,
     "backward": 96,
     "step": 32,
     "captured step": 32,
 }  # heads of all rows that were measured at every length
-CONTEXT = 4096  # where a model does not say for how many tokens it is
-PASSES: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
+DEFAULT_CONTEXT = 4096  # where a model does not say for how many tokens it is
+PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "step": "decoding"}
 
 
 def speed_notes(
@@ -27,8 +27,8 @@ def speed_notes(
     describe it) that loses at that context."""
     if not any(table["rows"] for table in tables()):
         return []
-    found = {_linear(config, *shape) for config, shape in structures}
-    found |= {_attention(mixer, context or CONTEXT) for mixer in mixers}
+    found = {_linear_note(config, *shape) for config, shape in structures}
+    found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
     return [f"note: speed on one {device}, launches counted: {said}" for said in sorted(found - {""})]
 
@@ -51,63 +51,63 @@ def report_notes(report: dict[str, Any], context: int | None = None) -> list[str
     return speed_notes(linears, (row["mixer"] for row in report.get("mixer_rows", ())), context)
 
 
-def ratio(op: str, pass_: Pass, at: Sizes) -> float | None:
+def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
     """Times as fast as what it replaces, its fastest way, between measured sizes as surgery.kernels.tuning has it; None
     where nothing near was measured."""
     table = tables()[0]
-    rows = weighed(op, pass_, at, Place(tuple(table["capability"]), table["dtype"]))
+    rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
     beside = [
-        (weight, math.log(row["original"] / min(row[way] for way in WAYS if row.get(way))))
+        (weight, math.log(row["original"] / min(row[way] for way in IMPLEMENTATIONS if row.get(way))))
         for weight, row in rows
         if row.get("original")
     ]
     return math.exp(sum(w * r for w, r in beside) / sum(w for w, _ in beside)) if beside else None
 
 
-def _linear(config: dict[str, Any], out: int, in_: int) -> str:
+def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
     structure = {"monarch": "btt"}.get(config["structure"], config["structure"])
     named = {"inputs": in_, "outputs": out, "rank": config.get("rank") or 1}
     name = config["structure"]
     if isinstance(config.get("blocks"), (list, tuple)):
         named |= dict(zip(("rows", "columns"), config["blocks"]))
         name += f" {config['blocks'][0]}x{config['blocks'][1]}"
-    ratios = {n: ratio(structure, "forward", sizes(tokens=n, **named)) for n in TOKENS}
-    graph = in_graph(ratio(structure, "captured", sizes(tokens=1, **named)))
+    ratios = {n: speed_ratio(structure, "forward", named_sizes(tokens=n, **named)) for n in TOKEN_COUNTS}
+    graph = graph_note(speed_ratio(structure, "captured", named_sizes(tokens=1, **named)))
     lost = [f"{r:.2f}x at {n:,} token{'s' if n > 1 else graph}" for n, r in ratios.items() if r is not None and r < 1]
     return f"{name} for {in_:,} -> {out:,} is slower than dense: {', '.join(lost)}" if lost else ""
 
 
-def in_graph(ratio: float | None) -> str:
+def graph_note(ratio: float | None) -> str:
     """Where launches cost nothing."""
     return "" if ratio is None else f" ({ratio:.2f}x in a CUDA graph)"
 
 
-def _attention(mixer: str, context: int) -> str:
+def _attention_note(mixer: str, context: int) -> str:
     """mixer: "mlr 32|32 sliding", "linear: gates mask, delta rule"."""
     words = mixer.replace(",", "").split()
     op = words[0] if words[0] != "linear:" else words[1] + (" delta" if "delta rule" in mixer else "")
     levels = {"levels": words[1].count("|") + 1} if op == "mlr" else {}
-    here = {pass_: _against_softmax(op, pass_, context, levels) for pass_ in PASSES}
+    here = {pass_: _ratio_to_softmax(op, pass_, context, levels) for pass_ in PASS_LABELS}
     if not any(r is not None and r < 1 for r in here.values()):
         return ""
-    graph = in_graph(_against_softmax(op, "captured step", context, levels))
+    graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))
     known = {pass_: r for pass_, r in here.items() if r is not None}
-    said = ", ".join(f"{PASSES[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
-    ahead = ", ".join(f"in {PASSES[pass_]} {_ahead(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
+    said = ", ".join(f"{PASS_LABELS[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
+    ahead = ", ".join(f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
     return f"{mixer} beside SDPA at a context of {context:,} tokens: {said}; ahead {ahead}"
 
 
-def _against_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
+def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:
     name = "context" if "step" in pass_ else "tokens"
-    return ratio(op, pass_, sizes(lanes=LANES[pass_], **{name: length}, **levels))
+    return speed_ratio(op, pass_, named_sizes(lanes=MEASURED_LANES[pass_], **{name: length}, **levels))
 
 
-def _ahead(op: str, pass_: Pass, levels: dict[str, int]) -> str:
+def _break_even(op: str, pass_: Pass, levels: dict[str, int]) -> str:
     """From which length on, of those measured."""
     name = "context" if pass_ == "step" else "tokens"
     lengths = {row["sizes"].get(name) for row in tables()[0]["rows"] if (row["op"], row["pass"]) == (op, pass_)} - {
         None
     }
-    behind = [n for n in lengths if (_against_softmax(op, pass_, n, levels) or 0) < 1]
+    behind = [n for n in lengths if (_ratio_to_softmax(op, pass_, n, levels) or 0) < 1]
     since = [n for n in lengths if n > max(behind, default=0)]
     return f"from {min(since):,}" if since else f"at no length up to {max(lengths):,}"

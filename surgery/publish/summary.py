@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from surgery.architectures.attention import attention_shape
-from surgery.architectures.linears import Body, walk
-from surgery.checkpoint.meta_model import unconverted
-from surgery.checkpoint.source import Source, open_converted
-from surgery.checkpoint.table import mixers_of, table_of
-from surgery.conversion.toeplitz import block_fits
+from surgery.architectures.linears import ModelLayout, find_linears
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import read_mixers, read_table
+from surgery.conversion.toeplitz import toeplitz_fits
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT, read_json
+from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.masks.base import MASKS
-from surgery.planning.plan import Cut, Plan
+from surgery.planning.plan import LinearTarget, Plan
 from surgery.structures import STRUCTURES
 
 
@@ -38,21 +38,21 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _plan_row(cut: Cut) -> dict[str, Any]:
+def _plan_row(cut: LinearTarget) -> dict[str, Any]:
     roles = cut.part.role if cut.part else " + ".join(cut.linear.roles) or cut.linear.path.split(".", 3)[-1]
     row = {"role": roles, "shape": [cut.out, cut.in_], "before": cut.numel}
     if cut.first is None:
         return {**row, "structure": "dense", "after": cut.numel, "macs": cut.numel}
     cls = STRUCTURES[cut.first]
     meta = cls(cut.in_, cut.out, cut.first, bias=False, device="meta")
-    shown = describe(cut.first.to_dict()) if len(cut.configs) == 1 else "auto"
+    shown = describe_structure(cut.first.to_dict()) if len(cut.configs) == 1 else "auto"
     return {**row, "structure": shown, "after": cls.params(cut.first, cut.out, cut.in_), "macs": meta.macs()}
 
 
-def describe(structure: dict[str, Any]) -> str:
+def describe_structure(structure: dict[str, Any]) -> str:
     """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
     if structure["structure"] == "split":
-        return "split: " + ", ".join(f"{k} {describe(v)}" for k, v in structure["parts"].items())
+        return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
     words = [structure["structure"]]
     if isinstance(structure.get("blocks"), (list, tuple)):
         words.append("x".join(str(n) for n in structure["blocks"]))
@@ -80,38 +80,38 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / REPORT
+    path = folder / REPORT_NAME
     if not path.is_file():
-        raise SurgeryError(f"{name} has no {REPORT}; `surgery convert` writes one beside the weights")
-    from surgery.checkpoint.report import refuse_no_report
+        raise SurgeryError(f"{name} has no {REPORT_NAME}; `surgery convert` writes one beside the weights")
+    from surgery.checkpoint.report import validate_report
 
     report: dict[str, Any] = read_json(path)
-    refuse_no_report(report, str(path))
+    validate_report(report, str(path))
     return report
 
 
 def inspect(name: str) -> dict[str, Any]:
     """What was replaced in a converted checkpoint: its report, checked against the tensors that are stored."""
-    source = open_converted(name)
-    table, report = table_of(source.config, name), read_report(source.folder, name)
+    source = open_converted_checkpoint(name)
+    table, report = read_table(source.config, name), read_report(source.folder, name)
     stored = sum(t.numel for t in source.tensors.values())
     claimed = report["totals"]["params_after"]
     report["checks"] = {"stored_params": stored, "as_reported": stored == claimed, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
-    if mixers := mixers_of(source.config, name):
-        model = unconverted(source)
+    if mixers := read_mixers(source.config, name):
+        model = build_unconverted_model(source)
         found = ((path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items())
         report["mixer_rows"] = mixer_rows(found)
-        fits = block_fits(source)
+        fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
     return report
 
 
-def macs_per_token(report: dict[str, Any], source: Source) -> dict[str, int] | None:
+def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
     """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
     not counted), before and after; FLOPs are twice that."""
     try:
-        body: Body = walk(unconverted(source))
+        body: ModelLayout = find_linears(build_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ for linear in body.linears)
@@ -127,7 +127,7 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for role, records in roles.items():
         errors = sorted(r["error"] for r in records if r["error"] is not None)  # none from scratch
-        names = [describe(r["structure"]).split(" rank")[0] for r in records]
+        names = [describe_structure(r["structure"]).split(" rank")[0] for r in records]
         rows.append(
             {
                 "role": role,
@@ -170,19 +170,19 @@ def mixer_rows(found: Iterable[tuple[str, MixerConfig, AttentionShape]]) -> list
                 "params": 0,
                 "cache": {},
                 "macs": {},
-                "notes": notes(config),
+                "notes": mixer_notes(config),
             },
         )
         row["paths"].append(path)
         for length in CONTEXTS:
             cost = MIXERS[config].cost(config, shape, length)
-            _add(row["cache"], length, softmax_cache(shape, length), cost.cache)
-            _add(row["macs"], length, softmax_macs(shape, length), cost.macs)
+            _add_costs(row["cache"], length, softmax_cache(shape, length), cost.cache)
+            _add_costs(row["macs"], length, softmax_macs(shape, length), cost.macs)
         row["params"] += cost.params
     return list(rows.values())
 
 
-def _add(sums: dict[str, list[int]], length: int, before: int, after: int) -> None:
+def _add_costs(sums: dict[str, list[int]], length: int, before: int, after: int) -> None:
     total = sums.setdefault(str(length), [0, 0])
     total[0] += before
     total[1] += after
@@ -202,7 +202,7 @@ def describe_mixer(config: Any) -> str:
     )
 
 
-def notes(config: Any) -> list[str]:
+def mixer_notes(config: Any) -> list[str]:
     """What a user should know of a mixer's state."""
     mask = getattr(config, "mask", None)
     if mask is not None and not MASKS[mask].bounded:

@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from surgery.core.files import size_text
-from surgery.core.tables import _table, count
-from surgery.publish.summary import describe, inspect_rows
+from surgery.core.tables import new_table, format_count
+from surgery.publish.summary import describe_structure, inspect_rows
 
 
-def share(part: float, whole: float) -> str:
+def format_share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def plan_table(plan: dict[str, Any]) -> list[Any]:
-    table = _table(
+    table = new_table(
         f"{plan['source']} ({plan['model_type']})",
         "role",
         "modules",
@@ -34,12 +34,12 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
     for row in plan["rows"]:
         shape = " x ".join(str(n) for n in row["shape"])
         table.add_row(
-            row["role"], str(row["modules"]), shape, row["structure"], count(row["before"]), count(row["after"]),
-            share(row["after"], row["before"]), count(row["macs"]),
+            row["role"], str(row["modules"]), shape, row["structure"], format_count(row["before"]), format_count(row["after"]),
+            format_share(row["after"], row["before"]), format_count(row["macs"]),
         )  # fmt: skip
     total = plan["totals"]
     lines = [
-        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({share(total['params_after'], total['params_before'])})"
+        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({format_share(total['params_after'], total['params_before'])})"
     ]
     mixers = mixer_tables(plan["mixers"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
@@ -55,10 +55,10 @@ def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
     if not rows:
         return []
     contexts = list(rows[0]["cache"])
-    table = _table("attention", "mixer", "layers", "params", *(f"cache at {count(int(c))}" for c in contexts))
+    table = new_table("attention", "mixer", "layers", "params", *(f"cache at {format_count(int(c))}" for c in contexts))
     for row in rows:
-        kept = (f"{count(before)} -> {count(after)}" for before, after in row["cache"].values())
-        table.add_row(row["mixer"], str(len(row["paths"])), count(row["params"]), *kept)
+        kept = (f"{format_count(before)} -> {format_count(after)}" for before, after in row["cache"].values())
+        table.add_row(row["mixer"], str(len(row["paths"])), format_count(row["params"]), *kept)
     return [table, *(f"note: {note}" for row in rows for note in row["notes"])]
 
 
@@ -78,7 +78,7 @@ def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
     ]
 
 
-def start_lines(mixers: list[dict[str, Any]]) -> list[str]:
+def init_error_lines(mixers: list[dict[str, Any]]) -> list[str]:
     """Median over the layers of the heads' relative error after each stage of the start."""
     stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
     medians = []
@@ -90,7 +90,7 @@ def start_lines(mixers: list[dict[str, Any]]) -> list[str]:
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
     kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
-    table = _table(
+    table = new_table(
         report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
     )
     rows = inspect_rows(report)
@@ -99,8 +99,8 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
             f"{n} x {name}" if len(row["structures"]) > 1 else name for name, n in row["structures"].items()
         )
         table.add_row(
-            row["role"], str(row["modules"]), structures, count(row["before"]), count(row["after"]), share(row["after"], row["before"]),
-            count(row["macs_after"]), *(_error(row[key], 3) for key in ("median_error", "worst_error")),
+            row["role"], str(row["modules"]), structures, format_count(row["before"]), format_count(row["after"]), format_share(row["after"], row["before"]),
+            format_count(row["macs_after"]), *(_format_error(row[key], 3) for key in ("median_error", "worst_error")),
         )  # fmt: skip
     told = f"errors: relative, {kind}; median and worst of the role"
     if all(row["worst_error"] is None for row in rows):
@@ -108,14 +108,14 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     linears = [table, told] if rows else []
     mixers = [
         *mixer_tables(report.get("mixer_rows", [])),
-        *start_lines(report.get("mixers", [])),
+        *init_error_lines(report.get("mixers", [])),
         *hybrid_lines(report.get("hybrid")),
         *toeplitz_lines(report.get("toeplitzness")),
     ]
     return [*linears, *mixers, *_total_lines(report)]
 
 
-def _error(value: float | None, places: int) -> str:
+def _format_error(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
 
 
@@ -129,7 +129,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.insert(0, f"replaced weights: {before:,} -> {after:,} numbers ({t['kept']:.1%} kept)")
     if macs := report.get("macs_per_token"):
         lines.append(
-            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({share(macs['after'], macs['before'])})"
+            f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
         )
     allocation = report["allocation"]
     if "spread" in allocation:
@@ -156,33 +156,33 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
 
 
 def module_table(report: dict[str, Any]) -> list[Any]:
-    table = _table(
+    table = new_table(
         report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit"
     )
     for r in report["modules"]:
         table.add_row(
-            r["name"], describe(r["structure"]), count(r["params_before"]), count(r["params_after"]),
-            share(r["params_after"], r["params_before"]), _error(r["error"], 4), _error(r.get("start"), 4), str(r.get("sweeps", "-")), "yes" if r.get("refit") else "no",
+            r["name"], describe_structure(r["structure"]), format_count(r["params_before"]), format_count(r["params_after"]),
+            format_share(r["params_after"], r["params_before"]), _format_error(r["error"], 4), _format_error(r.get("start"), 4), str(r.get("sweeps", "-")), "yes" if r.get("refit") else "no",
         )  # fmt: skip
     return [table, *_total_lines(report)]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def demo_table(result: dict[str, Any]) -> list[Any]:
-    table = _table("before and after", "", "original", "converted", "densified")
+    table = new_table("before and after", "", "original", "converted", "densified")
     for label, *values in result["rows"]:
-        table.add_row(label, *(_shown(v) if not isinstance(v, str) else v for v in values))
+        table.add_row(label, *(_format_value(v) if not isinstance(v, str) else v for v in values))
     return [table]
 
 
-def parcel_table(parcel: dict[str, Any]) -> list[Any]:
+def upload_table(parcel: dict[str, Any]) -> list[Any]:
     """What goes up to the Hub."""
-    table = _table(f"to {parcel['repo']}", "file", "bytes")
+    table = new_table(f"to {parcel['repo']}", "file", "bytes")
     for item in parcel["files"]:
         table.add_row(item["name"], f"{item['bytes']:,}")
     licence = parcel["licence"]
@@ -192,25 +192,25 @@ def parcel_table(parcel: dict[str, Any]) -> list[Any]:
     return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]
 
 
-def html(parts: Sequence[Any]) -> str:
+def to_html(parts: Sequence[Any]) -> str:
     """The same for a notebook: tables as tables, which a screen reader knows, and in the notebook's own colours."""
-    return f'<div style="overflow-x:auto">{"".join(map(_html_of, parts))}</div>'
+    return f'<div style="overflow-x:auto">{"".join(map(_part_to_html, parts))}</div>'
 
 
-def _html_of(part: Any) -> str:
+def _part_to_html(part: Any) -> str:
     if not isinstance(part, Table):
-        return f'<div style="max-width:60em">{_plain(part)}</div>'
+        return f'<div style="max-width:60em">{_escape_plain(part)}</div>'
     side = [
         f'style="text-align:{"left" if c.justify == "left" else "right"};padding:2px 8px;white-space:nowrap"'
         for c in part.columns
     ]
-    head = "".join(f'<th scope="col" {how}>{_plain(c.header)}</th>' for c, how in zip(part.columns, side))
-    rows = zip(*([_plain(cell) for cell in column.cells] for column in part.columns))
+    head = "".join(f'<th scope="col" {how}>{_escape_plain(c.header)}</th>' for c, how in zip(part.columns, side))
+    rows = zip(*([_escape_plain(cell) for cell in column.cells] for column in part.columns))
     body = "".join(f"<tr>{''.join(f'<td {how}>{cell}</td>' for cell, how in zip(row, side))}</tr>" for row in rows)
-    caption = f'<caption style="text-align:left;font-weight:bold">{_plain(part.title)}</caption>' if part.title else ""
+    caption = f'<caption style="text-align:left;font-weight:bold">{_escape_plain(part.title)}</caption>' if part.title else ""
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _plain(text: Any) -> str:
+def _escape_plain(text: Any) -> str:
     """Without rich's marks, and as text of HTML."""
     return as_html(Text.from_markup(text).plain if isinstance(text, str) else str(text))

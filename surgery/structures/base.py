@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from surgery.core.errors import SurgeryError, nearest
-from surgery.core.registry import Registry, typed
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.registry import Registry, validate_config
 from surgery.structures.metric import Metric
 
 Rank = int | Literal["full"] | None
@@ -55,10 +55,10 @@ class StructureConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"structure": self.name, **{k: _plain(v) for k, v in asdict(self).items()}}
+        return {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -69,14 +69,14 @@ def config_from_dict(data: dict[str, Any]) -> StructureConfig:
     known = {f.name for f in fields(config_type)}
     for key in data:
         if key not in known:
-            raise SurgeryError(f"structure {config_type.name!r} has no option {key!r}{nearest(key, known)}")
-    return typed(config_type, data)
+            raise SurgeryError(f"structure {config_type.name!r} has no option {key!r}{suggestion(key, known)}")
+    return validate_config(config_type, data)
 
 
 class StructuredLinear(nn.Module):
-    """A linear map y = B x + bias with B stored as small cores; `weight` is one of them, never 2-D.
+    """A linear map y = B x + bias with B stored as small cores; `total_cost` is one of them, never 2-D.
 
-    The odd shape of `weight` is deliberate: a library that loads the checkpoint without knowing us finds
+    The odd shape of `total_cost` is deliberate: a library that loads the checkpoint without knowing us finds
     a mismatched shape and stops, where a missing name would leave random numbers.
     """
 
@@ -113,7 +113,7 @@ class StructuredLinear(nn.Module):
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
-        """(config, squared error it leaves in the metric) at some `steps` ranks, cheapest first.
+        """(config, squared error it leaves in the metric) at some `is_decode_step` ranks, cheapest first.
 
         An estimate from spectra alone, for spreading a budget; `project` then `refine` do no worse.
         """
@@ -151,7 +151,7 @@ class StructuredLinear(nn.Module):
         if rank < 1:
             raise SurgeryError(
                 f"{config} cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"rank 1 already stores {size(1):,}; raise keep to {least_keep(size(1), out, in_)} or more"
+                f"rank 1 already stores {size(1):,}; raise keep to {min_keep(size(1), out, in_)} or more"
             )
         return replace(config, rank=rank)
 
@@ -201,7 +201,7 @@ class StructuredLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, {self.config}"
 
 
-def least_keep(params: int, out: int, in_: int) -> float:
+def min_keep(params: int, out: int, in_: int) -> float:
     """The share that pays for `params` numbers, rounded up to three places."""
     return -(-1000 * params // (out * in_)) / 1000
 
@@ -213,13 +213,13 @@ def _size(shape: tuple[int, ...]) -> int:
     return size
 
 
-def ladder_ranks(full: int, steps: int) -> list[int]:
-    """At most `steps` ranks from 1 to full, evenly spread, both ends included."""
+def curve_ranks(full: int, steps: int) -> list[int]:
+    """At most `is_decode_step` ranks from 1 to full, evenly spread, both ends included."""
     stride = max(1, -(-full // steps))
     return sorted({1, full, *range(stride, full + 1, stride)})
 
 
-def balanced(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
+def balance_factors(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale so that column r of left and row r of right have about one norm: rounds and trains better.
     By powers of two, which cost no precision."""
     ratio = right_RI.norm(dim=-1) / left_OR.norm(dim=-2).clamp_min(1e-30)
@@ -231,7 +231,7 @@ def exact_factors(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """left_OR, right_RI of (a batch of) matrices at R = min(O, I): the identity and the matrix itself."""
     out, in_ = weight_OI.shape[-2:]
     eye = torch.eye(min(out, in_), dtype=weight_OI.dtype, device=weight_OI.device).expand(*weight_OI.shape[:-2], -1, -1)
-    return balanced(*((eye, weight_OI) if out <= in_ else (weight_OI, eye)))
+    return balance_factors(*((eye, weight_OI) if out <= in_ else (weight_OI, eye)))
 
 
 STRUCTURES: Registry[StructuredLinear] = Registry("structure", "surgery.structures")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 from surgery.structures.base import (
@@ -27,18 +27,18 @@ from surgery.structures.base import (
     Rank,
     StructureConfig,
     StructuredLinear,
-    balanced,
+    balance_factors,
     exact_factors,
-    ladder_ranks,
+    curve_ranks,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
-from surgery.structures.metric import Metric, inner, input_root, output_roots, spd_factor, spd_inverse
+from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
 
 # Multiplications that take as long as writing, transposing and reading one number of z, or one of the matrix.
-PASS = 160
+LAUNCH_MACS = 160
 
 # Numbers a temporary of one sweep may hold; row blocks are grouped so that it stays below.
-SWEEP_NUMBERS = {"cpu": 2**23, "cuda": 2**28}
+SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
     return blocks_bacd.reshape(b * a, c * d)
 
 
-@op
+@dispatched
 def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """x (..., in) to (..., out), in <= c d and out <= b a: zeros up to c d, what is past out dropped.
 
@@ -71,7 +71,7 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
     matrix multiplied out."""
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
-    if rows * (macs + PASS * b * c * s - numel) > numel * (s + PASS):
+    if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
         return F.linear(x, btt_dense(right_cdbs, left_bcsa)[:out, :in_], bias)
     if c * d != in_:
         x = F.pad(x, (0, c * d - in_))
@@ -86,7 +86,7 @@ def sqrt_blocks(n: int) -> int:
     return divisor if divisor * 4 > math.isqrt(n) else round(n**0.5)
 
 
-def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+def zero_pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """With zeros up to (rows, columns); the matrix itself where it has that shape."""
     if tuple(matrix.shape[-2:]) == (rows, columns):
         return matrix
@@ -95,7 +95,7 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 @STRUCTURES.register(BTT)
 class BTTLinear(StructuredLinear):
-    """`weight` is left (b, c, s, a); right (c, d, b, s)."""
+    """`total_cost` is left (b, c, s, a); right (c, d, b, s)."""
 
     weight: Tensor
     right: Tensor
@@ -128,13 +128,13 @@ class BTTLinear(StructuredLinear):
     def _blocks(cls, weight_OI: Tensor, config: Any) -> Tensor:
         """(b, c, a, d) view of the zero-padded matrix."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *weight_OI.shape)
-        return padded(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
+        return zero_pad(weight_OI, b * a, c * d).reshape(b, a, c, d).transpose(1, 2)
 
     @classmethod
     def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
         """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (c, d, d), or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *shape)
-        weigh: Callable[[Tensor], Tensor] = _same
+        weigh: Callable[[Tensor], Tensor] = _identity
         unweigh, c_root = weigh, None
         if metric.g_OO is not None and metric.g_OO.dim() == 1:
             scale_b1a1 = F.pad(metric.g_OO, (0, b * a - shape[0]), value=1.0).sqrt().view(b, 1, a, 1)
@@ -157,15 +157,15 @@ class BTTLinear(StructuredLinear):
         else:
             weigh, unweigh, c_root = cls._roots(config, weight_OI.shape, metric or Metric())
             weighed_bcad = weigh(blocks_bcad)
-            u_bcas = leading_directions(times_roots(weighed_bcad, c_root), config.rank)
-            left_bcas, right_bcsd = balanced(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
+            u_bcas = leading_directions(apply_block_roots(weighed_bcad, c_root), config.rank)
+            left_bcas, right_bcsd = balance_factors(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
         return cls.from_cores(config, weight_OI.shape, cores)
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
         tail = cls.block_tails(weight_OI, config, metric)
-        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
 
     @classmethod
@@ -173,7 +173,7 @@ class BTTLinear(StructuredLinear):
         """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
         weigh, _, c_root = cls._roots(config, weight_OI.shape, metric)
         m_bcad = weigh(cls._blocks(weight_OI, config))
-        return tail_energies(times_roots(m_bcad, c_root)).sum((0, 1)).tolist()
+        return tail_energies(apply_block_roots(m_bcad, c_root)).sum((0, 1)).tolist()
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
@@ -183,9 +183,9 @@ class BTTLinear(StructuredLinear):
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
         if s >= min(a, d) or metric.c_II is None:  # block SVD is already the optimum
             return None
-        c_II = padded(metric.c_II, c * d, c * d)
-        wc_baI = padded(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
-        target_baI = padded(weight_OI, b * a, c * d).view(b, a, c * d)
+        c_II = zero_pad(metric.c_II, c * d, c * d)
+        wc_baI = zero_pad(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
+        target_baI = zero_pad(weight_OI, b * a, c * d).view(b, a, c * d)
         g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
         inverses_cdd = metric.once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
         square = 0.0
@@ -193,7 +193,7 @@ class BTTLinear(StructuredLinear):
             left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]
             g = None if g_baa is None else g_baa[rows]
             square += sweep(left_bcsa, right_cdbs, target_baI[rows], wc_baI[rows], c_II, inverses_cdd, g)
-        left, right = balanced(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
+        left, right = balance_factors(self.weight.data.mT, self.right.data.permute(2, 0, 3, 1))
         self.weight.data.copy_(left.mT)
         self.right.data.copy_(right.permute(1, 3, 0, 2))
         return square
@@ -215,11 +215,11 @@ class BTTLinear(StructuredLinear):
         return {"right": MuP(d, b * s), "weight": MuP(c * s, a)}
 
 
-def _same(matrix: Tensor) -> Tensor:
+def _identity(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def times_roots(m_bcad: Tensor, root_cdd: Tensor | None) -> Tensor:
+def apply_block_roots(m_bcad: Tensor, root_cdd: Tensor | None) -> Tensor:
     """M[b,c] R[c], as one product for each c: broadcast over b, every root would be copied b times."""
     if root_cdd is None:
         return m_bcad
@@ -234,13 +234,13 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
     if matrix.dim() == 1:
         whole_n = F.pad(diagonal, (0, count * size - n), value=float(diagonal.mean()))
         return torch.diag_embed(whole_n.view(count, size))
-    whole = padded(matrix, count * size, count * size)
+    whole = zero_pad(matrix, count * size, count * size)
     whole.diagonal()[n:] = diagonal.mean()
     return torch.stack([whole[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
 
 
 def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
-    size = max(1, SWEEP_NUMBERS.get(device, 2**23) // numbers_each)
+    size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // numbers_each)
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 
@@ -281,7 +281,7 @@ def sweep(
     fit_Ibcs = cr_Ibcs.permute(1, 2, 3, 0).reshape(b, c * s, c * d)
     ec_baI = wc_baI - left_bacs.reshape(b, a, c * s) @ fit_Ibcs
     gap_bacd = target_baI.unflatten(-1, (c, d)) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
-    square = inner(ec_baI if g_baa is None else g_baa @ ec_baI, gap_bacd.flatten(-2))
+    square = inner_product(ec_baI if g_baa is None else g_baa @ ec_baI, gap_bacd.flatten(-2))
     gained = ec_baI.new_zeros((), dtype=torch.float64)
     for j in range(c):
         here, later = slice(j * d, (j + 1) * d), slice((j + 1) * d, None)

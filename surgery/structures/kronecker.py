@@ -24,9 +24,9 @@ from surgery.structures.base import (
     Rank,
     StructureConfig,
     StructuredLinear,
-    balanced,
+    balance_factors,
     exact_factors,
-    ladder_ranks,
+    curve_ranks,
 )
 from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
@@ -43,13 +43,13 @@ class Kronecker(StructureConfig):
     rank: Rank = None
 
 
-def below_sqrt(n: int) -> int:
+def divisor_below_sqrt(n: int) -> int:
     """The largest divisor of n up to sqrt(n)."""
     return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
-    """`steps` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
+    """`is_decode_step` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
     x, residual = start, rhs - apply(start)
     direction, square = residual, float((residual * residual).sum())
     for _ in range(steps):
@@ -68,18 +68,18 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Te
 
 @STRUCTURES.register(Kronecker)
 class KroneckerLinear(StructuredLinear):
-    """`weight` is left (r, b, c), right (r, a, d)."""
+    """`total_cost` is left (r, b, c), right (r, a, d)."""
 
     weight: Tensor
     right: Tensor
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
-        blocks = (below_sqrt(out), below_sqrt(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
+        blocks = (divisor_below_sqrt(out), divisor_below_sqrt(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
         if out % blocks[0] or in_ % blocks[1]:
             raise SurgeryError(
                 f"{config} cannot tile a matrix of out={out}, in={in_}: the blocks must divide both, for example "
-                f"blocks: [{below_sqrt(out)}, {below_sqrt(in_)}]"
+                f"blocks: [{divisor_below_sqrt(out)}, {divisor_below_sqrt(in_)}]"
             )
         if blocks in ((1, 1), (out, in_)):
             raise SurgeryError(
@@ -112,7 +112,7 @@ class KroneckerLinear(StructuredLinear):
             left_Xr, right_rY = exact_factors(rows_XY)
         else:
             u_Xr = leading_directions(rows_XY, config.rank)
-            left_Xr, right_rY = balanced(u_Xr, u_Xr.mT @ rows_XY)
+            left_Xr, right_rY = balance_factors(u_Xr, u_Xr.mT @ rows_XY)
         shapes = cls.shapes(config, *weight_OI.shape)
         cores = {"weight": left_Xr.mT.reshape(shapes["weight"]), "right": right_rY.reshape(shapes["right"])}
         return cls.from_cores(config, weight_OI.shape, cores)
@@ -121,7 +121,7 @@ class KroneckerLinear(StructuredLinear):
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
         tail = tail_energies(cls._rearranged(weight_OI, config))
         share = (tail / tail[0].clamp_min(1e-30) * metric.square(weight_OI)).tolist()
-        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), share[r]) for r in ranks]
 
     @torch.no_grad()

@@ -21,9 +21,9 @@ from surgery.structures.base import (
     Rank,
     StructureConfig,
     StructuredLinear,
-    balanced,
+    balance_factors,
     exact_factors,
-    ladder_ranks,
+    curve_ranks,
 )
 from surgery.structures.metric import Metric
 
@@ -38,15 +38,15 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     """Orthonormal (..., O, rank): the leading left singular vectors of m, from the smaller Gram's eigh.
 
     Squaring costs precision only among directions whose singular values are below 3e-4 of the largest;
-    what counts for the projection is that the columns are orthonormal, which `orthonormal` sees to.
+    what counts for the projection is that the columns are orthonormal, which `orthonormalize` sees to.
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
     v_IR = leading_eigenvectors(m_OI.mT @ m_OI, rank)
-    return orthonormal(m_OI @ v_IR)
+    return orthonormalize(m_OI @ v_IR)
 
 
-def orthonormal(y_OR: Tensor) -> Tensor:
+def orthonormalize(y_OR: Tensor) -> Tensor:
     """Columns with the same span, those of a product with eigenvectors, so nearly orthogonal. CholeskyQR twice
     (Yamamoto et al. 2015), many times as fast as Householder's QR, which takes over where columns depend."""
     q_OR = y_OR / torch.linalg.vector_norm(y_OR, dim=-2, keepdim=True).clamp_min(1e-30)
@@ -71,7 +71,7 @@ def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tens
         u_OR = leading_eigenvectors(metric.left_gram(weight_OI), rank)
     else:
         u_OR = leading_directions(metric.whiten(weight_OI), rank)
-    return balanced(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
+    return balance_factors(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
 
 
 def tail_energies(m_OI: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def gram_tails(gram: Tensor) -> Tensor:
 
 @STRUCTURES.register(LowRank)
 class LowRankLinear(StructuredLinear):
-    """y = left (right x). `weight` is left, stored (1, O, R); right (R, I)."""
+    """y = left (right x). `total_cost` is left, stored (1, O, R); right (R, I)."""
 
     weight: Tensor
     right: Tensor
@@ -111,7 +111,7 @@ class LowRankLinear(StructuredLinear):
             tail = gram_tails(metric.left_gram(weight_OI)).tolist()
         else:
             tail = tail_energies(metric.whiten(weight_OI)).tolist()
-        ranks = ladder_ranks(cls.full_rank(config, *weight_OI.shape), steps)
+        ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
 
     def product(self, x: Tensor) -> Tensor:

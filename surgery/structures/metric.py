@@ -31,12 +31,12 @@ def damp_(moment_II: Tensor, damping: float) -> float:
 
 
 # Columns of a product that are added together: fewer save more of the half that symmetry gives.
-BLOCK = {"cpu": 1024, "cuda": 4096}
+MOMENT_BLOCK = {"cpu": 1024, "cuda": 4096}
 
 
 def add_moment_(sum_XX: Tensor, rows_NX: Tensor) -> None:
     """sum += rows^T rows, in place: blocks below the diagonal are copied from above it."""
-    width, block = rows_NX.shape[1], BLOCK.get(rows_NX.device.type, 1024)
+    width, block = rows_NX.shape[1], MOMENT_BLOCK.get(rows_NX.device.type, 1024)
     for i in range(0, width, block):
         for j in range(i, width, block):
             part = sum_XX[i : i + block, j : j + block]
@@ -45,7 +45,7 @@ def add_moment_(sum_XX: Tensor, rows_NX: Tensor) -> None:
                 sum_XX[j : j + block, i : i + block] = part.mT
 
 
-def damped(moment_II: Tensor, damping: float) -> Tensor:
+def add_damping(moment_II: Tensor, damping: float) -> Tensor:
     out = moment_II.clone()
     damp_(out, damping)
     return out
@@ -94,13 +94,13 @@ def spd_factor(matrix: Tensor, ridges: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-
     )
 
 
-LARGE = 1024
+LARGE_MATRIX = 1024
 
 
 def spd_inverse(matrix: Tensor) -> Tensor:
     """(A batch of) C^-1, for solving with many right-hand sides one after the other by products. Large ones are
     inverted one at a time: four copies of each are under way."""
-    if matrix.dim() > 2 and matrix.shape[-1] >= LARGE:
+    if matrix.dim() > 2 and matrix.shape[-1] >= LARGE_MATRIX:
         return torch.stack([spd_inverse(one) for one in matrix])
     factor = spd_factor(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
@@ -108,7 +108,7 @@ def spd_inverse(matrix: Tensor) -> Tensor:
     return inverse.mT @ inverse
 
 
-def inner(a_OI: Tensor, b_OI: Tensor) -> float:
+def inner_product(a_OI: Tensor, b_OI: Tensor) -> float:
     """<a, b>: row by row in float32, the rows in float64."""
     return float(torch.linalg.vecdot(a_OI, b_OI).sum(dtype=torch.float64))
 
@@ -180,7 +180,7 @@ class Metric:
     @torch.no_grad()
     def square(self, weight_OI: Tensor) -> float:
         """tr(G W C W^T)."""
-        return inner(self.apply(weight_OI), weight_OI)
+        return inner_product(self.apply(weight_OI), weight_OI)
 
     @torch.no_grad()
     def error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
@@ -189,8 +189,8 @@ class Metric:
         return (max(self.square(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0
 
 
-def damped_gram(gram: Tensor | None) -> Tensor | None:
+def damp_output_gram(gram: Tensor | None) -> Tensor | None:
     """5% of the mean: between 0.1% and 10% the result does not move (docs/quality.md)."""
     if gram is None:
         return None
-    return damped(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)
+    return add_damping(gram, 0.05) if gram.dim() == 2 else gram + 0.05 * gram.mean().clamp_min(1e-30)

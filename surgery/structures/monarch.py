@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.structures.base import STRUCTURES, StructureConfig, least_keep
+from surgery.structures.base import STRUCTURES, StructureConfig, min_keep
 from surgery.structures.btt import BTTLinear
 from surgery.structures.metric import Metric
 
@@ -63,23 +63,23 @@ class MonarchLinear(BTTLinear):
         config = cls.resolve(config, out, in_)
         if config.blocks != "budget":
             return config
-        grids = [replace(config, blocks=grid) for grid in grids_of(out, in_)]
+        grids = [replace(config, blocks=grid) for grid in block_grids(out, in_)]
         fitting = [g for g in grids if cls.params(g, out, in_) <= budget]
         if not fitting:
             least = min(cls.params(g, out, in_) for g in grids)
             raise SurgeryError(
                 f"monarch cannot stand in for a {out} x {in_} matrix within {int(budget):,} numbers: "
-                f"its smallest grid stores {least:,}; raise keep to {least_keep(least, out, in_)} or more"
+                f"its smallest grid stores {least:,}; raise keep to {min_keep(least, out, in_)} or more"
             )
-        return max(fitting, key=lambda g: (cls.params(g, out, in_), -_lopsided(g, out, in_)))
+        return max(fitting, key=lambda g: (cls.params(g, out, in_), -_squareness_gap(g, out, in_)))
 
     @classmethod
     def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12) -> list[tuple[Any, float]]:
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
-        grids = grids_of(out, in_) if config.blocks == "budget" else [config.blocks]
+        grids = block_grids(out, in_) if config.blocks == "budget" else [config.blocks]
         by_size: dict[int, Any] = {}  # of equally large grids the squarest
-        for option in sorted((replace(config, blocks=g) for g in grids), key=lambda o: -_lopsided(o, out, in_)):
+        for option in sorted((replace(config, blocks=g) for g in grids), key=lambda o: -_squareness_gap(o, out, in_)):
             by_size[cls.params(option, out, in_)] = option
         chosen = [by_size[size] for size in sorted(by_size) if size <= out * in_]
         stride = max(1, len(chosen) // steps)
@@ -105,11 +105,11 @@ def block_sizes(n: int) -> list[int]:
     return sizes if sizes and sizes[0] <= 8 else [*range(2, min(n, 17)), *sizes]
 
 
-def grids_of(out: int, in_: int) -> list[tuple[int, int]]:
+def block_grids(out: int, in_: int) -> list[tuple[int, int]]:
     """Block grids (b, c), blocks at least 2 x 2: smaller ones save nothing."""
     return [(-(-out // a), -(-in_ // d)) for a in block_sizes(out) for d in block_sizes(in_)]
 
 
-def _lopsided(config: Any, out: int, in_: int) -> float:
+def _squareness_gap(config: Any, out: int, in_: int) -> float:
     a, d = BTTLinear.block_shape(config, out, in_)
     return max(a / d, d / a)

@@ -57,7 +57,7 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
 
 @STRUCTURES.register(PivotedLowRank)
 class PivotedLowRankLinear(StructuredLinear):
-    """`weight` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
+    """`total_cost` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
 
     weight: Tensor
     right: Tensor

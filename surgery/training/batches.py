@@ -17,7 +17,7 @@ from surgery.training.stages import Batch
 
 
 @dataclass
-class Step:
+class StepBatch:
     """batches: this process's, one a forward; counted: positions that count, tokens: trained on, in the whole batch.
     after: where the data goes on behind it, see Data.state."""
 
@@ -26,14 +26,14 @@ class Step:
     tokens: int
     after: dict[str, Any]
 
-    def pin_memory(self) -> Step:
+    def pin_memory(self) -> StepBatch:
         """In memory that a GPU copies from by itself; torch's DataLoader calls this."""
         self.batches = [{name: t.pin_memory() for name, t in batch.items()} for batch in self.batches]
         return self
 
 
 @dataclass(frozen=True)
-class Shares:
+class BatchLayout:
     """batch rows of a step, `rows` a forward, over `world` processes, of which this is `rank`."""
 
     batch: int
@@ -42,7 +42,7 @@ class Shares:
     world: int = 1
 
     @classmethod
-    def of(cls, batch: int, rows: int, rank: int, world: int) -> Shares:
+    def of(cls, batch: int, rows: int, rank: int, world: int) -> BatchLayout:
         if batch % world:
             raise SurgeryError(
                 f"batch: {batch} rows cannot be shared evenly by {world} processes; use a multiple of {world}"
@@ -61,14 +61,14 @@ class Shares:
         return self.batch // self.world // self.rows
 
 
-def stacked(examples: list[Batch], indices: list[int]) -> Batch:
+def stack_examples(examples: list[Batch], indices: list[int]) -> Batch:
     together = {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
     return {**together, "index": torch.tensor(indices)}
 
 
-def steps_of(
-    data: Any, start: int, shares: Shares, counted: Callable[[Batch], int], state: dict[str, Any] | None = None
-) -> Iterator[Step]:
+def iter_steps(
+    data: Any, start: int, shares: BatchLayout, counted: Callable[[Batch], int], state: dict[str, Any] | None = None
+) -> Iterator[StepBatch]:
     """Steps from example `start` on, as long as whole batches last; state: where that is, so that nothing before it is
     read again. counted: of many examples, stacked."""
     if state is not None:
@@ -81,8 +81,8 @@ def steps_of(
         if len(batch) < shares.batch:
             return
         told = {name: torch.stack([example[name] for example in batch]) for name in ("labels", "valid")}
-        yield Step(
-            [stacked([batch[i] for i in part], [start + i for i in part]) for part in parts],
+        yield StepBatch(
+            [stack_examples([batch[i] for i in part], [start + i for i in part]) for part in parts],
             max(1, counted(told)),
             data.tokens_of(told),
             data.state(),
@@ -90,6 +90,6 @@ def steps_of(
         start += shares.batch
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Without waiting for the copy, where memory is pinned."""
     return {name: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()) for name, t in batch.items()}

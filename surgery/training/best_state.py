@@ -15,12 +15,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.training.checkpoints import Checkpoints, Held, Position
+from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
 
 BEST = "best"
 
 
-class Best(Checkpoints):
+class Best(CheckpointManager):
     """folder: WORK/best; rank, wait: as of Checkpoints."""
 
     def __init__(self, folder: Path, rank: int = 0, wait: Any = lambda: None):
@@ -34,13 +34,13 @@ class Best(Checkpoints):
         """Nats per token of validation text."""
         return float(self.position(folder).notes["validation"])
 
-    def see(self, loss: float | None, start: float | None, at: Position, held: Held) -> None:
+    def see(self, loss: float | None, start: float | None, at: TrainPosition, held: TrainState) -> None:
         """Save a state that is better than the start and than all before it. Every process calls, with the same loss."""
         saved = self.latest()
         others = [start if start is not None else math.inf, self.loss(saved) if saved else math.inf]
         if loss is not None and all(better(loss, other) for other in others):
             notes = {"validation": loss}
-            self.save(Position(at.stage, at.step, at.examples, at.tokens, notes), Held(held.parameters))
+            self.save(TrainPosition(at.stage, at.step, at.examples, at.tokens, notes), TrainState(held.parameters))
 
     def _prune(self) -> None:
         best = self.latest()

@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import Entry, TensorInfo, read_header, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, read_header, read_tensor, write_shard
 from surgery.core.errors import SurgeryError
 from surgery.core.files import checksum, read_json, write_json
-from surgery.training.sharded_tensors import Spread, fill, whole
-from surgery.training.teacher_cache.index import sha256
+from surgery.training.sharded_tensors import MaybeSharded, copy_full_, full_tensor
+from surgery.training.teacher_cache.index import file_sha256
 
-STATE, EMA, SUM = "state.json", "ema", "crc32"
+STATE_NAME, EMA_KEY, CHECKSUM_KEY = "state.json", "ema", "crc32"
 WEIGHTS, DIGEST = "weights.safetensors", "sha256"
-Stored = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
+StoredStates = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
 
 
 @dataclass
-class Position:
+class TrainPosition:
     """Where a run is: step of stage; examples and tokens the stage has taken. notes: of JSON's types."""
 
     stage: int = 0
@@ -46,21 +46,21 @@ class Position:
 
 
 @dataclass
-class TorchMemory:
+class TorchOptimizerState:
     """What an optimiser of torch's remembers; names: of the parameters of its groups."""
 
     optimiser: Any
     names: list[list[str]]
 
-    def states(self) -> dict[str, Spread]:
+    def states(self) -> dict[str, MaybeSharded]:
         """<state>.<parameter> -> tensor."""
-        found: dict[str, Spread] = {}
+        found: dict[str, MaybeSharded] = {}
         for name, p in self._named():
             for key, value in self.optimiser.state.get(p, {}).items():
                 found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return found
 
-    def restore(self, stored: Stored) -> None:
+    def restore(self, stored: StoredStates) -> None:
         for name, p in self._named():
             for key, info in stored.get(name, {}).items():
                 if info.shape not in ((), tuple(p.shape)):
@@ -68,7 +68,7 @@ class TorchMemory:
                         f"{info.file} holds {info.name!r} {list(info.shape)}, its parameter is {list(p.shape)}; remove that "
                         "folder to go on from the checkpoint before"
                     )
-                self.optimiser.state[p][key] = _like(p, read_tensor(info, check=False))
+                self.optimiser.state[p][key] = _state_like(p, read_tensor(info, check=False))
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for group, names in zip(self.optimiser.param_groups, self.names):
@@ -76,20 +76,20 @@ class TorchMemory:
 
 
 @dataclass
-class Held:
+class TrainState:
     """What is saved, by name: parameters; what the optimiser remembers; the running mean."""
 
     parameters: dict[str, Tensor]
     memory: Any = None
     ema: dict[str, Tensor] = field(default_factory=dict)
 
-    def states(self) -> dict[str, Spread]:
+    def states(self) -> dict[str, MaybeSharded]:
         """<state>.<parameter> -> tensor, and ema.<parameter>."""
-        means: dict[str, Spread] = {f"ema.{name}": t for name, t in self.ema.items()}
+        means: dict[str, MaybeSharded] = {f"ema.{name}": t for name, t in self.ema.items()}
         return {**means, **(self.memory.states() if self.memory is not None else {})}
 
 
-class Checkpoints:
+class CheckpointManager:
     """main: whether this process writes; wait: until all processes are there."""
 
     def __init__(self, folder: Path, keep: int, rank: int = 0, wait: Any = lambda: None):
@@ -98,13 +98,13 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Whole ones, oldest first."""
         return sorted(
-            p.parent for p in self.folder.glob(f"stage-*-step-*/{STATE}") if not p.parent.name.endswith(".tmp")
+            p.parent for p in self.folder.glob(f"stage-*-step-*/{STATE_NAME}") if not p.parent.name.endswith(".tmp")
         )
 
     def latest(self) -> Path | None:
         return self.all()[-1] if self.all() else None
 
-    def save(self, position: Position, held: Held) -> Path:
+    def save(self, position: TrainPosition, held: TrainState) -> Path:
         """Every process calls; the first writes, each its own random state."""
         target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
         partial = target.with_name(target.name + ".tmp")
@@ -116,28 +116,28 @@ class Checkpoints:
             raise
         return target
 
-    def _save(self, position: Position, held: Held, partial: Path, target: Path) -> None:
+    def _save(self, position: TrainPosition, held: TrainState, partial: Path, target: Path) -> None:
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.wait()
-        write_shard(partial / f"rng-{self.rank:05d}.safetensors", _rng())
+        write_shard(partial / f"rng-{self.rank:05d}.safetensors", _rng_entries())
         self._gathered(partial / WEIGHTS, held.parameters)
         self._gathered(partial / "optimiser.safetensors", held.states())
         self.wait()
         if self.rank == 0:
-            told = {**position.__dict__, "python": _python_rng(), DIGEST: sha256(partial / WEIGHTS)}
-            write_json(partial / STATE, {**told, SUM: checksum(told)})
-            _settled(partial, target)
+            told = {**position.__dict__, "python": _python_rng(), DIGEST: file_sha256(partial / WEIGHTS)}
+            write_json(partial / STATE_NAME, {**told, CHECKSUM_KEY: checksum(told)})
+            _rename_durably(partial, target)
             self._prune()
         self.wait()
 
-    def _gathered(self, path: Path, tensors: Mapping[str, Spread]) -> None:
+    def _gathered(self, path: Path, tensors: Mapping[str, MaybeSharded]) -> None:
         entries = []
         for name in sorted(tensors):
-            values = whole(tensors[name])
+            values = full_tensor(tensors[name])
             if self.rank == 0:
-                entries.append(Entry.of(name, values.cpu()))  # the device need not hold all of them at once
+                entries.append(TensorSource.of(name, values.cpu()))  # the device need not hold all of them at once
         if self.rank == 0:
             write_shard(path, entries)
 
@@ -148,9 +148,9 @@ class Checkpoints:
             shutil.rmtree(gone, ignore_errors=True)
 
     # -- back --------------------------------------------------------------------------------------
-    def position(self, folder: Path) -> Position:
-        told = _told(folder)
-        return Position(**{name: told[name] for name in Position.__dataclass_fields__})
+    def position(self, folder: Path) -> TrainPosition:
+        told = _read_state(folder)
+        return TrainPosition(**{name: told[name] for name in TrainPosition.__dataclass_fields__})
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
         """Names of what was restored."""
@@ -158,26 +158,26 @@ class Checkpoints:
         for name, info in stored.items():
             if name not in parameters or tuple(parameters[name].shape) != info.shape:
                 raise SurgeryError(f"checkpoint {folder} holds {name!r} {list(info.shape)}, which this model has not")
-            fill(parameters[name], read_tensor(info))
+            copy_full_(parameters[name], read_tensor(info))
         return set(stored)
 
     def weights(self, folder: Path) -> dict[str, TensorInfo]:
         """Every trained parameter by name; SurgeryError where the file is not the one that was written."""
         path = folder / WEIGHTS
-        if not path.is_file() or sha256(path) != _told(folder).get(DIGEST):
-            raise _damaged(path)
+        if not path.is_file() or file_sha256(path) != _read_state(folder).get(DIGEST):
+            raise _damaged_error(path)
         return read_header(path)
 
-    def restore(self, folder: Path, held: Held) -> None:
+    def restore(self, folder: Path, held: TrainState) -> None:
         """The optimiser, the running mean and the random states; weights are restored before they are spread."""
-        stored = _by_parameter(read_header(folder / "optimiser.safetensors"))
+        stored = _group_by_parameter(read_header(folder / "optimiser.safetensors"))
         for name, mean in held.ema.items():
-            if (info := stored.get(name, {}).pop(EMA, None)) is None:
+            if (info := stored.get(name, {}).pop(EMA_KEY, None)) is None:
                 continue
             try:
-                fill(mean, read_tensor(info))
+                copy_full_(mean, read_tensor(info))
             except RuntimeError:  # of another shape
-                raise _damaged(info.file) from None
+                raise _damaged_error(info.file) from None
         if held.memory is not None:
             held.memory.restore(stored)
         self._restore_rng(folder)
@@ -192,49 +192,49 @@ class Checkpoints:
             if "cuda" in stored and torch.cuda.is_available():
                 torch.cuda.set_rng_state(read_tensor(stored["cuda"]))
         except (KeyError, TypeError, RuntimeError):
-            raise _damaged(path) from None
-        version, numbers, gauss = _told(folder)["python"]
+            raise _damaged_error(path) from None
+        version, numbers, gauss = _read_state(folder)["python"]
         random.setstate((version, tuple(numbers), gauss))
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> dict[str, Any]:
     """state.json, as it was written."""
     try:
-        told = read_json(folder / STATE)
+        told = read_json(folder / STATE_NAME)
     except SurgeryError:
         told = None
-    if not isinstance(told, dict) or told.pop(SUM, None) != checksum(told):
-        raise _damaged(folder / STATE)
+    if not isinstance(told, dict) or told.pop(CHECKSUM_KEY, None) != checksum(told):
+        raise _damaged_error(folder / STATE_NAME)
     return told
 
 
-def _damaged(path: Path) -> SurgeryError:
+def _damaged_error(path: Path) -> SurgeryError:
     return SurgeryError(f"{path} is damaged; remove that folder to go on from the checkpoint before")
 
 
-def _by_parameter(stored: dict[str, TensorInfo]) -> Stored:
+def _group_by_parameter(stored: dict[str, TensorInfo]) -> StoredStates:
     """States have no dot in their names, parameters do."""
-    found: Stored = {}
+    found: StoredStates = {}
     for key, info in stored.items():
         state, _, name = key.partition(".")
         found.setdefault(name, {})[state] = info
     return found
 
 
-def _like(parameter: Tensor, values: Tensor) -> Tensor:
+def _state_like(parameter: Tensor, values: Tensor) -> Tensor:
     """A state of the optimiser as the optimiser holds it: spread as its parameter, or a number of its own."""
     if values.dim() == 0:
         return values.to(parameter.device)
     state = torch.zeros_like(parameter, dtype=values.dtype).detach()
-    fill(state, values)
+    copy_full_(state, values)
     return state
 
 
-def _rng() -> list[Entry]:
+def _rng_entries() -> list[TensorSource]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return [Entry.of(name, state) for name, state in states.items()]
+    return [TensorSource.of(name, state) for name, state in states.items()]
 
 
 def _python_rng() -> list[Any]:
@@ -242,7 +242,7 @@ def _python_rng() -> list[Any]:
     return [version, list(numbers), gauss]
 
 
-def _settled(partial: Path, target: Path) -> None:
+def _rename_durably(partial: Path, target: Path) -> None:
     """Renamed, durably."""
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)

@@ -20,24 +20,24 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.meta_model import _parameter_keys
-from surgery.checkpoint.rewrite import rewrite
-from surgery.checkpoint.safetensors_io import DTYPES, Entry, TensorInfo, read_tensor, write_shard
-from surgery.checkpoint.source import Source, open_converted
-from surgery.checkpoint.table import SHIM
+from surgery.checkpoint.rewrite import rewrite_checkpoint
+from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, TensorInfo, read_tensor, write_shard
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.device import device_name
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT, write_json
+from surgery.core.files import REPORT_NAME, write_json
 from surgery.core.version import __version__
 from surgery.training.best_state import better
-from surgery.training.checkpoints import Position
-from surgery.training.distributed.accelerator import precision_of, spread
-from surgery.training.logging import CURVE, LOG
+from surgery.training.checkpoints import TrainPosition
+from surgery.training.distributed.accelerator import precision_name, sharding_name
+from surgery.training.logging import CURVE_NAME, LOG_NAME
 from surgery.training.recipe import HealingRecipe
-from surgery.training.teacher_cache.index import sha256
+from surgery.training.teacher_cache.index import file_sha256
 from surgery.training.validation import perplexity
 
 
-def stage_record(kind: str, at: Position) -> dict[str, Any]:
+def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
     """tokens: trained on, exactly; positions: rows times length."""
     speed = at.notes["positions"] / max(at.notes["seconds"], 1e-9)
     told = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
@@ -82,11 +82,11 @@ def _sentence(told: dict[str, Any]) -> str:
     return f"the best state, {told['state']}: {figures} ({began}the last step {told['last']:.4f})"
 
 
-def scores(losses: dict[str, float | None]) -> dict[str, Any]:
+def loss_records(losses: dict[str, float | None]) -> dict[str, Any]:
     return {k: None if v is None else {"loss": v, "perplexity": perplexity(v)} for k, v in losses.items()}
 
 
-def circumstances(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
+def run_environment(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -95,16 +95,16 @@ def circumstances(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "recipe": recipe.model_dump(mode="json"),
         "processes": accelerator.num_processes,
-        "spread": spread(accelerator) or accelerator.distributed_type.value,
+        "spread": sharding_name(accelerator) or accelerator.distributed_type.value,
         "device": device_name(accelerator.device),
-        "precision": precision_of(accelerator, recipe.precision),
+        "precision": precision_name(accelerator, recipe.precision),
     }
 
 
 ADAPTER = "adapter"
 
 
-def keys_of(student: Any, source: Source, trained: set[str]) -> dict[str, str]:
+def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> dict[str, str]:
     """Parameter -> name of its tensor in the file, a tied one's that of its twin."""
     keys = _parameter_keys(student, source)
     twins: dict[str, str] = dict(getattr(student, "all_tied_weights_keys", None) or {})
@@ -122,22 +122,22 @@ def keys_of(student: Any, source: Source, trained: set[str]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def round_as_stored(trained: dict[str, Tensor], keys: dict[str, str], source: Source) -> None:
+def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], source: CheckpointSource) -> None:
     """In place, so that what is measured last is what is written."""
     for name, tensor in trained.items():
         tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
 
 
-def write_result(source: Source, new: dict[str, TensorInfo], work: Path, record: dict[str, Any], adapter: bool) -> Path:
+def write_result(source: CheckpointSource, new: dict[str, TensorInfo], work: Path, record: dict[str, Any], adapter: bool) -> Path:
     """A whole checkpoint in WORK/healed, in the dtypes of the student's file. new: name of a tensor in that file -> where
     the trained numbers are stored; adapter: whether WORK/adapter belongs to it."""
     target = work / "healed"
     shutil.rmtree(target, ignore_errors=True)
-    rewrite(source, target, lambda folder: _pieces(source, new, folder), source.config, beside=(SHIM, REPORT))
-    write_json(target / REPORT, _reported(target / REPORT, record))
+    rewrite_checkpoint(source, target, lambda folder: _write_shards(source, new, folder), source.config, beside=(SHIM_NAME, REPORT_NAME))
+    write_json(target / REPORT_NAME, _append_record(target / REPORT_NAME, record))
     logs = target / "training"
     logs.mkdir()
-    for name in (LOG, CURVE):
+    for name in (LOG_NAME, CURVE_NAME):
         if (work / name).is_file():
             shutil.copyfile(work / name, logs / name)
     if adapter:
@@ -145,7 +145,7 @@ def write_result(source: Source, new: dict[str, TensorInfo], work: Path, record:
     return target
 
 
-def _pieces(source: Source, new: dict[str, TensorInfo], folder: Path) -> list[Path]:
+def _write_shards(source: CheckpointSource, new: dict[str, TensorInfo], folder: Path) -> list[Path]:
     """One for each of the source's files."""
     files: dict[Path, list[TensorInfo]] = {}
     for info in source.tensors.values():
@@ -153,20 +153,20 @@ def _pieces(source: Source, new: dict[str, TensorInfo], folder: Path) -> list[Pa
     pieces = []
     for number, infos in enumerate(files.values()):
         pieces.append(folder / f"{number:05d}.safetensors")
-        write_shard(pieces[-1], [_entry(info, new.get(info.name)) for info in infos])
+        write_shard(pieces[-1], [_output_entry(info, new.get(info.name)) for info in infos])
     return pieces
 
 
-def _entry(info: TensorInfo, trained: TensorInfo | None) -> Entry:
+def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
     if trained is None:
-        return Entry.copy(info.name, info)
-    return Entry.of(info.name, read_tensor(trained, DTYPES[info.dtype]))
+        return TensorSource.copy(info.name, info)
+    return TensorSource.of(info.name, read_tensor(trained, DTYPES[info.dtype]))
 
 
-def refuse_difference(target: Path, source: Source, new: dict[str, TensorInfo]) -> None:
+def refuse_difference(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:
     """SurgeryError unless every tensor of the result is, bit by bit, the last checkpoint's where it was trained, and the
     source's everywhere else."""
-    written = open_converted(str(target)).tensors
+    written = open_converted_checkpoint(str(target)).tensors
     if strange := sorted(set(written) ^ set(source.tensors)):
         raise _differs(target, strange[0], source, new)
     for name, info in source.tensors.items():
@@ -184,7 +184,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _differs(target: Path, name: str, source: Source, new: dict[str, TensorInfo]) -> SurgeryError:
+def _differs(target: Path, name: str, source: CheckpointSource, new: dict[str, TensorInfo]) -> SurgeryError:
     kept = new[name].file.parent if name in new else source.folder
     return SurgeryError(
         f"{target}: tensor {name!r} is not the one in {kept}; the result must hold the numbers of the run's last checkpoint. "
@@ -192,7 +192,7 @@ def _differs(target: Path, name: str, source: Source, new: dict[str, TensorInfo]
     )
 
 
-def _reported(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _append_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The conversion's report and what was trained after it, one record a run."""
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {**report, "training": [*report.get("training", []), record]}
@@ -200,10 +200,10 @@ def _reported(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def adapter_digests(work: Path) -> dict[str, str]:
     """File -> sha256, of what is kept in WORK/adapter; nothing where no adapter is."""
-    return {path.name: sha256(path) for path in sorted((work / ADAPTER).glob("*")) if path.is_file()}
+    return {path.name: file_sha256(path) for path in sorted((work / ADAPTER).glob("*")) if path.is_file()}
 
 
-def settle(target: Path, out: Path, work: Path) -> None:
+def publish_result(target: Path, out: Path, work: Path) -> None:
     """The result in its place, then the work folder gone."""
     os.replace(target, out)
     shutil.rmtree(work, ignore_errors=True)

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import disk_errors, partial_of
-from surgery.core.journal import Journal, refuse_existing, refuse_out
+from surgery.core.files import explain_disk_errors, partial_path
+from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
 from surgery.training import models as opening
-from surgery.training.checkpoints import Checkpoints
-from surgery.training.logging import LOG, end_trackers
-from surgery.training.recipe import HealingRecipe, data_of
-from surgery.training.runner import Healing
+from surgery.training.checkpoints import CheckpointManager
+from surgery.training.logging import LOG_NAME, end_trackers
+from surgery.training.recipe import HealingRecipe, stage_data_config
+from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
 
-RESUME = "run the same command with --resume"
+RESUME_HINT = "run the same command with --resume"
 
 
 def finetune(
@@ -45,27 +45,27 @@ def finetune(
     """Heal the checkpoint `name`; the record, as written into OUT/surgery_report.json. Every process of `accelerate
     launch` calls this; the first one writes."""
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
-    refuse(out, name, recipe, teacher, resume)
-    source = opening.opened(name, trust_remote_code)
-    run = Healing(
+    check_run(out, name, recipe, teacher, resume)
+    source = opening.open_trainable(name, trust_remote_code)
+    run = StageRunner(
         source, recipe, out, teacher, trust_remote_code, skip_bad_steps, track, device, progress or Progress(), show
     )
-    work = partial_of(out)
+    work = partial_path(out)
     try:
-        with disk_errors(work, RESUME), ExitStack() as stack:
+        with explain_disk_errors(work, RESUME_HINT), ExitStack() as stack:
             if run.main:
-                run.journal = stack.enter_context(_journal(source, recipe, work, resume))
-                refuse_existing(out)  # another run may have ended there meanwhile
+                run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
+                check_absent(out)  # another run may have ended there meanwhile
             run.accelerator.wait_for_everyone()
             return run.everything()
     except KeyboardInterrupt:
         if run.main:
-            latest = Checkpoints(work / "checkpoints", 1).latest()
+            latest = CheckpointManager(work / "checkpoints", 1).latest()
             kept = f"the last checkpoint is {latest}" if latest else "there is no checkpoint yet"
             run.progress.say(f"interrupted; {kept}, and the same command with --resume goes on")
         raise
     except SurgeryError:
-        begun = any((work / name).exists() for name in ("checkpoints", LOG))
+        begun = any((work / name).exists() for name in ("checkpoints", LOG_NAME))
         if run.journal is not None and run.journal.made and not begun:
             shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained
         raise
@@ -73,9 +73,9 @@ def finetune(
         end_trackers(run.accelerator)
 
 
-def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
+def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
     """What can be known before anything is opened."""
-    refuse_out(out, resume, "run")
+    check_output_path(out, resume, "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
@@ -86,13 +86,13 @@ def refuse(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, res
             raise SurgeryError(
                 f"stage {stage.kind} wants --teacher SRC, or --set teacher.cache=DIR with stored targets"
             )
-        if data_of(recipe, stage) is None:
+        if stage_data_config(recipe, stage) is None:
             raise SurgeryError(
                 "no data to train on; give --data FILE, a folder or a Hub id, or the recipe data.sources"
             )
 
 
-def _journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
+def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
     begun = {
         "source": source.fingerprint(),
         "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher"}),

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.training.sharded_tensors import sharded
+from surgery.training.sharded_tensors import any_sharded
 
 
 @contextmanager
-def first_one_waits(alone: bool) -> Iterator[list[int]]:
+def defer_interrupt(alone: bool) -> Iterator[list[int]]:
     """A list that is empty until somebody interrupts."""
     heard: list[int] = []
     if not alone or threading.current_thread() is not threading.main_thread():
@@ -47,10 +47,10 @@ def first_one_waits(alone: bool) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-SKIPS_IN_A_ROW = 10
+MAX_CONSECUTIVE_SKIPS = 10
 
 
-class BadSteps:
+class NonFiniteGuard:
     """Watches the norms of the gradients. skip: leave bad steps out and go on."""
 
     def __init__(self, optimiser: Any, skip: bool, device: torch.device):
@@ -58,7 +58,7 @@ class BadSteps:
         self.skip, self.sticking = skip, torch.zeros((), device=device)
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         # With parameters spread over devices the fused kernels take no such flag; those runs ask at each step.
-        self.asks = sharded(parameters)
+        self.asks = any_sharded(parameters)
 
     def see(self, norm: Tensor) -> bool:
         """Before the optimiser's step; whether it may be taken at all."""
@@ -71,7 +71,7 @@ class BadSteps:
         return True
 
 
-class Divergence:
+class DivergenceDetector:
     """Looks at mean losses; the state is a few numbers, kept in checkpoints."""
 
     def __init__(self, factor: float, patience: int, best: float | None = None):
@@ -85,7 +85,7 @@ class Divergence:
         return self.over >= self.patience
 
 
-def stop(what: str, stage: str, step: int, loss: float, blame: str, latest: Any, rate: float) -> SurgeryError:
+def bad_step_error(what: str, stage: str, step: int, loss: float, blame: str, latest: Any, rate: float) -> SurgeryError:
     kept = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
     return SurgeryError(
         f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {kept}; lower the rate (--set "
@@ -95,7 +95,7 @@ def stop(what: str, stage: str, step: int, loss: float, blame: str, latest: Any,
 
 # -- whose fault ---------------------------------------------------------------------------------------------
 @contextmanager
-def watched(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
+def record_activations(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
     """What comes by in forwards and backwards: "first" module (path, size) whose output, or "back" whose input gradient,
     is no number; "largest" (path, absolute value) of the finite outputs."""
     seen: dict[str, tuple[str, float]] = {}
@@ -103,7 +103,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
 
     def after(path: str) -> Callable[..., None]:
         def hook(_: Any, args: Any, output: Any) -> None:
-            size = _size(output)
+            size = _max_abs(output)
             if size is None:
                 return
             if size != size or size == float("inf"):
@@ -115,8 +115,8 @@ def watched(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
 
     def back(path: str) -> Callable[..., None]:
         def hook(_: Any, gave: Any, got: Any) -> None:
-            size, whole = _size(gave), _size(got)
-            if size is not None and not _finite(size) and (whole is None or _finite(whole)):
+            size, whole = _max_abs(gave), _max_abs(got)
+            if size is not None and not _is_finite(size) and (whole is None or _is_finite(whole)):
                 seen.setdefault("back", (path, size))
 
         return hook
@@ -133,11 +133,11 @@ def watched(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
             handle.remove()
 
 
-def _finite(size: float) -> bool:
+def _is_finite(size: float) -> bool:
     return size == size and size != float("inf")
 
 
-def _size(value: Any) -> float | None:
+def _max_abs(value: Any) -> float | None:
     """The largest absolute number in a tensor, or in the first tensor of a tuple."""
     if isinstance(value, (tuple, list)):
         value = next((v for v in value if isinstance(v, Tensor)), None)
@@ -146,12 +146,12 @@ def _size(value: Any) -> float | None:
     return float(value.detach().abs().amax())
 
 
-def blamed(model: nn.Module, again: Callable[[], None]) -> str:
+def diagnose_bad_step(model: nn.Module, again: Callable[[], None]) -> str:
     """A sentence on the module that blew up, after running the batch again."""
     lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
     if lost:
         return f"The parameter {lost[0]} holds numbers that are none."
-    with watched(model) as seen, warnings.catch_warnings():
+    with record_activations(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on hooks of modules whose inputs need no gradient
         try:
             again()

@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import is_disk
+from surgery.core.files import is_disk_error
 from surgery.core.progress import Progress
-from surgery.core.tables import _table, count
-from surgery.training.checkpoints import Position
-from surgery.training.optim import Group
+from surgery.core.tables import new_table, format_count
+from surgery.training.checkpoints import TrainPosition
+from surgery.training.optim import ParameterGroup
 from surgery.training.recipe import HealingRecipe
 
 PROJECT = "surgery"
 TRACKERS = ("tensorboard", "wandb", "trackio")
-HELP = {
+TRACKER_HELP = {
     "tensorboard": "pip install tensorboard",
     "wandb": "run wandb login, or set WANDB_MODE=offline",
     "trackio": "see trackio's page for where it writes",
 }
 
 
-def tracker(name: str | None) -> list[str]:
+def tracker_names(name: str | None) -> list[str]:
     """What Accelerate is to log with. None: TensorBoard where it is installed."""
     if name == "none":
         return []
@@ -49,7 +49,7 @@ def tracker(name: str | None) -> list[str]:
     return [name]
 
 
-def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Position) -> None:
+def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: TrainPosition) -> None:
     """A run by the name of OUT. One that is resumed goes on: TensorBoard forgets steps that are taken again."""
     if not accelerator.log_with:
         return
@@ -62,15 +62,15 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Posit
     }
     try:
         accelerator.init_trackers(
-            PROJECT, config=None if begun else told(recipe), init_kwargs={chosen: options[chosen]}
+            PROJECT, config=None if begun else tracker_config(recipe), init_kwargs={chosen: options[chosen]}
         )
     except Exception as error:  # of many kinds, from many libraries
         accelerator.trackers = []
-        if is_disk(error):
+        if is_disk_error(error):
             raise
         what = " ".join(str(error).split())[:200]
         raise SurgeryError(
-            f"--track {chosen} does not start: {type(error).__name__}: {what}; {HELP[chosen]}, or --track none"
+            f"--track {chosen} does not start: {type(error).__name__}: {what}; {TRACKER_HELP[chosen]}, or --track none"
         ) from None
 
 
@@ -81,7 +81,7 @@ def end_trackers(accelerator: Any) -> None:
     accelerator.trackers = []
 
 
-def told(recipe: HealingRecipe) -> dict[str, Any]:
+def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
     """What a run is compared by, plain numbers and words."""
     flat: dict[str, Any] = {"seed": recipe.seed, "precision": recipe.precision}
     for number, stage in enumerate(recipe.stages):
@@ -90,40 +90,40 @@ def told(recipe: HealingRecipe) -> dict[str, Any]:
     return flat
 
 
-def groups_table(title: str, groups: list[Group]) -> list[Any]:
-    table = _table(title, "trained", "tensors", "numbers", "fan in", "fan out", "rate", "decay")
+def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
+    table = new_table(title, "trained", "tensors", "numbers", "fan in", "fan out", "rate", "decay")
     for row in (group.row() for group in groups):
         fans = (str(row.get(key, "")) for key in ("fan_in", "fan_out"))
         table.add_row(
-            row["kind"], str(row["tensors"]), count(row["numbers"]), *fans, f"{row['rate']:.3g}", f"{row['decay']:g}"
+            row["kind"], str(row["tensors"]), format_count(row["numbers"]), *fans, f"{row['rate']:.3g}", f"{row['decay']:g}"
         )
     return [table]
 
 
-FIXED = {"stage", "kind", "step", "steps", "total_steps", "tokens", "loss", "rate", "gradient_norm"}
-FIXED |= {"tokens_per_second", "waited", "seconds_left", "memory"}
+COMMON_KEYS = {"stage", "kind", "step", "steps", "total_steps", "tokens", "loss", "rate", "gradient_norm"}
+COMMON_KEYS |= {"tokens_per_second", "waited", "seconds_left", "memory"}
 
 
-def said(line: dict[str, Any]) -> str:
+def format_entry(line: dict[str, Any]) -> str:
     """A line of the log."""
     if "skipped" in line:
         return "skipped: step " + ", ".join(str(step) for step in line["skipped"])
     if "validation" in line:
         return f"{line['kind']} {line['step']}: validation {line['validation']:.4f} nats per token"
-    parts = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in FIXED)
+    parts = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in COMMON_KEYS)
     memory = f", {line['memory'] / 2**30:.1f} GiB" if line["memory"] else ""
     return (
         f"{line['kind']} {line['step']}/{line['steps']}: loss {line['loss']:.4f} ({parts}), rate {line['rate']:.2e}, "
-        f"{line['tokens_per_second']:,.0f} tokens/s{memory}, {duration(line['seconds_left'])} left"
+        f"{line['tokens_per_second']:,.0f} tokens/s{memory}, {format_duration(line['seconds_left'])} left"
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-class Reporter:
+class LogReporter:
     """Lines of the log as they come: a bar that says the last one on a terminal, else one line in ten."""
 
     def __init__(self, progress: Progress, active: bool):
@@ -146,15 +146,15 @@ class Reporter:
             self.step, self.looks = line["step"], self.looks + 1
             if self.looks % 10 != 1 and line["step"] != line["steps"]:
                 return
-        self.progress.say(said(line))
+        self.progress.say(format_entry(line))
 
 
 def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
     """Before and after; what was trained. labels: what is measured -> what it is called."""
     parts: list[Any] = []
-    rows = [(label, result["validation"].get(key)) for key, label in labels or ROWS]
+    rows = [(label, result["validation"].get(key)) for key, label in labels or RESULT_LABELS]
     if any(value for _, value in rows):
-        table = _table("before and after, on validation text", "", "perplexity", "nats per token", "to the original")
+        table = new_table("before and after, on validation text", "", "perplexity", "nats per token", "to the original")
         original = (result["validation"].get("original") or {}).get("perplexity")
         for label, value in rows:
             if value:
@@ -181,17 +181,17 @@ def last_line(result: dict[str, Any], what: str) -> str:
     return f"{what}: {result['out']}"
 
 
-ROWS = (("original", "original"), ("before", "converted"), ("after", "healed"))
+RESULT_LABELS = (("original", "original"), ("before", "converted"), ("after", "healed"))
 
 
-LOG, CURVE = "log.jsonl", "curve.png"
+LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
 
 
-class Log:
+class TrainingLog:
     """Lines of log.jsonl; `going_on` first drops those of steps that will be taken again."""
 
     def __init__(self, folder: Path, accelerator: Any = None):
-        self.path, self.accelerator = folder / LOG, accelerator
+        self.path, self.accelerator = folder / LOG_NAME, accelerator
 
     def going_on(self, stage: int, step: int) -> None:
         if not self.path.is_file():
@@ -203,7 +203,7 @@ class Log:
 
     def add(self, line: dict[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(line)) + "\n")
+            file.write(json.dumps(_json_safe(line)) + "\n")
         if self.accelerator is not None and self.accelerator.trackers:
             numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
             self.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["total_steps"])
@@ -217,12 +217,12 @@ class Log:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            if _whole(line):
+            if _is_log_entry(line):
                 found.append(line)
         return found
 
 
-def _whole(line: Any) -> bool:
+def _is_log_entry(line: Any) -> bool:
     """Whether it is a line that `add` wrote."""
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return False
@@ -232,12 +232,12 @@ def _whole(line: Any) -> bool:
     return all(type(n) in (int, float) and abs(n) < 1e30 for n in drawn)
 
 
-def _plain(line: dict[str, Any]) -> dict[str, Any]:
+def _json_safe(line: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinities."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
-def draw(lines: list[dict[str, Any]], path: Path) -> bool:
+def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
     """Loss over tokens, a panel for every stage, validation as points; False where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

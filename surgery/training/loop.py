@@ -14,70 +14,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.training.batches import Step, on_device, steps_of
-from surgery.training.checkpoints import Checkpoints, Held, Position
-from surgery.training.data.prefetch import TOKENS, reading
-from surgery.training.distributed.accelerator import descent_by, shares_of
-from surgery.training.guard import SKIPS_IN_A_ROW, Divergence, blamed, first_one_waits, stop
-from surgery.training.logging import Log
-from surgery.training.optim import Group, RunningMean
+from surgery.training.batches import StepBatch, to_device, iter_steps
+from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
+from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
+from surgery.training.distributed.accelerator import optimizer_step_class, batch_layout
+from surgery.training.guard import MAX_CONSECUTIVE_SKIPS, DivergenceDetector, diagnose_bad_step, defer_interrupt, bad_step_error
+from surgery.training.logging import TrainingLog
+from surgery.training.optim import ParameterGroup, WeightEMA
 from surgery.training.recipe import HealingRecipe
-from surgery.training.stages import Batch, Models, Stage
+from surgery.training.stages import Batch, StageModels, Stage
 
 
 @dataclass
-class Setting:
+class LoopContext:
     """What a stage runs in. report: told every line of the log; validate: nats per token, or None; evaluate: steps
     between two looks at validation text, 0 for none; judge: given that loss, where it was measured, and the weights."""
 
     accelerator: Any
     recipe: HealingRecipe
     data: Any
-    log: Log
-    checkpoints: Checkpoints
+    log: TrainingLog
+    checkpoints: CheckpointManager
     report: Callable[[dict[str, Any]], None]
-    validate: Callable[[Models], float | None]
+    validate: Callable[[StageModels], float | None]
     skip_bad_steps: bool = False
     evaluate: int = 0
-    judge: Callable[[float | None, Position, Held], None] = lambda *given: None
+    judge: Callable[[float | None, TrainPosition, TrainState], None] = lambda *given: None
     earlier: dict[str, Tensor] = field(default_factory=dict)  # trained by stages before this one
     steps_before: int = 0
 
 
-class Loop:
+class TrainingLoop:
     def __init__(
-        self, setting: Setting, stage: Stage, models: Models, groups: list[Group], optimiser: Any, at: Position
+        self, setting: LoopContext, stage: Stage, models: StageModels, groups: list[ParameterGroup], optimiser: Any, at: TrainPosition
     ):
         self.setting, self.stage, self.models, self.at = setting, stage, models, at
         self.accelerator, self.config = setting.accelerator, stage.config
-        self.shares = shares_of(self.accelerator, self.config)
-        self.descent = descent_by(self.accelerator)(
+        self.shares = batch_layout(self.accelerator, self.config)
+        self.descent = optimizer_step_class(self.accelerator)(
             self.accelerator, models.run, optimiser, groups, self.shares, self.config.clip, setting.skip_bad_steps
         )
         parameters = self.descent.parameters
-        self.ema = RunningMean(parameters, self.config.ema) if self.config.ema else None
+        self.ema = WeightEMA(parameters, self.config.ema) if self.config.ema else None
         means = self.ema.means if self.ema else {}
-        self.held = Held({**setting.earlier, **parameters}, self.descent.memory, means)
+        self.held = TrainState({**setting.earlier, **parameters}, self.descent.memory, means)
         guard = setting.recipe.guard
-        self.divergence = Divergence(guard.diverged, guard.patience, at.notes.get("best"))
+        self.divergence = DivergenceDetector(guard.diverged, guard.patience, at.notes.get("best"))
         self.losses: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
-        self.last: list[Step] = []
+        self.last: list[StepBatch] = []
         self.saved = at.step  # the step of the latest checkpoint
 
     # -- the loop ------------------------------------------------------------------------------------
-    def run(self) -> Position:
+    def run(self) -> TrainPosition:
         """To the stage's end."""
         self._resume()
         state = self.at.notes.get("data")
-        steps = lambda: steps_of(self.setting.data, self.at.examples, self.shares, self.stage.counted, state)  # noqa: E731
-        ahead = max(4, TOKENS // (self.config.batch * self.config.length))
+        steps = lambda: iter_steps(self.setting.data, self.at.examples, self.shares, self.stage.counted, state)  # noqa: E731
+        ahead = max(4, PREFETCH_TOKENS // (self.config.batch * self.config.length))
         self.models.run.train()
         alone = self.accelerator.num_processes == 1
         with ExitStack() as stack:
-            ready = stack.enter_context(reading(steps, min(ahead, self.config.steps), self.accelerator.device))
-            interrupted = stack.enter_context(first_one_waits(alone))
+            ready = stack.enter_context(prefetch(steps, min(ahead, self.config.steps), self.accelerator.device))
+            interrupted = stack.enter_context(defer_interrupt(alone))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 self._step(self._next(ready))
@@ -90,7 +90,7 @@ class Loop:
         self._end()
         return self.at
 
-    def _next(self, ready: Iterator[Step]) -> Step:
+    def _next(self, ready: Iterator[StepBatch]) -> StepBatch:
         asked = time.perf_counter()
         step = next(ready, None)
         self.waited += time.perf_counter() - asked
@@ -101,12 +101,12 @@ class Loop:
     def _due(self, every: int) -> bool:
         return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: StepBatch) -> None:
         self.descent.rates(self.config.schedule.factor(self.at.step, self.config.steps))
         totals: dict[str, Any] = {}
         for number, batch in enumerate(step.batches, 1):
             with self.descent.forward(number == len(step.batches)):
-                parts = self._losses(on_device(batch, self.accelerator.device), step.counted)
+                parts = self._losses(to_device(batch, self.accelerator.device), step.counted)
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0) + part.detach()
         norm = self.descent.step()
@@ -157,16 +157,16 @@ class Loop:
         notes["positions"] = notes.get("positions", 0) + self.positions
         self.positions, self.seconds, self.waited = 0, 0.0, 0.0
 
-    def _judged(self, rows: list[list[float]], norms: list[float], steps: list[Step], total: int) -> list[list[float]]:
+    def _judged(self, rows: list[list[float]], norms: list[float], steps: list[StepBatch], total: int) -> list[list[float]]:
         """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
-        bad = [i for i, (row, norm) in enumerate(zip(rows, norms)) if not _finite(row[total]) or not _finite(norm)]
+        bad = [i for i, (row, norm) in enumerate(zip(rows, norms)) if not _is_finite(row[total]) or not _is_finite(norm)]
         if self.descent.scaled:  # infinite norms are how a scaler finds its scale
-            bad = [i for i in bad if not _finite(rows[i][total])]
+            bad = [i for i in bad if not _is_finite(rows[i][total])]
         if bad and not self.setting.skip_bad_steps:
             first = self.at.step - len(rows) + bad[0] + 1
             raise self._stopped("the loss or its gradient is no number", first, rows[bad[0]][total], steps[bad[0]])
         self.skipped = self.skipped + len(bad) if len(bad) == len(rows) else 0
-        if self.skipped >= SKIPS_IN_A_ROW:
+        if self.skipped >= MAX_CONSECUTIVE_SKIPS:
             raise self._stopped(f"{self.skipped} bad steps one after the other", self.at.step, float("nan"), steps[-1])
         if bad and self.accelerator.is_main_process:
             self.setting.report({"skipped": [self.at.step - len(rows) + i + 1 for i in bad]})
@@ -193,16 +193,16 @@ class Loop:
             "memory": memory,
         }  # fmt: skip
 
-    def _stopped(self, what: str, step: int, loss: float, bad: Step) -> Exception:
+    def _stopped(self, what: str, step: int, loss: float, bad: StepBatch) -> Exception:
         self.descent.forget_bad()
 
         def again() -> None:
             for batch in bad.batches:
-                self.stage.losses(self.models, on_device(batch, self.accelerator.device))["total"].backward()
+                self.stage.losses(self.models, to_device(batch, self.accelerator.device))["total"].backward()
 
         alone = self.accelerator.num_processes == 1 and self.descent.again
-        blame = blamed(self.models.student, again) if alone else ""
-        return stop(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), self.config.rate)
+        blame = diagnose_bad_step(self.models.student, again) if alone else ""
+        return bad_step_error(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), self.config.rate)
 
     # -- between steps -------------------------------------------------------------------------------
     def _pause(self, began: float) -> float:
@@ -277,5 +277,5 @@ def _mean(values: Any) -> float:
     return sum(found) / max(1, len(found))
 
 
-def _finite(value: float) -> bool:
+def _is_finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")

@@ -7,31 +7,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from surgery.architectures.linears import walk
+from surgery.architectures.linears import find_linears
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import model_class, unconverted
+from surgery.checkpoint.meta_model import model_class, build_unconverted_model
 from surgery.checkpoint.remote_code import refuse_code
-from surgery.checkpoint.source import Source, open_converted, open_source
-from surgery.checkpoint.table import METHOD
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, open_checkpoint
+from surgery.checkpoint.table import QUANT_METHOD
 from surgery.checkpoint.tensor_names import load_complete
 from surgery.core.errors import SurgeryError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def opened(name: str, trust_remote_code: bool = False) -> Source:
+def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSource:
     """A checkpoint to be trained, converted or not."""
-    source = open_converted(name)
+    source = open_converted_checkpoint(name)
     refuse_code(source.folder, name, source.config, trust_remote_code)
-    method = (source.config.get("quantization_config") or {}).get("quant_method", METHOD)
-    if method != METHOD:
+    method = (source.config.get("quantization_config") or {}).get("quant_method", QUANT_METHOD)
+    if method != QUANT_METHOD:
         raise SurgeryError(f"{name} is quantised ({method}); training wants full-precision weights")
     if source.config.get("is_encoder_decoder"):
         raise SurgeryError(f"{name} is an encoder-decoder; healing is for decoders that predict the next token")
     return source
 
 
-def load(source: Source, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """A causal language model on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
@@ -48,9 +48,9 @@ def load(source: Source, dtype: torch.dtype, trust_remote_code: bool = False) ->
     return model
 
 
-def load_student(source: Source, trust_remote_code: bool = False) -> Any:
+def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """In float32: updates of a hundred-thousandth are lost in bf16."""
-    student = load(source, torch.float32, trust_remote_code)
+    student = load_causal_lm(source, torch.float32, trust_remote_code)
     return student.requires_grad_(False)
 
 
@@ -58,11 +58,11 @@ def load_teacher(
     name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False
 ) -> Any:
     """Frozen, on its device; tokenizer: the student's; settings: recipe.Teacher."""
-    source = open_source(name, trust_remote_code)
-    same_tokens(tokenizer, source, trust_remote_code)
+    source = open_checkpoint(name, trust_remote_code)
+    check_same_tokenizer(tokenizer, source, trust_remote_code)
     place = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
-    teacher = load(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
+    teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
         raise SurgeryError(f"--teacher {name} has {theirs} words, the student {ours}; a teacher reads the same tokens")
@@ -72,7 +72,7 @@ def load_teacher(
         raise SurgeryError(f"teacher.device {place}: {str(error).splitlines()[0]}") from None
 
 
-def same_tokens(tokenizer: Any, teacher: Source, trust_remote_code: bool = False) -> None:
+def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:
     """One of the two may know more words than the other. Of a teacher's folder without a tokenizer nothing is known."""
     try:
         theirs = load_tokenizer(teacher.folder, trust_remote_code).get_vocab().items()
@@ -86,12 +86,12 @@ def same_tokens(tokenizer: Any, teacher: Source, trust_remote_code: bool = False
         )
 
 
-def tokenizer_of(source: Source, trust_remote_code: bool = False) -> Any:
+def load_source_tokenizer(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     return load_tokenizer(source.folder, trust_remote_code)
 
 
 @torch.no_grad()
-def share_frozen(student: nn.Module, teacher: nn.Module, changing: set[str]) -> int:
+def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[str]) -> int:
     """Let the teacher use the student's own tensors where both hold the same numbers and nothing will change them; bytes
     that saves."""
     theirs, saved = dict(teacher.named_parameters()), 0
@@ -105,10 +105,10 @@ def share_frozen(student: nn.Module, teacher: nn.Module, changing: set[str]) -> 
     return saved
 
 
-def roles_of(source: Source, model: Any) -> dict[str, tuple[str, ...]]:
+def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, ...]]:
     """Path of every linear, or of what stands in its place -> its roles."""
-    converted = (source.config.get("quantization_config") or {}).get("quant_method") == METHOD
-    body = walk(unconverted(source) if converted else model)
+    converted = (source.config.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
+    body = find_linears(build_unconverted_model(source) if converted else model)
     return {linear.path: linear.roles for linear in body.linears if linear.roles}
 
 
@@ -120,7 +120,7 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
-def recompute(model: Any) -> None:
+def enable_gradient_checkpointing(model: Any) -> None:
     """Activations within a layer are made again on the way back instead of kept."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
@@ -129,7 +129,7 @@ def recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def recompute_nothing(model: Any) -> None:
+def disable_gradient_checkpointing(model: Any) -> None:
     if hasattr(model, "activation_checkpointing_disable"):
         model.activation_checkpointing_disable()
     else:

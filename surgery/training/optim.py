@@ -31,25 +31,25 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from surgery.architectures.linears import is_linear
-from surgery.core.config import Real, Strict
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.config import Real, StrictModel
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import Mixer
-from surgery.modeling.cache import mixed_modules
-from surgery.modeling.modules import FoldedLinear, SplitLinear
+from surgery.modeling.cache import mixer_modules
+from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.structures import StructuredLinear
-from surgery.training.sharded_tensors import alike, local
+from surgery.training.sharded_tensors import clone_sharded, local_shard
 
-Share = Annotated[Real, Field(ge=0, le=1)]
+Fraction = Annotated[Real, Field(ge=0, le=1)]
 
 
-class Schedule(Strict):
+class Schedule(StrictModel):
     """warmup: share of the steps over which the rate rises from 0. cosine falls to `floor` times the peak at the last
     step; constant stays; wsd (warm-up, stable, decay) stays and falls in a straight line over the last `decay` share."""
 
     name: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup: Share = 0.02
-    floor: Share = 0.1
-    decay: Share = 0.2
+    warmup: Fraction = 0.02
+    floor: Fraction = 0.1
+    decay: Fraction = 0.2
 
     def factor(self, step: int, steps: int) -> float:
         """For step 0 .. steps - 1."""
@@ -64,30 +64,30 @@ class Schedule(Strict):
         return 1.0
 
 
-class RunningMean:
+class WeightEMA:
     """Begins slowly, so that the first weights do not stay in it: decay is at most (1 + step) / (10 + step)."""
 
     def __init__(self, parameters: dict[str, Tensor], decay: float):
         self.parameters, self.decay = parameters, decay
-        self.means = {name: alike(p) for name, p in parameters.items()}
+        self.means = {name: clone_sharded(p) for name, p in parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        means, now = ([local(t) for t in some.values()] for some in (self.means, self.parameters))
+        means, now = ([local_shard(t) for t in some.values()] for some in (self.means, self.parameters))
         torch._foreach_lerp_(means, now, 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Weights and means change places."""
         for name, p in self.parameters.items():
-            ours, mean = local(p), local(self.means[name])
+            ours, mean = local_shard(p), local_shard(self.means[name])
             held = ours.clone()
             ours.copy_(mean)
             mean.copy_(held)
 
 
-KINDS = {
+PARAMETER_KINDS = {
     "structured": "cores of structured linears",
     "mixers": "what attention's mixers have of their own: gates, decays, feature maps, factors of scores",
     "adapters": "LoRA",
@@ -95,10 +95,10 @@ KINDS = {
     "embeddings": "token and position embeddings",
     "vectors": "norms and biases",
 }
-DECAYED = ("structured", "adapters", "dense", "embeddings")
+DECAYED_KINDS = ("structured", "adapters", "dense", "embeddings")
 
 
-class Optimiser(Strict):
+class OptimizerConfig(StrictModel):
     """rates: mup, structure-aware; dense, a core's that of the dense layer it is in; or the same for all. momentum: of sgd
     and sign."""
 
@@ -121,7 +121,7 @@ class Fans:
     out: int
 
 
-RULES: dict[str, Callable[[Fans, int], float]] = {
+RATE_RULES: dict[str, Callable[[Fans, int], float]] = {
     "adamw": lambda f, width: width / f.fan_in,
     "sign": lambda f, width: width / f.fan_in,
     "sgd": lambda f, width: (f.fan_out / f.fan_in) * (width / f.out),
@@ -129,7 +129,7 @@ RULES: dict[str, Callable[[Fans, int], float]] = {
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """Parameters of one kind, rate and decay."""
 
     kind: str
@@ -151,45 +151,45 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Known:
+class ParameterInfo:
     """What is known of a parameter by the modules it is in."""
 
     kind: str
     fans: Fans | None
 
 
-def known_parameters(model: nn.Module) -> dict[str, Known]:
+def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
     """Every parameter by name; a tied one once."""
     modules = dict(model.named_modules())
-    return {name: _known(name, parameter, modules) for name, parameter in model.named_parameters()}
+    return {name: _parameter_info(name, parameter, modules) for name, parameter in model.named_parameters()}
 
 
-def _known(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> Known:
+def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module]) -> ParameterInfo:
     path, _, leaf = name.rpartition(".")
     if (
         ".parametrizations." in f".{path}."
     ):  # weight normalisation: the core is `<path>.parametrizations.<core>.original`
         path, _, core = path.partition(".parametrizations.")
         if leaf != "original":
-            return Known("vectors", None)
+            return ParameterInfo("vectors", None)
         leaf = core.split(".")[0]
     if ".lora_" in f".{name}" or ".modules_to_save." in name:
-        return Known("adapters", None)
+        return ParameterInfo("adapters", None)
     module: Any = modules[path]
     if ".mixer." in f".{name}":
-        return Known("mixers", _mixer_fans(module, leaf, parameter))
+        return ParameterInfo("mixers", _mixer_fans(module, leaf, parameter))
     if isinstance(module, StructuredLinear):
         mup = module.mup().get(leaf)
         fans = Fans(mup.fan_in, mup.fan_out, module.in_features, module.out_features) if mup else None
-        return Known("structured" if mup else "vectors", fans)
+        return ParameterInfo("structured" if mup else "vectors", fans)
     if isinstance(module, nn.Embedding):
-        return Known("embeddings", None)
-    if parameter.dim() >= 2 and (is_linear(module) or isinstance(module, (nn.Linear, FoldedLinear))):
+        return ParameterInfo("embeddings", None)
+    if parameter.dim() >= 2 and (is_linear(module) or isinstance(module, (nn.Linear, GuardedLinear))):
         out, in_ = parameter.shape[-2:]
         if not isinstance(module, nn.Linear):  # Conv1D keeps (in, out)
             out, in_ = in_, out
-        return Known("dense", Fans(in_, out, in_, out))
-    return Known("vectors" if parameter.dim() < 2 else "dense", None)
+        return ParameterInfo("dense", Fans(in_, out, in_, out))
+    return ParameterInfo("vectors" if parameter.dim() < 2 else "dense", None)
 
 
 def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
@@ -204,14 +204,14 @@ def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
     return None
 
 
-def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
+def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
     """Names of the parameters that the words select: "all", "new" (what the conversion brought), a kind, a role of a
     linear (roles: path -> its roles), or a path with * and ?. SurgeryError for a word that selects none; but "mixers" may
     stand beside other words where the model's mixers have no parameters of their own, as a window of softmax has none. The
     attention around such a mixer is "new": its projections are what can adapt to it."""
-    known = known_parameters(model)
+    known = parameter_infos(model)
     bare = tuple(
-        f"{path}." for path, module in mixed_modules(model) if not any(True for _ in module.mixer.parameters())
+        f"{path}." for path, module in mixer_modules(model) if not any(True for _ in module.mixer.parameters())
     )
     new_places = tuple(
         f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear))
@@ -225,18 +225,18 @@ def chosen(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, 
             hit = {
                 n for n, k in known.items() if k.kind in ("mixers", "adapters") or n.startswith((*new_places, *bare))
             }
-        elif word in KINDS:
+        elif word in PARAMETER_KINDS:
             hit = {n for n, k in known.items() if k.kind == word}
         else:
             hit = {n for n in known if fnmatchcase(n, word) or fnmatchcase(n.rpartition(".")[0], word)}
-            hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _plays(r, word))}
+            hit |= {n for n in known if any(n.startswith(f"{p}.") for p, r in roles.items() if _role_matches(r, word))}
         if not hit and not (word == "mixers" and bare and len(trains) > 1):
-            raise SurgeryError(_selects_none(word, model, {k.kind for k in known.values()}, roles, bool(bare)))
+            raise SurgeryError(_no_match_message(word, model, {k.kind for k in known.values()}, roles, bool(bare)))
         found |= hit
     return found
 
 
-def _selects_none(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool) -> str:
+def _no_match_message(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool) -> str:
     said = f"trains: {word!r} selects no parameter of {type(model).__name__}"
     if word == "mixers" and bare:
         return (
@@ -247,37 +247,37 @@ def _selects_none(word: str, model: nn.Module, there: set[str], roles: dict[str,
         return f"{said}, whose attention was left alone; --recipe weights-only heals its structured linears"
     if word == "structured" and (bare or "mixers" in there):
         return f"{said}, whose linears were left alone; --recipe standard and small-attention heal its attention"
-    if word in (*KINDS, "new"):
+    if word in (*PARAMETER_KINDS, "new"):
         return f"{said}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
-    return said + nearest(word, [*KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})])
+    return said + suggestion(word, [*PARAMETER_KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})])
 
 
-def _plays(roles: tuple[str, ...], word: str) -> bool:
+def _role_matches(roles: tuple[str, ...], word: str) -> bool:
     return any(role == word or fnmatchcase(role, word) or role.startswith(f"{word}.") for role in roles)
 
 
-def refuse_unknown_kinds(rates: Iterable[str]) -> None:
+def check_parameter_kinds(rates: Iterable[str]) -> None:
     for kind in rates:
-        if kind not in KINDS:
-            raise SurgeryError(f"rates: {kind!r} is no kind of parameters{nearest(kind, KINDS)}")
+        if kind not in PARAMETER_KINDS:
+            raise SurgeryError(f"rates: {kind!r} is no kind of parameters{suggestion(kind, PARAMETER_KINDS)}")
 
 
-def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Group]:
+def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[ParameterGroup]:
     """The trained parameters in groups; stage: a StageConfig."""
     settings = stage.optimiser
-    refuse_unknown_kinds(stage.rates)
-    known, groups = known_parameters(model), dict[Any, Group]()
+    check_parameter_kinds(stage.rates)
+    known, groups = parameter_infos(model), dict[Any, ParameterGroup]()
     for name, parameter in model.named_parameters():
         if name not in names:
             continue
         kind, fans = known[name].kind, known[name].fans
-        rate = stage.rates.get(kind, stage.rate) * _factor(settings, kind, fans)
-        decay = settings.weight_decay if kind in DECAYED else 0.0
+        rate = stage.rates.get(kind, stage.rate) * _rate_factor(settings, kind, fans)
+        decay = settings.weight_decay if kind in DECAYED_KINDS else 0.0
         shown = (fans.fan_in, fans.fan_out) if fans and _is_core(kind, fans) else None
-        group = groups.setdefault((kind, rate, decay, shown), Group(kind, rate, decay, shown))
+        group = groups.setdefault((kind, rate, decay, shown), ParameterGroup(kind, rate, decay, shown))
         group.parameters.append(parameter)
         group.names.append(name)
-    order = list(KINDS)
+    order = list(PARAMETER_KINDS)
     return sorted((g for g in groups.values() if g.rate > 0), key=lambda g: (order.index(g.kind), -g.rate))
 
 
@@ -286,17 +286,17 @@ def _is_core(kind: str, fans: Fans) -> bool:
     return kind == "structured" or (kind == "mixers" and (fans.fan_in, fans.fan_out) != (fans.in_, fans.out))
 
 
-def _factor(settings: Optimiser, kind: str, fans: Fans | None) -> float:
+def _rate_factor(settings: OptimizerConfig, kind: str, fans: Fans | None) -> float:
     if settings.rates == "same" or fans is None:
         return 1.0
     if settings.base_width is None and (fans.fan_in, fans.fan_out) == (fans.in_, fans.out):
         return 1.0
     if settings.rates == "dense":
         fans = Fans(fans.in_, fans.out, fans.in_, fans.out)
-    return RULES[settings.name](fans, settings.base_width or fans.in_)
+    return RATE_RULES[settings.name](fans, settings.base_width or fans.in_)
 
 
-def make_optimiser(groups: list[Group], settings: Optimiser) -> torch.optim.Optimizer:
+def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Fused where torch has it, so that a step with a gradient that is no number is left out without asking the
     device (see guard.py)."""
     told = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
@@ -304,10 +304,10 @@ def make_optimiser(groups: list[Group], settings: Optimiser) -> torch.optim.Opti
         return torch.optim.AdamW(told, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "sgd":
         return torch.optim.SGD(told, lr=groups[0].rate, momentum=settings.momentum, fused=True)
-    return SignDescent(told, momentum=settings.momentum)
+    return SignSGD(told, momentum=settings.momentum)
 
 
-class SignDescent(torch.optim.Optimizer):
+class SignSGD(torch.optim.Optimizer):
     """p -= rate * sign(m), m the running mean of the gradients: Bernstein et al. 2018. Decay is decoupled."""
 
     found_inf: Tensor | None = None

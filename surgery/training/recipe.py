@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from surgery.core.config import MAX_BYTES, Count, Real, Strict, merged, put, put_text, read_yaml, said
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.config import MAX_BYTES, Count, Real, StrictModel, deep_merge, set_by_path, apply_override, read_yaml, validation_error
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.recipe import recipes_folder
 from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
 
 
-class Teacher(Strict):
+class TeacherConfig(StrictModel):
     """device: where its weights lie, cuda:1 for example; None: where the student is. cache: a folder that `surgery
     teacher-cache` wrote, in place of a teacher in memory, for stages that ask for logits alone."""
 
@@ -32,14 +32,14 @@ class Teacher(Strict):
     cache: str | None = None
 
 
-class Guard(Strict):
+class GuardConfig(StrictModel):
     """diverged: a mean loss this many times the best one (plus as many nats) ends the run, after `patience` looks."""
 
     diverged: Annotated[Real, Field(gt=1)] = 3.0
     patience: Annotated[int, Field(ge=1)] = 3
 
 
-class HealingRecipe(Strict):
+class HealingRecipe(StrictModel):
     """What `surgery finetune` does; docs/finetune.md explains every key. precision: of the products, float32 weights
     beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps; evaluate:
     None is a tenth of the run. deliver: the state of the lowest loss on validation text, the start included, or the last."""
@@ -47,8 +47,8 @@ class HealingRecipe(Strict):
     description: str = ""
     data: dict[str, Any] = Field(default_factory=dict)
     stages: tuple[SerializeAsAny[StageConfig], ...]
-    teacher: Teacher = Teacher()
-    guard: Guard = Guard()
+    teacher: TeacherConfig = TeacherConfig()
+    guard: GuardConfig = GuardConfig()
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log: Annotated[Count, Field(ge=1)] = 10
@@ -63,29 +63,29 @@ class HealingRecipe(Strict):
         return self.evaluate if self.evaluate is not None else -(-sum(stage.steps for stage in self.stages) // 10)
 
 
-def shipped() -> dict[str, str]:
+def shipped_healing_recipes() -> dict[str, str]:
     """Name -> description of the healing recipes in the package."""
-    return {path.stem: _read(path).get("description", "") for path in sorted(_folder().glob("*.yaml"))}
+    return {path.stem: _read_yaml_mapping(path).get("description", "") for path in sorted(_healing_folder().glob("*.yaml"))}
 
 
-def load_healing(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
+def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
     """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
-    return parse_healing(*read_recipe(name, _folder(), "healing", overrides, tiny))
+    return parse_healing_recipe(*read_recipe(name, _healing_folder(), "healing", overrides, tiny))
 
 
 def read_recipe(
     name: str, folder: Path, kind: str, overrides: list[str] | tuple[str, ...], tiny: bool
 ) -> tuple[dict[str, Any], str]:
-    """(its keys, what to call it) of a recipe shipped in `folder`, or of a file."""
+    """(its keys, what to call it) of a recipe shipped in `pretrain_folder`, or of a file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
         if not path.is_file():
             names = [p.stem for p in folder.glob("*.yaml")]
             raise SurgeryError(
-                f"no {kind} recipe {name!r}{nearest(name, names)} (a file is given by its path, ending in .yaml)"
+                f"no {kind} recipe {name!r}{suggestion(name, names)} (a file is given by its path, ending in .yaml)"
             )
-    data = _read(path)
+    data = _read_yaml_mapping(path)
     small = data.pop("tiny", None)
     if tiny:
         if not isinstance(small, dict):
@@ -93,40 +93,40 @@ def read_recipe(
                 f"recipe {path} has no block `tiny`; write one, for example tiny: {{stages.*.tokens: 4096}}"
             )
         for key, value in small.items():
-            put(data, str(key), value)
+            set_by_path(data, str(key), value)
     for text in overrides:
-        put_text(data, text)
+        apply_override(data, text)
     return data, f"recipe {path}"
 
 
-def parse_healing(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
+def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
     data = dict(data)
     common, stages = data.pop("common", None) or {}, data.pop("stages", None)
     if not isinstance(common, dict):
         raise SurgeryError(f"{where}: common is a mapping of keys that all stages share, for example {{batch: 64}}")
     if not isinstance(stages, list) or not stages:
         raise SurgeryError(f"{where}: stages lists at least one, for example [{{kind: lm, tokens: 20M, rate: 1e-4}}]")
-    data["stages"] = tuple(_stage(stage, common, f"{where}, stage {i}") for i, stage in enumerate(stages))
+    data["stages"] = tuple(_parse_stage(stage, common, f"{where}, stage {i}") for i, stage in enumerate(stages))
     try:
         recipe = HealingRecipe.model_validate(data)
     except ValidationError as error:
-        raise said(error, where, [*HealingRecipe.model_fields, "common", "tiny"]) from None
+        raise validation_error(error, where, [*HealingRecipe.model_fields, "common", "tiny"]) from None
     for stage in recipe.stages:
-        data_of(recipe, stage)
+        stage_data_config(recipe, stage)
     return recipe
 
 
-def data_of(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
+def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
     """The recipe's data with the stage's laid over; None where no source is named (--data names one)."""
-    both = merged(recipe.data, stage.data)
+    both = deep_merge(recipe.data, stage.data)
     try:
         config = DataConfig.model_validate({"sources": ".", **both})
     except ValidationError as error:
-        raise said(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
+        raise validation_error(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
     return config if both.get("sources") else None
 
 
-def _stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
+def _parse_stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise SurgeryError(f"{where}: a stage is a mapping with a kind, one of {', '.join(STAGES.names())}")
     config_type: Any = STAGES.config_type(data["kind"])
@@ -136,16 +136,16 @@ def _stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
     if strangers:
         raise SurgeryError(f"{where}: common has {strangers[0]!r}, which is a key of no stage")
     try:
-        return config_type.model_validate(merged(shared, data))
+        return config_type.model_validate(deep_merge(shared, data))
     except ValidationError as error:
-        raise said(error, where, config_type.model_fields) from None
+        raise validation_error(error, where, config_type.model_fields) from None
 
 
-def _folder() -> Path:
+def _healing_folder() -> Path:
     return recipes_folder() / "healing"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SurgeryError(f"recipe file {path} does not exist")
     if path.stat().st_size > MAX_BYTES:

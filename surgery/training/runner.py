@@ -11,53 +11,53 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import partial_of, size_text
+from surgery.core.files import partial_path, size_text
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress
 from surgery.training import models as opening
-from surgery.training.batches import on_device, stacked
+from surgery.training.batches import to_device, stack_examples
 from surgery.training.best_state import BEST, Best, better
-from surgery.training.checkpoints import Checkpoints, Held, Position
+from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
 from surgery.training.data.dataset import make_data
-from surgery.training.data.packing import check_rows
+from surgery.training.data.packing import check_packed_attention
 from surgery.training.data.shared_tokens import SharedTokens
-from surgery.training.distributed.accelerator import make_accelerator, prepared, shares_of, spread, unwrapped
+from surgery.training.distributed.accelerator import make_accelerator, prepare, batch_layout, sharding_name, unwrap_model
 from surgery.training.export import (
     ADAPTER,
     adapter_digests,
-    circumstances,
+    run_environment,
     delivered,
-    keys_of,
+    tensor_keys,
     refuse_difference,
-    round_as_stored,
-    scores,
-    settle,
+    round_to_stored_dtype,
+    loss_records,
+    publish_result,
     stage_record,
     write_result,
 )
-from surgery.training.logging import CURVE, Log, Reporter, draw, end_trackers, groups_table, start_trackers
-from surgery.training.loop import Loop, Setting
-from surgery.training.optim import make_groups, make_optimiser, refuse_unknown_kinds
-from surgery.training.recipe import HealingRecipe, data_of
-from surgery.training.sharded_tensors import fill, rest
-from surgery.training.stages import STAGES, Models, Stage
+from surgery.training.logging import CURVE_NAME, TrainingLog, LogReporter, draw_curve, end_trackers, groups_table, start_trackers
+from surgery.training.loop import TrainingLoop, LoopContext
+from surgery.training.optim import make_groups, make_optimizer, check_parameter_kinds
+from surgery.training.recipe import HealingRecipe, stage_data_config
+from surgery.training.sharded_tensors import copy_full_, reshard_modules
+from surgery.training.stages import STAGES, StageModels, Stage
 from surgery.training.stages.lora import LoraStage
 from surgery.training.validation import Validation
-from surgery.training.weight_norm import fold, normalise
+from surgery.training.weight_norm import fold_core_norms, add_core_norms
 
 
-def named(model: Any) -> dict[str, Tensor]:
+def parameters_without_adapters(model: Any) -> dict[str, Tensor]:
     """Parameters by the names they have without adapters around them."""
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
-def changed_by(recipe: HealingRecipe, models: Models, roles: dict[str, tuple[str, ...]]) -> set[str]:
+def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tuple[str, ...]]) -> set[str]:
     """Names of the student's parameters that some stage changes; SurgeryError where a stage does not fit the model. Weights
     are not read: the model may lie on the meta device."""
     found: set[str] = set()
     for number, config in enumerate(recipe.stages):
         stage = STAGES[config](config)
-        refuse_unknown_kinds(config.rates)
+        check_parameter_kinds(config.rates)
         found |= stage.changes(models, roles)
         if isinstance(stage, LoraStage) and stage.keeps(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
@@ -67,36 +67,36 @@ def changed_by(recipe: HealingRecipe, models: Models, roles: dict[str, tuple[str
     return found
 
 
-class Healing:
+class StageRunner:
     def __init__(
         self, source: Any, recipe: HealingRecipe, out: Path, teacher: str | None, trust: bool, skip: bool,
         track: str | None, device: str | None, progress: Progress, show: Any,
     ):  # fmt: skip
         self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
-        self.teacher_name, self.work, self.show = teacher, partial_of(out), show
+        self.teacher_name, self.work, self.show = teacher, partial_path(out), show
         self.accelerator = make_accelerator(device, recipe.precision, track, self.work)
         self.main = self.accelerator.is_main_process
         self.journal: Journal | None = None
         self.progress = progress if self.main else Progress()
-        self.reporter = Reporter(self.progress, self.main)
+        self.reporter = LogReporter(self.progress, self.main)
         self.trained: set[str] = set()
         self.stages: list[dict[str, Any]] = []
-        self.spread = bool(spread(self.accelerator))
+        self.spread = bool(sharding_name(self.accelerator))
 
     def everything(self) -> dict[str, Any]:
         began = time.perf_counter()
         torch.manual_seed(self.recipe.seed)
-        self.tokenizer = opening.tokenizer_of(self.source, self.trust)
-        self.checkpoints = Checkpoints(
+        self.tokenizer = opening.load_source_tokenizer(self.source, self.trust)
+        self.checkpoints = CheckpointManager(
             self.work / "checkpoints",
             self.recipe.keep,
             self.accelerator.process_index,
             self.accelerator.wait_for_everyone,
         )
         self.best = Best(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
-        self.log = Log(self.work, self.accelerator)
+        self.log = TrainingLog(self.work, self.accelerator)
         student = opening.load_student(self.source, self.trust)
-        self.roles = opening.roles_of(self.source, student)
+        self.roles = opening.linear_roles(self.source, student)
         at = self._position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
         models = self._models(student)
@@ -105,7 +105,7 @@ class Healing:
         self.validation = self._validation()
         self.measured = self._measured(models)
         for number in range(at.stage, len(self.recipe.stages)):
-            self._stage(models, number, at if number == at.stage else Position(number))
+            self._stage(models, number, at if number == at.stage else TrainPosition(number))
         latest = self.checkpoints.latest()
         assert latest is not None, "every stage ends with a checkpoint"
         ended = self.checkpoints.position(latest)
@@ -114,9 +114,9 @@ class Healing:
         return record
 
     # -- what is there ---------------------------------------------------------------------------------
-    def _position(self) -> Position:
+    def _position(self) -> TrainPosition:
         latest = self.checkpoints.latest()
-        at = self.checkpoints.position(latest) if latest else Position()
+        at = self.checkpoints.position(latest) if latest else TrainPosition()
         self.trained = set(at.notes.get("trained", []))
         self.stages = list(at.notes.get("stages", []))
         if self.main:
@@ -126,7 +126,7 @@ class Healing:
         self.accelerator.wait_for_everyone()
         return at
 
-    def _models(self, student: Any) -> Models:
+    def _models(self, student: Any) -> StageModels:
         recipe, wants = self.recipe, {STAGES[stage](stage).needs_teacher for stage in self.recipe.stages}
         for stage in recipe.stages:
             opening.check_length(student, stage.length)
@@ -142,26 +142,26 @@ class Healing:
             )
         if not self.spread:
             student.to(self.accelerator.device)
-        models = Models(student, student, teacher, cache)
+        models = StageModels(student, student, teacher, cache)
         changing = self._changing(models)
         if teacher is not None and not self.spread:
-            saved = opening.share_frozen(student, teacher, changing)
+            saved = opening.share_frozen_tensors(student, teacher, changing)
             if saved:
                 self.progress.say(f"teacher and student share {size_text(saved)} of weights that nothing changes")
         return models
 
-    def _changing(self, models: Models) -> set[str]:
+    def _changing(self, models: StageModels) -> set[str]:
         """Names of what any stage will change; what one of them refuses is refused here."""
         for config in self.recipe.stages:
-            shares_of(self.accelerator, config)
+            batch_layout(self.accelerator, config)
         return changed_by(self.recipe, models, self.roles)
 
     def _validation(self) -> Validation:
         last = self.recipe.stages[-1]
-        data = make_data(data_of(self.recipe, last), self.tokenizer, last.length, self.recipe.seed)  # type: ignore[arg-type]
+        data = make_data(stage_data_config(self.recipe, last), self.tokenizer, last.length, self.recipe.seed)  # type: ignore[arg-type]
         return Validation(data.validation(), last.rows, self.accelerator)
 
-    def _measured(self, models: Models) -> dict[str, float | None]:
+    def _measured(self, models: StageModels) -> dict[str, float | None]:
         """Losses of the original and of the converted, before anything is trained; once, and then from the journal."""
         lines = [line for line in self.journal.lines if line["step"] == "measured"] if self.journal else []
         found: dict[str, float | None] = {"original": None, "before": None}
@@ -184,13 +184,13 @@ class Healing:
         if self.journal:
             self.journal.add("measured", **found)
 
-    def _measured_now(self, models: Models, number: int, at: Position) -> None:
+    def _measured_now(self, models: StageModels, number: int, at: TrainPosition) -> None:
         """The converted model, where it had to be spread over devices first."""
         if self.spread and self.validation and (number, at.step) == (0, 0):
             self._note({**self.measured, "before": self.validation.of_models(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
-    def _stage(self, models: Models, number: int, at: Position) -> None:
+    def _stage(self, models: StageModels, number: int, at: TrainPosition) -> None:
         """Train one stage, and leave a checkpoint after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
@@ -208,14 +208,14 @@ class Healing:
         for name in own:
             parameters[name].requires_grad_(True)
         groups = make_groups(models.student, own, config)
-        optimiser = make_optimiser(groups, config.optimiser)
+        optimiser = make_optimizer(groups, config.optimiser)
         if self.main:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
         if config.memory == "checkpoint":
-            opening.recompute(models.student)
-        models.run, optimiser = prepared(self.accelerator, models.student, optimiser, config, self.recipe.precision)
+            opening.enable_gradient_checkpointing(models.student)
+        models.run, optimiser = prepare(self.accelerator, models.student, optimiser, config, self.recipe.precision)
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
-        data = make_data(data_of(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
+        data = make_data(stage_data_config(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
         if self.accelerator.num_processes > 1:
             data.tokens = SharedTokens(
                 self.work / "tokens" / data.fingerprint()[:16], self.accelerator.is_local_main_process
@@ -224,65 +224,65 @@ class Healing:
         self._measure(models, stage, data)
         self._measured_now(models, number, at)
         at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
-        now = named(models.student)
+        now = parameters_without_adapters(models.student)
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
-        setting = Setting(
+        setting = LoopContext(
             self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.of_models,
             self.skip, self.recipe.evaluates, self._judge, earlier, sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
-        loop = Loop(setting, stage, models, groups, optimiser, at)
+        loop = TrainingLoop(setting, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
         self._over(models, stage, loop)
 
-    def _judge(self, loss: float | None, at: Position, held: Held) -> None:
+    def _judge(self, loss: float | None, at: TrainPosition, held: TrainState) -> None:
         """Keep the state if it is the best so far."""
         if self.recipe.deliver == "best":
             self.best.see(loss, self.measured["before"], at, held)
 
-    def _restored(self, models: Models) -> None:
+    def _restored(self, models: StageModels) -> None:
         if latest := self.checkpoints.latest():
-            self.checkpoints.restore_weights(latest, named(models.student))
+            self.checkpoints.restore_weights(latest, parameters_without_adapters(models.student))
 
-    def _prepared(self, models: Models, stage: Stage) -> set[str]:
+    def _prepared(self, models: StageModels, stage: Stage) -> set[str]:
         """Names of what trains, as they are once the stage has brought its new parameters."""
         stage.prepare(models, self.roles)
         own = stage.trains(models, self.roles)
-        return normalise(models.student, own) if stage.config.weight_norm == "cores" else own
+        return add_core_norms(models.student, own) if stage.config.weight_norm == "cores" else own
 
-    def _measure(self, models: Models, stage: Stage, data: Any) -> None:
+    def _measure(self, models: StageModels, stage: Stage, data: Any) -> None:
         config = stage.config
         rows = [example for example, _ in zip(data.examples(0), range(config.rows))]
         if rows:
-            stage.measure(models, on_device(stacked(rows, list(range(len(rows)))), self.accelerator.device))
+            stage.measure(models, to_device(stack_examples(rows, list(range(len(rows)))), self.accelerator.device))
 
-    def _check(self, models: Models, stage: Stage, data: Any) -> None:
-        check_rows(models.student, data.config.packing, stage.config.rows)
+    def _check(self, models: StageModels, stage: Stage, data: Any) -> None:
+        check_packed_attention(models.student, data.config.packing, stage.config.rows)
         if models.cache is not None and stage.needs_teacher == "logits":
             models.cache.check(data)
 
-    def _over(self, models: Models, stage: Stage, loop: Loop) -> None:
+    def _over(self, models: StageModels, stage: Stage, loop: TrainingLoop) -> None:
         """The wrappers off, and a checkpoint between the stages; after the last one it is of what is delivered, in numbers
         as they will be stored. Its notes hold the loss on validation text, and digests of the adapter's files."""
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         after = self.validation.of_models(models) if adapter else None
-        rest(models.student)
-        models.student = models.run = unwrapped(self.accelerator, models.run)
+        reshard_modules(models.student)
+        models.student = models.run = unwrap_model(self.accelerator, models.run)
         if stage.config.memory == "checkpoint":
-            opening.recompute_nothing(models.student)
+            opening.disable_gradient_checkpointing(models.student)
         if stage.config.weight_norm == "cores":
-            fold(models.student)
+            fold_core_norms(models.student)
         stage.finish(models, self.roles, self.work if self.main else None)
         self.trained |= stage.changes(models, self.roles)
-        held = Held({n: p for n, p in models.student.named_parameters() if n in self.trained})
+        held = TrainState({n: p for n, p in models.student.named_parameters() if n in self.trained})
         over = loop.at.stage + 1 == len(self.recipe.stages)
         if over:
-            round_as_stored(held.parameters, keys_of(models.student, self.source, self.trained), self.source)
+            round_to_stored_dtype(held.parameters, tensor_keys(models.student, self.source, self.trained), self.source)
         after = after if adapter else self.validation.of_models(models)
-        rest(models.student)
+        reshard_modules(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
-        position = Position(
+        position = TrainPosition(
             loop.at.stage + 1, notes={"trained": sorted(self.trained), "stages": self.stages, "after": after}
         )
         if over:
@@ -293,7 +293,7 @@ class Healing:
         self.checkpoints.save(position, held)
 
     # -- what is delivered -----------------------------------------------------------------------------
-    def _delivered(self, models: Models, held: Held, last: float | None) -> dict[str, Any]:
+    def _delivered(self, models: StageModels, held: TrainState, last: float | None) -> dict[str, Any]:
         """Put the state to be delivered in the model's place; notes about it. last: the loss of the state after the last
         step, which is there now."""
         start, saved = self.measured["before"], self.best.latest()
@@ -305,7 +305,7 @@ class Healing:
                 chosen, after = "start", self._put(models, held, None)
         return {"after": after, "last": last, "delivered": chosen}
 
-    def _put(self, models: Models, held: Held, saved: Path | None) -> float | None:
+    def _put(self, models: StageModels, held: TrainState, saved: Path | None) -> float | None:
         """The best state, or the start (None), in the place of the trained numbers, as they will be stored; its loss. The
         student is opened again and made what it was at that step, as when a run goes on after a kill."""
         student = opening.load_student(self.source, self.trust)
@@ -313,30 +313,30 @@ class Healing:
         if self.main:
             shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # that of the state after the last step
         if saved is not None:
-            adapter = self._as_saved(Models(student, student, models.teacher, models.cache), saved)
+            adapter = self._as_saved(StageModels(student, student, models.teacher, models.cache), saved)
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
-        round_as_stored(parameters, keys_of(student, self.source, self.trained), self.source)
+        round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
         for name, p in held.parameters.items():
-            fill(p, parameters[name].detach().to(p.device))
+            copy_full_(p, parameters[name].detach().to(p.device))
         if saved is None:
             return self.measured["before"]
         loss = self.best.loss(saved) if adapter else self.validation.of_models(models)
-        rest(models.student)
+        reshard_modules(models.student)
         return loss
 
-    def _as_saved(self, models: Models, saved: Path) -> bool:
+    def _as_saved(self, models: StageModels, saved: Path) -> bool:
         """The student as it was saved, without what its stage had brought; whether an adapter is left beside it."""
         at = self.best.position(saved)
         if at.step == 0:  # after a stage
-            self.best.restore_weights(saved, named(models.student))
+            self.best.restore_weights(saved, parameters_without_adapters(models.student))
             return False
         config = self.recipe.stages[at.stage]
         stage: Stage = STAGES[config](config)
         adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
         self._prepared(models, stage)
-        self.best.restore_weights(saved, named(models.student))
+        self.best.restore_weights(saved, parameters_without_adapters(models.student))
         if config.weight_norm == "cores":
-            fold(models.student)
+            fold_core_norms(models.student)
         stage.finish(models, self.roles, self.work if self.main else None)
         return adapter
 
@@ -349,15 +349,15 @@ class Healing:
             "stages": self.stages,
             "trained": len(self.trained),
         }
-        told["validation"] = scores({**self.measured, "after": notes["after"]})
+        told["validation"] = loss_records({**self.measured, "after": notes["after"]})
         told["delivered"] = delivered(self.recipe, self.measured["before"], notes)
         told["validation_rows"] = len(self.validation.examples)
-        return {**told, **circumstances(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
+        return {**told, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
-    def _write(self, models: Models, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
+    def _write(self, models: StageModels, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
         """The result from the last checkpoint, never from the model in memory; compared with it before the work goes."""
         if self.main:
-            draw(self.log.lines(), self.work / CURVE)
+            draw_curve(self.log.lines(), self.work / CURVE_NAME)
         end_trackers(self.accelerator)
         if self.main:
             trained = self.checkpoints.weights(latest)
@@ -366,13 +366,13 @@ class Healing:
                     f"{latest} does not hold what its notes say, or {self.work / ADAPTER} was changed since; remove that "
                     "checkpoint and run the same command with --resume to go on from the one before"
                 )
-            keys = keys_of(models.student, self.source, set(trained))
+            keys = tensor_keys(models.student, self.source, set(trained))
             new = {keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
             refuse_difference(target, self.source, new)
             for wrote, name in (("surgery", "tensorboard"), ("wandb", "wandb")):
                 if (self.work / wrote).is_dir():
                     shutil.copytree(self.work / wrote, target / "training" / name, symlinks=True)
-            settle(target, self.out, self.work)
+            publish_result(target, self.out, self.work)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from surgery.training.batches import on_device
-from surgery.training.stages.base import IGNORED, Batch, Models, inputs_of, targets_of
+from surgery.training.batches import to_device
+from surgery.training.stages.base import IGNORE_INDEX, Batch, StageModels, model_inputs, next_token_targets
 from surgery.training.stages.lm import cross_entropy
 
 
@@ -28,20 +28,20 @@ class Validation:
         run.eval()
         total = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
         for batch in self._own():
-            batch = on_device(batch, self.accelerator.device)
-            _, next_BT = targets_of(batch)
-            total[0] += cross_entropy(run(**inputs_of(batch)).logits, next_BT)
-            total[1] += (next_BT != IGNORED).sum()
+            batch = to_device(batch, self.accelerator.device)
+            _, next_BT = next_token_targets(batch)
+            total[0] += cross_entropy(run(**model_inputs(batch)).logits, next_BT)
+            total[1] += (next_BT != IGNORE_INDEX).sum()
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         return summed / count if count else None
 
-    def of_models(self, models: Models) -> float | None:
+    def of_models(self, models: StageModels) -> float | None:
         return self.loss(models.run)
 
     def _own(self) -> list[Batch]:
         """This process's batches, as many for each: rows of nothing fill up."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        blank = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORED)}
+        blank = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORE_INDEX)}
         own = self.examples[rank::world]
         count = -(-len(self.examples) // world)
         own = own + [blank] * (-(-count // self.rows) * self.rows - len(own))

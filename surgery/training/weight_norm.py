@@ -42,17 +42,17 @@ def rms(core: Tensor) -> Tensor:
     return core.square().mean().clamp_min(1e-24).sqrt()
 
 
-def cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
+def structured_cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
     """(path, module, core) of every structured linear, and of every mixer that says its cores' fans."""
     for path, module in list(model.named_modules()):
         if isinstance(module, (StructuredLinear, Mixer)):
             yield from ((path, module, name) for name in module.mup())
 
 
-def normalise(model: nn.Module, names: set[str]) -> set[str]:
+def add_core_norms(model: nn.Module, names: set[str]) -> set[str]:
     """Those of the cores that are among the names, reparametrised; the names as they are now."""
     now = set(names)
-    for path, module, core in cores(model):
+    for path, module, core in structured_cores(model):
         name = f"{path}.{core}"
         if name not in names:
             continue
@@ -62,8 +62,8 @@ def normalise(model: nn.Module, names: set[str]) -> set[str]:
     return now
 
 
-def fold(model: nn.Module) -> None:
+def fold_core_norms(model: nn.Module) -> None:
     """Ordinary cores again, with the numbers they have now."""
-    for _, module, core in cores(model):
+    for _, module, core in structured_cores(model):
         if parametrize.is_parametrized(module, core):
             parametrize.remove_parametrizations(module, core, leave_parametrized=True)

@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers.small import outputs_of, recipe_of, run_python, tiny_inputs
-from helpers.small_mixers import Decayed, registered, with_mixers
+from helpers.small import model_outputs, make_recipe, run_python, tiny_inputs
+from helpers.small_mixers import DecayedConfig, register_test_mixers, random_model_with_mixers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
     assert type(model) is type(plain)
     assert len({m.config.name for m in structured(model).values()}) == len(STRUCTURES.names())
     inputs = tiny_inputs(family, 2)
-    found, expected = outputs_of(model, inputs), outputs_of(plain, inputs)
+    found, expected = model_outputs(model, inputs), model_outputs(plain, inputs)
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
@@ -109,12 +109,12 @@ def test_a_fresh_interpreter(converted, tmp_path):
     trust_remote_code it loads, and nothing of converting is imported."""
     folder, saved, again = (str(p) for p in (converted("llama"), tmp_path / "logits.pt", tmp_path / "again"))
     refused = [folder, *(str(tmp_path / family) for family in ("llama", "gpt2", "bert", "vit"))]
-    with registered():
+    with register_test_mixers():
         for mixed in refused[1:]:
-            with_mixers(mixed.rpartition("/")[2], Decayed(), [0]).save_pretrained(mixed)
+            random_model_with_mixers(mixed.rpartition("/")[2], DecayedConfig(), [0]).save_pretrained(mixed)
     done = run_python(FRESH.format(refused=refused, folder=folder, saved=saved, again=again))
     assert done.returncode == 0, done.stderr
-    expected = outputs_of(load(folder), tiny_inputs("llama", 2))
+    expected = model_outputs(load(folder), tiny_inputs("llama", 2))
     assert torch.allclose(torch.load(saved), expected, rtol=1e-4, atol=1e-4)  # it may have another number of threads
     assert same_numbers(load(again), load(folder))
     loaded = set(done.stdout.split())
@@ -129,7 +129,7 @@ def test_device_maps(family, device_map, converted):
     plain = load(converted(family)).to(mapped.device)  # a GPU, where there is one
     assert same_numbers(mapped, plain)
     inputs = {name: value.to(mapped.device) for name, value in tiny_inputs(family, 2).items()}
-    assert torch.equal(outputs_of(mapped, inputs), outputs_of(plain, inputs))
+    assert torch.equal(model_outputs(mapped, inputs), model_outputs(plain, inputs))
 
 
 def test_meta_device_and_disk_offload(converted, tmp_path):
@@ -140,7 +140,7 @@ def test_meta_device_and_disk_offload(converted, tmp_path):
     offloaded = load(converted("llama"), device_map=places, offload_folder=str(tmp_path))
     assert next(offloaded.model.layers[1].parameters()).is_meta
     inputs = tiny_inputs("llama", 2)
-    assert torch.equal(outputs_of(offloaded, inputs), outputs_of(load(converted("llama")), inputs))
+    assert torch.equal(model_outputs(offloaded, inputs), model_outputs(load(converted("llama")), inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -152,8 +152,8 @@ def test_dtypes(dtype, converted, tmp_path):
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again", dtype="auto")
     assert again.dtype == dtype and same_numbers(again, model)
-    inputs, exact = tiny_inputs("llama", 2), outputs_of(load(converted("llama")), tiny_inputs("llama", 2))
-    gap = float((outputs_of(model, inputs).float() - exact).norm() / exact.norm())
+    inputs, exact = tiny_inputs("llama", 2), model_outputs(load(converted("llama")), tiny_inputs("llama", 2))
+    gap = float((model_outputs(model, inputs).float() - exact).norm() / exact.norm())
     assert gap < {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
 
 
@@ -183,7 +183,7 @@ def test_a_model_of_remote_code_keeps_its_code(checkpoints, tmp_path):
     auto_map = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}
     config.update(model_type="own_llama", architectures=["OwnForCausalLM"], auto_map=auto_map)
     (source / "config.json").write_text(json.dumps(config))
-    recipe = recipe_of(structure="low_rank", keep=0.5)
+    recipe = make_recipe(structure="low_rank", keep=0.5)
     with pytest.raises(SurgeryError, match="then pass --trust-remote-code"):
         convert(str(source), recipe, tmp_path / "out")
     convert(str(source), recipe, tmp_path / "out", trust_remote_code=True)
@@ -192,7 +192,7 @@ def test_a_model_of_remote_code_keeps_its_code(checkpoints, tmp_path):
     for name in ("out", "dense"):
         model = load(tmp_path / name, trust_remote_code=True)
         assert type(model).__name__ == "OwnForCausalLM" and bool(structured(model)) == (name == "out")
-        logits.append(outputs_of(model, inputs))
+        logits.append(model_outputs(model, inputs))
     assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 1e-5
 
 

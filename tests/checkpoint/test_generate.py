@@ -7,23 +7,23 @@ import pickle
 
 import pytest
 import torch
-from helpers.small import GENERATING, tiny_inputs
-from helpers.small_mixers import Decayed, DecayedMixer, Exact, lively, registered, with_mixers
+from helpers.small import GENERATIVE_FAMILIES, tiny_inputs
+from helpers.small_mixers import DecayedConfig, DecayedMixer, ExactConfig, random_model, register_test_mixers, random_model_with_mixers
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.cache import RECORDED, mixed_modules, record_past
+from surgery.modeling.cache import MAX_RECORDED, mixer_modules, record_past
 from surgery.modeling.cache_io import load_cache, save_cache
 
-FAMILIES = [f for f in GENERATING if not f.startswith("t5") and f != "llama-tied"]
+FAMILIES = [f for f in GENERATIVE_FAMILIES if not f.startswith("t5") and f != "llama-tied"]
 HYBRIDS = [("mistral", 0), ("mistral", 1), ("gemma2", 0), ("gemma2", 1), ("gemma3", 1), ("qwen3", 0), ("gpt2", 1)]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def known():
-    with registered():
+    with register_test_mixers():
         yield
 
 
@@ -51,12 +51,12 @@ def whole(model, tokens, new: int) -> torch.Tensor:
 
 def mixed_model(family: str, mixer, layers=None):
     changes = {"n_positions": 256} if family == "gpt2" else {"sliding_window": 8} if family == "mistral" else {}
-    return with_mixers(family, mixer, layers, **changes)
+    return random_model_with_mixers(family, mixer, layers, **changes)
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return mixed_model("llama", Decayed())
+    return mixed_model("llama", DecayedConfig())
 
 
 def layers_of(cache) -> list[str]:
@@ -65,7 +65,7 @@ def layers_of(cache) -> list[str]:
 
 # -- step by step = at once ------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", [Exact(), Decayed()], ids=["exact", "decayed"])
+@pytest.mark.parametrize("mixer", [ExactConfig(), DecayedConfig()], ids=["exact", "decayed"])
 def test_greedy_is_the_argmax_of_the_whole_forward(family, mixer):
     model, new = mixed_model(family, mixer), 12
     tokens, logits = decoded(model, prompts(), new)
@@ -75,7 +75,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward(family, mixer):
 
 @pytest.mark.parametrize("family, layer", HYBRIDS)
 def test_hybrids_with_sliding_and_full_softmax_layers(family, layer):
-    model, new = mixed_model(family, Decayed(), [layer]), 12
+    model, new = mixed_model(family, DecayedConfig(), [layer]), 12
     tokens, logits = decoded(model, prompts(), new)
     assert far(logits, whole(model, tokens, new)) < 1e-5
 
@@ -112,7 +112,7 @@ def test_the_cache_stays_small(llama):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family, layers", [("llama", None), ("mistral", [0]), ("mistral", [1]), ("gemma3", [1]), ("gpt2", None), ("gpt_neox", None)])  # fmt: skip
 def test_a_left_padded_row_is_as_alone(family, layers, attention):
-    model = mixed_model(family, Decayed(), layers)
+    model = mixed_model(family, DecayedConfig(), layers)
     model.set_attn_implementation(attention)
     ids = prompts(3, 12)
     mask = torch.ones_like(ids)
@@ -124,7 +124,7 @@ def test_a_left_padded_row_is_as_alone(family, layers, attention):
 
 @pytest.mark.parametrize("layers", [None, [0]])
 def test_beams_with_and_without_a_cache(layers):
-    model = mixed_model("llama", Decayed(), layers)
+    model = mixed_model("llama", DecayedConfig(), layers)
     options = {**GREEDY, "num_beams": 3, "max_new_tokens": 10, "num_return_sequences": 3}
     assert torch.equal(model.generate(prompts(), **options), model.generate(prompts(), use_cache=False, **options))
 
@@ -156,7 +156,7 @@ def test_rows_repeated_and_selected(llama):
 @pytest.mark.parametrize("make", ["none", "empty", "config"])
 def test_pieces_of_many_lengths(family, layers, make):
     """Chat turns: the cache is made by the model, by the user, or by the user from the config."""
-    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 24)
+    model, ids = mixed_model(family, DecayedConfig(), layers), prompts(2, 24)
     cache = {"none": lambda: None, "empty": DynamicCache, "config": lambda: DynamicCache(config=model.config)}[make]()
     if make == "empty" and family != "llama" and family != "gpt2":
         pytest.skip("a sliding layer's cache is made from the config")
@@ -166,7 +166,7 @@ def test_pieces_of_many_lengths(family, layers, make):
         cache, start = done.past_key_values, start + length
         outs.append(done.logits)
     assert far(torch.cat(outs, 1), model(ids, use_cache=False).logits) < 1e-5
-    assert layers_of(cache).count("MixerLayer") == len(list(mixed_modules(model)))
+    assert layers_of(cache).count("MixerLayer") == len(list(mixer_modules(model)))
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def test_cache_implementations(family, layers, kind):
     built_for_cuda = torch.version.cuda is not None
     if kind == "offloaded" and not torch.cuda.is_available() and (layers or built_for_cuda):
         pytest.skip("softmax layers are offloaded from a GPU only, and torch built for one makes no stream without it")
-    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 11)
+    model, ids = mixed_model(family, DecayedConfig(), layers), prompts(2, 11)
     if kind == "offloaded" and torch.cuda.is_available():
         model, ids = model.to("cuda"), ids.to("cuda")
     mask = torch.ones_like(ids)
@@ -221,7 +221,7 @@ def test_candidates_are_taken_back(family, layers):
     """Prompt lookup and an assistant that is often wrong: tokens and logits of greedy search."""
     if family == "mistral" and not hasattr(DynamicCache, "activate_past_recording"):
         pytest.skip("this transformers cannot crop its own sliding layers")
-    model = mixed_model(family, Decayed(), layers)
+    model = mixed_model(family, DecayedConfig(), layers)
     ids, end = prompts(1, 6).repeat(1, 4), {"eos_token_id": 1}
     expected, logits = decoded(model, ids, 24, **end)
     found, other = decoded(model, ids, 24, prompt_lookup_num_tokens=5, **end)
@@ -241,7 +241,7 @@ def same_start(found, expected, other, logits) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("long, back", [(9, 3), (RECORDED + 40, 7), (RECORDED + 40, RECORDED)])
+@pytest.mark.parametrize("long, back", [(9, 3), (MAX_RECORDED + 40, 7), (MAX_RECORDED + 40, MAX_RECORDED)])
 def test_crop_is_exact(llama, long, back):
     ids, cache = prompts(2, long + 6), DynamicCache(config=llama.config)
     llama(ids[:, :2], past_key_values=cache)
@@ -256,14 +256,14 @@ def test_crop_is_exact(llama, long, back):
 @torch.no_grad()
 def test_crop_over_several_calls(llama):
     """An assistant writes tokens one by one, many more than are recorded at once, then takes some back."""
-    ids, cache = prompts(1, 4 * RECORDED), DynamicCache(config=llama.config)
+    ids, cache = prompts(1, 4 * MAX_RECORDED), DynamicCache(config=llama.config)
     record_past(cache, llama)
-    for t in range(3 * RECORDED):
+    for t in range(3 * MAX_RECORDED):
         llama(ids[:, t : t + 1], past_key_values=cache)
-    assert sum(i.q_BHTK.shape[2] for i in cache.layers[0]._since) <= 2 * RECORDED + 1
-    cache.crop(-RECORDED)
-    expected = llama(ids).logits[:, 2 * RECORDED :]
-    assert far(llama(ids[:, 2 * RECORDED :], past_key_values=cache).logits, expected) < 1e-5
+    assert sum(i.q_BHTK.shape[2] for i in cache.layers[0]._since) <= 2 * MAX_RECORDED + 1
+    cache.crop(-MAX_RECORDED)
+    expected = llama(ids).logits[:, 2 * MAX_RECORDED :]
+    assert far(llama(ids[:, 2 * MAX_RECORDED :], past_key_values=cache).logits, expected) < 1e-5
 
 
 @torch.no_grad()
@@ -282,7 +282,7 @@ def test_what_was_not_recorded_cannot_be_taken_back(llama):
 @torch.no_grad()
 @pytest.mark.parametrize("family, layers", [("llama", None), ("llama", [1]), ("gemma2", [1]), ("mistral", [0])])
 def test_a_saved_state_goes_on_as_the_live_one(family, layers, tmp_path):
-    model, ids = mixed_model(family, Decayed(), layers), prompts(2, 30)
+    model, ids = mixed_model(family, DecayedConfig(), layers), prompts(2, 30)
     cache = DynamicCache(config=model.config)
     model(ids[:, :19], past_key_values=cache)
     save_cache(cache, tmp_path / "state.safetensors")
@@ -300,9 +300,9 @@ def test_a_state_of_another_model_is_refused(llama, tmp_path):
     llama(prompts(1, 4), past_key_values=cache)
     save_cache(cache, tmp_path / "state")
     with pytest.raises(SurgeryError, match=r"was saved by .*6.* here .*half_life=3"):
-        load_cache(tmp_path / "state", mixed_model("llama", Decayed(half_life=3)))
+        load_cache(tmp_path / "state", mixed_model("llama", DecayedConfig(half_life=3)))
     with pytest.raises(SurgeryError, match="layer 1 of this cache holds the state of"):
-        load_cache(tmp_path / "state", mixed_model("llama", Decayed(), [0]))
+        load_cache(tmp_path / "state", mixed_model("llama", DecayedConfig(), [0]))
     with pytest.raises(SurgeryError, match="StaticLayer"):
         save_cache(StaticCache(config=llama.config, max_cache_len=8), tmp_path / "other")
     (tmp_path / "nonsense").write_bytes(b"nonsense")
@@ -326,7 +326,7 @@ def test_a_cache_is_copied_and_pickled_without_the_model(llama):
 @torch.no_grad()
 def test_caches_that_cannot_serve(llama):
     cache = DynamicCache(config=llama.config)
-    lively("llama")(prompts(1, 5), past_key_values=cache)
+    random_model("llama")(prompts(1, 5), past_key_values=cache)
     with pytest.raises(SurgeryError, match="layer 0 of this cache holds keys and values of 5 tokens"):
         llama(prompts(1, 5), past_key_values=cache)
     cache = DynamicCache(config=llama.config)
@@ -334,7 +334,7 @@ def test_caches_that_cannot_serve(llama):
     with pytest.raises(SurgeryError, match="filled by a batch of 1 rows and is now given 2"):
         llama(prompts(2, 5), past_key_values=cache)
     with pytest.raises(SurgeryError, match="belongs to the converted model"):
-        lively("llama")(prompts(1, 5), past_key_values=cache)
+        random_model("llama")(prompts(1, 5), past_key_values=cache)
 
 
 def test_continuous_batching_is_refused(llama):

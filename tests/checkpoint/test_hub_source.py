@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conversion.test_calibrate import DOCUMENTS, words_tokenizer
-from helpers.hub_standin import HubStandIn
+from helpers.hub_standin import FakeHub
 from helpers.small import start_python, tiny_config
 
 TOKEN = "hf_ThisMustNeverBePrinted"
@@ -72,7 +72,7 @@ def told(checkpoints, converted, tmp_path_factory):
         (root / name).mkdir()
     (root / "lines" / "train.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in DOCUMENTS))
     pandas.DataFrame({"n": 1, "body": DOCUMENTS}).to_parquet(root / "columns" / "train.parquet")
-    with HubStandIn(TOKEN) as hub:
+    with FakeHub(TOKEN) as hub:
         hub.add("models", "org/llama", llama)
         hub.add("models", "org/llama", narrow, branch="narrow")
         hub.add("models", "org/sharded", sharded)

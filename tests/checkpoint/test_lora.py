@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from helpers.small import outputs_of, run_python, tiny_inputs
+from helpers.small import model_outputs, run_python, tiny_inputs
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -51,19 +51,19 @@ def trained(model, steps: int = 8):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_adapter_changes_nothing_and_trains_alone(family, converted):
     inputs, base = tiny_inputs(family, 2), base_of(converted(family))
-    expected, before = outputs_of(base, inputs), {k: v.clone() for k, v in base.state_dict().items()}
+    expected, before = model_outputs(base, inputs), {k: v.clone() for k, v in base.state_dict().items()}
     model = get_peft_model(base, config_of(family)).eval()
     adapted = [m for m in model.modules() if isinstance(m, StructuredLora)]
     assert len(adapted) == 2 * len(TARGETS[family])
     assert all(isinstance(m.get_base_layer(), (StructuredLinear, SplitLinear)) for m in adapted)
-    assert torch.equal(outputs_of(model, inputs), expected)
+    assert torch.equal(model_outputs(model, inputs), expected)
     first, last = trained(model)
     assert last < first
-    assert not torch.equal(outputs_of(model, inputs), expected)
+    assert not torch.equal(model_outputs(model, inputs), expected)
     after = {k.replace(".base_layer", ""): v for k, v in model.get_base_model().state_dict().items()}
     assert all(torch.equal(after[k], v) for k, v in before.items())
     with model.disable_adapter():
-        assert torch.equal(outputs_of(model, inputs), expected)
+        assert torch.equal(model_outputs(model, inputs), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +73,7 @@ def test_saved_and_loaded_again(family, converted, tmp_path):
     trained(model, 2)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base_of(converted(family)), tmp_path).eval()
-    assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
+    assert torch.equal(model_outputs(again, inputs), model_outputs(model, inputs))
 
 
 def test_an_adapter_loads_whichever_library_is_imported_first(converted, tmp_path):
@@ -96,16 +96,16 @@ torch.save(outputs_of(model, tiny_inputs("llama", 2)), {str(tmp_path / "logits.p
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-    expected = outputs_of(model, tiny_inputs("llama", 2))
+    expected = model_outputs(model, tiny_inputs("llama", 2))
     assert torch.allclose(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_transformers_own_adapters(converted):
     """model.add_adapter is PEFT too."""
     model, inputs = base_of(converted("llama")), tiny_inputs("llama", 2)
-    expected = outputs_of(model, inputs)
+    expected = model_outputs(model, inputs)
     model.add_adapter(config_of("llama"))
-    assert torch.equal(outputs_of(model.eval(), inputs), expected)
+    assert torch.equal(model_outputs(model.eval(), inputs), expected)
     first, last = trained(model)
     assert last < first
 
@@ -119,19 +119,19 @@ def test_a_part_of_a_split_linear(converted):
 def test_merging_is_refused_and_unloading_gives_the_base_back(converted, tmp_path):
     """B + AB is not that structure any more; the message says what to do, and that works."""
     inputs, base = tiny_inputs("llama", 2), base_of(converted("llama"))
-    expected = outputs_of(base, inputs)
+    expected = model_outputs(base, inputs)
     model = get_peft_model(base, config_of("llama"))
     trained(model, 2)
-    adapted = outputs_of(model, inputs)
+    adapted = model_outputs(model, inputs)
     model.save_pretrained(tmp_path / "adapter")
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ValueError, match=r"cannot be merged into a .*Linear.*surgery densify"):
             merge()
-    assert torch.equal(outputs_of(model, inputs), adapted)
-    assert torch.equal(outputs_of(model.unload(), inputs), expected)
+    assert torch.equal(model_outputs(model, inputs), adapted)
+    assert torch.equal(model_outputs(model.unload(), inputs), expected)
     densify(str(converted("llama")), tmp_path / "dense")
     merged = PeftModel.from_pretrained(base_of(tmp_path / "dense"), tmp_path / "adapter").merge_and_unload().eval()
-    assert torch.allclose(outputs_of(merged, inputs), adapted, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(model_outputs(merged, inputs), adapted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

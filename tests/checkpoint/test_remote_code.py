@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from conversion.test_calibrate import words_tokenizer
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.remote_code import named_code
-from surgery.checkpoint.source import open_converted, open_source
+from surgery.checkpoint.source import open_converted_checkpoint, open_checkpoint
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
@@ -147,12 +147,12 @@ def test_2_2_the_demo_opens_only_what_it_brings():
 
 def test_2_2_with_leave_the_code_is_run_and_travels(place):
     """The same folder is no dud: with trust its code runs, and is copied beside the converted weights."""
-    recipe = recipe_of(
+    recipe = make_recipe(
         structure="low_rank", keep=0.5, calibration=place / "text.txt", tokens=128, length=16, allocate="uniform"
     )
     convert(str(place / "SRC"), recipe, place / "NEW", trust_remote_code=True)
     assert (place / "marker").read_text() == "ran"
-    assert (place / "NEW" / "tok.py").is_file() and named_code(place / "NEW", open_converted(str(place / "NEW")).config)
+    assert (place / "NEW" / "tok.py").is_file() and named_code(place / "NEW", open_converted_checkpoint(str(place / "NEW")).config)
 
 
 def test_2_2_a_tokenizer_to_train_with(place, tmp_path):
@@ -191,8 +191,8 @@ def test_2_2_auto_map_beside_the_config(source, name):
     file, told = REFUSED[name]
     (source / file).write_text(json.dumps(told))
     with pytest.raises(SurgeryError, match=f"{file}: auto_map .*--trust-remote-code"):
-        open_source(str(source))
-    open_source(str(source), trust_remote_code=True)
+        open_checkpoint(str(source))
+    open_checkpoint(str(source), trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_2_2_auto_map_beside_the_config(source, name):
 )  # fmt: skip
 def test_2_2_transformers_own_class_is_used(source, file, told):
     (source / file).write_text(json.dumps(told))
-    open_source(str(source))
+    open_checkpoint(str(source))
 
 
 def test_2_2_auto_map_of_a_part_of_the_model(source):
@@ -214,11 +214,11 @@ def test_2_2_auto_map_of_a_part_of_the_model(source):
     part = {"text_config": {"auto_map": {"AutoModelForCausalLM": "x.M"}}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **part}))
     with pytest.raises(SurgeryError, match=r"config\.json: auto_map"):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
 def test_2_2_code_is_not_named_by_our_own_shims(converted):
-    source = open_converted(str(converted("llama")))
+    source = open_converted_checkpoint(str(converted("llama")))
     assert source.config["auto_map"] and not named_code(source.folder, source.config)
 
 
@@ -239,11 +239,11 @@ def test_2_6_kernels_of_the_hub_are_refused(source, key, value):
     config = json.loads(path.read_text())
     for told in ({key: value}, {"text_config": {key: value}}):
         path.write_text(json.dumps({**config, **told}))
-        for opens in (open_source, open_converted):
+        for opens in (open_checkpoint, open_converted_checkpoint):
             with pytest.raises(SurgeryError, match=f"{key} names '.*owner/name.*', code to be downloaded"):
                 opens(str(source))
     path.write_text(json.dumps({**config, "attn_implementation": "eager"}))
-    open_source(str(source))
+    open_checkpoint(str(source))
 
 
 def test_2_6_a_config_that_stands_for_another_is_refused(source):
@@ -252,4 +252,4 @@ def test_2_6_a_config_that_stands_for_another_is_refused(source):
     (source / "config.4.0.0.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "x.M"}}))
     path.write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
     with pytest.raises(SurgeryError, match="configuration_files names other configs"):
-        open_source(str(source))
+        open_checkpoint(str(source))

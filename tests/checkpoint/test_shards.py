@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.safetensors_io import Entry, gather_rows, read_header, read_tensor, write_shard
-from surgery.checkpoint.source import open_source
+from surgery.checkpoint.safetensors_io import TensorSource, read_rows, read_header, read_tensor, write_shard
+from surgery.checkpoint.source import open_checkpoint
 from surgery.core.errors import SurgeryError
 
 ANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -37,9 +37,9 @@ def test_reads_what_safetensors_writes_and_writes_what_it_reads(tmp_path):
     save_file(tensors, tmp_path / "theirs.safetensors")
     header = read_header(tmp_path / "theirs.safetensors")
     assert all(torch.equal(read_tensor(header[k]), v) for k, v in tensors.items())
-    write_shard(tmp_path / "ours.safetensors", [Entry.of(k, v) for k, v in tensors.items()])
+    write_shard(tmp_path / "ours.safetensors", [TensorSource.of(k, v) for k, v in tensors.items()])
     assert all(torch.equal(load_file(tmp_path / "ours.safetensors")[k], v) for k, v in tensors.items())
-    write_shard(tmp_path / "copy.safetensors", [Entry.copy(k, header[k]) for k in reversed(list(tensors))])
+    write_shard(tmp_path / "copy.safetensors", [TensorSource.copy(k, header[k]) for k in reversed(list(tensors))])
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "ours.safetensors").read_bytes()
 
 
@@ -47,7 +47,7 @@ def test_rows_are_read_without_the_rest(tmp_path):
     table = torch.randn(50, 3)
     save_file({"t": table}, tmp_path / "t.safetensors")
     rows = torch.tensor([0, 1, 2, 7, 8, 49])
-    assert torch.equal(gather_rows(read_header(tmp_path / "t.safetensors")["t"], rows), table[rows])
+    assert torch.equal(read_rows(read_header(tmp_path / "t.safetensors")["t"], rows), table[rows])
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -121,7 +121,7 @@ def test_nan_is_named(tmp_path, bad, dtype):
     with pytest.raises(SurgeryError, match=r"'model.w' in x.safetensors holds 1 NaN or Inf of 25"):
         read_tensor(info)
     with pytest.raises(SurgeryError, match="NaN or Inf"):
-        write_shard(tmp_path / "y.safetensors", [Entry.copy("model.w", info)])
+        write_shard(tmp_path / "y.safetensors", [TensorSource.copy("model.w", info)])
     assert not (tmp_path / "y.safetensors").exists()
 
 
@@ -176,9 +176,9 @@ LLAMA = {"model_type": "llama"}
 )
 def test_sources_that_are_refused(tmp_path, config, files, says):
     with pytest.raises(SurgeryError, match=says):
-        open_source(source_with(tmp_path, config, files))
+        open_checkpoint(source_with(tmp_path, config, files))
 
 
 def test_a_name_that_is_nowhere():
     with pytest.raises(SurgeryError, match="neither a local folder nor a Hub id"):
-        open_source("no/such-checkpoint-here")
+        open_checkpoint("no/such-checkpoint-here")

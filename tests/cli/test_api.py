@@ -56,7 +56,7 @@ class Tags(HTMLParser):
 def test_a_table_is_shown(checkpoints):
     told = api.plan(checkpoints("llama"), MIXED)
     assert "attention.query" in repr(told) and "kept" in repr(told)
-    shown = api.Told(told, lambda: [*told._parts(), escape(EVIL)])._repr_html_()
+    shown = api.CommandResult(told, lambda: [*told._parts(), escape(EVIL)])._repr_html_()
     tags = Tags()
     tags.feed(shown)
     assert not tags.open and {"table", "caption", "thead", "th", "td"} <= set(tags.seen)
@@ -97,10 +97,10 @@ def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
         )
 
     def opened(name, revision):
-        pinned = revision or source.pinned_name(name)[1]
+        pinned = revision or source.split_revision(name)[1]
         return SimpleNamespace(name=name, folder=tmp_path, config={}, revision=pinned)
 
-    monkeypatch.setattr(source, "open_converted", opened)
+    monkeypatch.setattr(source, "open_converted_checkpoint", opened)
     (tmp_path / "me@home").mkdir()
     for name in ("me/small@v1", "me/small", tmp_path / "me@home"):
         api.load(name)

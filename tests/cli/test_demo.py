@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from surgery.cli.demo import FOLDER, NEEDLES, ROLES, _fresh
+from surgery.cli.demo import FOLDER, NEEDLES, ROLES, _free_folder
 from surgery.cli.main import app, main
 from surgery.core.errors import SurgeryError
 
@@ -97,12 +97,12 @@ def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert _fresh(None) == FOLDER and _fresh(tmp_path / "mine") == tmp_path / "mine"
+    assert _free_folder(None) == FOLDER and _free_folder(tmp_path / "mine") == tmp_path / "mine"
     FOLDER.mkdir()
     Path("surgery-demo-2").mkdir()
-    assert _fresh(None) == Path("surgery-demo-3")
+    assert _free_folder(None) == Path("surgery-demo-3")
     with pytest.raises(SurgeryError, match="exists"):
-        _fresh(FOLDER)
+        _free_folder(FOLDER)
 
 
 def test_a_slip_leaves_nothing(tmp_path, monkeypatch, capsys):

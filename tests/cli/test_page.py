@@ -13,7 +13,7 @@ import pytest
 
 from surgery.core.errors import SurgeryError
 from surgery.publish.html.page import write_page
-from surgery.publish.html.svg import Axis, Series, heat, lines, ticks
+from surgery.publish.html.svg import Axis, Series, heat_map, line_chart, ticks
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "</script><script>alert(1)</script>\"'<img src=x onerror=alert(2)>"
@@ -146,10 +146,10 @@ def test_results_that_are_none_are_refused(out, tmp_path):
 def test_charts():
     assert ticks(0, 10, False) == [0, 2, 4, 6, 8, 10] and ticks(1, 1000, True) == [1, 10, 100, 1000]
     axis, log = Axis("x"), Axis("y", log=True)
-    assert lines("t", [Series("s", "base", [(1, -1), (2, float("nan"))])], axis, log) == ""
-    drawn = lines("t", [Series("s", "base", [(float(k), 5.0) for k in range(1000)])], axis, log)
+    assert line_chart("t", [Series("s", "base", [(1, -1), (2, float("nan"))])], axis, log) == ""
+    drawn = line_chart("t", [Series("s", "base", [(float(k), 5.0) for k in range(1000)])], axis, log)
     assert drawn.count("<circle") <= 301
-    assert "50 %" in heat("t", ["a"], ["0", "1"], [[0.5, None]])
+    assert "50 %" in heat_map("t", ["a"], ["0", "1"], [[0.5, None]])
 
 
 # -- in a browser ------------------------------------------------------------------------------------

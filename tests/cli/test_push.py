@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
-from surgery.publish.hub.files import cleaned_paths
-from surgery.publish.hub.push import pack
+from surgery.publish.hub.files import strip_local_paths
+from surgery.publish.hub.push import prepare_upload
 
 TOKEN = "hf_ThisMustNeverBePrinted0123456789abcdef"
 
@@ -78,7 +78,7 @@ def test_paths_of_this_machine_stay_here(hub, pushed, out):
     assert source.startswith("/")
     for name, content in hub.files("me/small").items():
         assert source.encode() not in content, name
-    assert cleaned_paths({"a": ["/home/me/x.txt", "org/name", "~/y", "a b", "/"]}) == {
+    assert strip_local_paths({"a": ["/home/me/x.txt", "org/name", "~/y", "a b", "/"]}) == {
         "a": ["x.txt", "org/name", "y", "a b", "/"]
     }
 
@@ -164,7 +164,7 @@ def test_files_outside_the_known_set_are_refused(out, name, content, said):
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text(content)
     with pytest.raises(SurgeryError, match=said):
-        pack(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", licence="mit")
 
 
 def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
@@ -173,22 +173,22 @@ def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
     (out / "vocab.json").unlink(missing_ok=True)
     (out / "vocab.json").symlink_to(secret)
     with pytest.raises(SurgeryError, match="is a link to"):
-        pack(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", licence="mit")
 
 
 def test_the_licence_is_that_of_the_source(out, checkpoints):
     source = checkpoints("llama")
     with pytest.raises(SurgeryError, match="names no licence"):
-        pack(str(out), "me/small")
+        prepare_upload(str(out), "me/small")
     (out / "LICENSE.txt").write_text("do what you like")
-    assert pack(str(out), "me/small").licence.metadata()["license_link"] == "LICENSE.txt"
+    assert prepare_upload(str(out), "me/small").licence.metadata()["license_link"] == "LICENSE.txt"
     card = source / "README.md"
     card.write_text("---\nlicense: llama3.1\n---\nhello")
     try:
-        assert pack(str(out), "me/small").licence.id == "llama3.1"
+        assert prepare_upload(str(out), "me/small").licence.id == "llama3.1"
     finally:
         card.unlink()
-    assert pack(str(out), "me/small", licence="mit").licence.id == "mit"
+    assert prepare_upload(str(out), "me/small", licence="mit").licence.id == "mit"
 
 
 def test_the_card_says_what_the_report_says(out, tmp_path):
@@ -209,7 +209,7 @@ def test_the_card_says_what_the_report_says(out, tmp_path):
     (measured / "results.json").write_text("{}")
     (measured / "table.md").write_text("| suite | base |\n| --- | --- |\n")
     (measured / "needle.png").write_bytes(b"png")
-    parcel = pack(str(out), "me/small", "mit", "org/base", measured)
+    parcel = prepare_upload(str(out), "me/small", "mit", "org/base", measured)
     head = yaml.safe_load(parcel.card.split("---\n")[1])
     assert head["license"] == "mit" and head["base_model"] == "org/base" and "surgery" in head["tags"]
     for words in ("1.5000 -> 1.7500", "difference of 0.2500 ± 0.0100", "12,345", "2.750", "| suite | base |",
@@ -217,7 +217,7 @@ def test_the_card_says_what_the_report_says(out, tmp_path):
         assert words in parcel.card, words
     assert {"eval/needle.png", "eval/table.md", "eval/results.json"} <= {item.name for item in parcel.items}
     (out / "README.md").write_text("# mine\n")
-    own = pack(str(out), "me/small", "mit")
+    own = prepare_upload(str(out), "me/small", "mit")
     assert own.card == "# mine\n" and own.note
 
 
@@ -226,7 +226,7 @@ def test_weights_that_are_not_those_of_the_report_are_refused(out):
     report["totals"]["params_after"] += 1
     (out / "surgery_report.json").write_text(json.dumps(report))
     with pytest.raises(SurgeryError, match="one of the two was changed"):
-        pack(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", licence="mit")
 
 
 def _split(folder: Path) -> None:
@@ -309,7 +309,7 @@ def test_2_6_a_code_fence_in_a_recipe_stays_inside(out, ticks):
     report["versions"] = {"torch": "2.0\n\n# Nor this"}
     report["source"]["revision"] = "`\n# Nor this one"
     (out / "surgery_report.json").write_text(json.dumps(report))
-    lines = pack(str(out), "me/small", "mit").card.splitlines()
+    lines = prepare_upload(str(out), "me/small", "mit").card.splitlines()
     fences = [i for i, line in enumerate(lines) if line.endswith("```yaml")]
     (start,) = fences
     fence = lines[start].removesuffix("yaml")

@@ -14,8 +14,8 @@ from surgery.eval import stories
 from surgery.eval.stories.lexicon import ACT, DETAIL, WORDS, WORK
 from surgery.eval.suites.needle import NeedleTable, needle_accuracy
 from surgery.recipes.tiny import train as tiny
-from surgery.recipes.tiny.card import card
-from surgery.recipes.tiny.data import SMOKE, Batches, Choices, build_tokenizer
+from surgery.recipes.tiny.card import format_card
+from surgery.recipes.tiny.data import SMOKE, BatchDataset, TrainingChoices, build_tokenizer
 
 FOLDER = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 FILES = [
@@ -59,12 +59,12 @@ def test_texts_come_from_the_generator():
 
 
 def test_the_card_says_what_the_log_says():
-    assert (FOLDER / "README.md").read_text() == card(json.loads((FOLDER / "training_log.json").read_text()))
+    assert (FOLDER / "README.md").read_text() == format_card(json.loads((FOLDER / "training_log.json").read_text()))
 
 
 def test_the_choices_are_the_ones_it_was_trained_with():
     choices = json.loads((FOLDER / "training_log.json").read_text())["choices"]
-    assert choices == json.loads(json.dumps(asdict(Choices())))
+    assert choices == json.loads(json.dumps(asdict(TrainingChoices())))
 
 
 def test_it_is_a_llama_with_grouped_queries(model, tokenizer):
@@ -140,7 +140,7 @@ def test_words_go_together():
 
 def test_batches_depend_on_seed_and_step_alone():
     tokenizer = build_tokenizer(SMOKE)
-    one, two = Batches(SMOKE, tokenizer), Batches(SMOKE, tokenizer)
+    one, two = BatchDataset(SMOKE, tokenizer), BatchDataset(SMOKE, tokenizer)
     first = one[4]
     assert all(torch.equal(a, b) for a, b in zip(first, two[4]))
     assert first[0].shape == (SMOKE.batch_tokens // SMOKE.context, SMOKE.context + 1)
@@ -155,7 +155,7 @@ def test_standard_errors_are_never_zero():
 
 
 def test_the_training_runs_again(tmp_path):
-    record = tiny.make(SMOKE, tmp_path, None, "smoke")
+    record = tiny.train_and_save(SMOKE, tmp_path, None, "smoke")
     assert record["log"][-1]["loss"] < record["log"][0]["loss"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
-from surgery.planning.allocate import Option, lower_hull, spread
+from surgery.planning.allocate import CostPoint, lower_hull, allocate_budget
 
-OPTION = st.builds(Option, st.integers(1, 40), st.integers(0, 60).map(float))
+OPTION = st.builds(CostPoint, st.integers(1, 40), st.integers(0, 60).map(float))
 OPTIONS = st.lists(OPTION, min_size=1, max_size=6)
 MODULES = st.dictionaries(st.sampled_from("abcd"), OPTIONS, min_size=1, max_size=4)
 LAWS = settings(max_examples=300, deadline=None)
@@ -56,9 +56,9 @@ def test_a_budget_is_never_exceeded_or_refused_with_the_numbers(modules, budget)
         with pytest.raises(
             SurgeryError, match=f"store {least:,} numbers, more than the budget of {int(budget):,}; raise keep"
         ):
-            spread(modules, budget)
+            allocate_budget(modules, budget)
         return
-    given_ = spread(modules, budget)
+    given_ = allocate_budget(modules, budget)
     assert given_.keys() == modules.keys()
     assert sum(given_.values()) <= budget
     assert all(params in {o.params for o in modules[m]} for m, params in given_.items())
@@ -69,7 +69,7 @@ def test_a_budget_is_never_exceeded_or_refused_with_the_numbers(modules, budget)
 def test_greedy_is_optimal_up_to_the_last_step(modules, budget):
     """What it leaves is at most what the best choice leaves, plus one step that did not fit."""
     try:
-        given_ = spread(modules, budget)
+        given_ = allocate_budget(modules, budget)
     except SurgeryError:
         return
     steps = [a.error - b.error for options in modules.values() for a, b in itertools.pairwise(lower_hull(options))]
@@ -89,7 +89,7 @@ def test_a_budget_met_exactly_by_steps_is_spent_optimally(modules, data):
     )[::-1]
     taken = data.draw(st.integers(0, len(steps)))
     budget = sum(hull[0].params for hull in hulls.values()) + sum(size for _, size in steps[:taken])
-    given_ = spread(modules, budget)
+    given_ = allocate_budget(modules, budget)
     if sum(given_.values()) == budget:
         assert total_error(modules, given_) == pytest.approx(best_error(modules, budget))
 
@@ -98,14 +98,14 @@ def test_a_budget_met_exactly_by_steps_is_spent_optimally(modules, data):
 @given(MODULES, st.floats(0, 100), st.floats(0, 100))
 def test_all_the_money_buys_the_least_error(modules, budget, more):
     enough = sum(max(o.params for o in options) for options in modules.values())
-    given_ = spread(modules, enough + more)
+    given_ = allocate_budget(modules, enough + more)
     assert total_error(modules, given_) == pytest.approx(best_error(modules, enough))
 
 
 def test_modules_get_what_they_need():
     """One that hardly minds is cut; one that minds keeps its numbers."""
     options = {
-        "minds": [Option(10, 100.0), Option(20, 40.0), Option(30, 0.0)],
-        "does not": [Option(10, 1.0), Option(20, 0.5), Option(30, 0.0)],
+        "minds": [CostPoint(10, 100.0), CostPoint(20, 40.0), CostPoint(30, 0.0)],
+        "does not": [CostPoint(10, 1.0), CostPoint(20, 0.5), CostPoint(30, 0.0)],
     }
-    assert spread(options, 40) == {"minds": 30, "does not": 10}
+    assert allocate_budget(options, 40) == {"minds": 30, "does not": 10}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers.small import recipe_of, tiny_config, tiny_inputs
+from helpers.small import make_recipe, tiny_config, tiny_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
 import surgery.conversion.sequential as layerwise
-from surgery.calibration.data import Batch, calibration_inputs, text_windows
-from surgery.calibration.moments import Check, Moments
+from surgery.calibration.data import CalibrationSet, calibration_inputs, text_windows
+from surgery.calibration.moments import HeldOutError, InputMoments
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 
@@ -139,7 +139,7 @@ IDS = torch.arange(96).view(4, 24)
 def test_inputs_the_model_does_not_take(inputs, says, checkpoints, tmp_path):
     (tmp_path / "work").mkdir()
     save_file(inputs, tmp_path / "inputs.safetensors")
-    recipe = recipe_of(structure="low_rank", calibration=tmp_path / "inputs.safetensors")
+    recipe = make_recipe(structure="low_rank", calibration=tmp_path / "inputs.safetensors")
     with pytest.raises(SurgeryError, match=says):
         convert(str(checkpoints("llama")), recipe, tmp_path / "work" / "out")
     assert not list((tmp_path / "work").iterdir())
@@ -148,7 +148,7 @@ def test_inputs_the_model_does_not_take(inputs, says, checkpoints, tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 40), holdout=st.floats(0.01, 0.99), share=st.floats(0.01, 1))
 def test_windows_to_fit_and_windows_to_check_never_meet(rows, holdout, share):
-    batch = Batch.of({"input_ids": torch.arange(rows)[:, None]}, holdout)
+    batch = CalibrationSet.of({"input_ids": torch.arange(rows)[:, None]}, holdout)
     assert 1 <= batch.fit_rows < batch.rows == rows
     few = batch.fewer(share)
     fitted = set(few.fitted()["input_ids"].flatten().tolist())
@@ -168,7 +168,7 @@ def test_moments_against_float64(out, in_, residual, moved, seed):
     x = x0 + 0.3 * torch.randn(30, in_) if moved else x0
     gap = 0.5 * torch.randn(30, out) if residual and moved else None
     other = torch.randn(3, in_)
-    moments = Moments({"it": (weight, residual), "other": (other, False)})
+    moments = InputMoments({"it": (weight, residual), "other": (other, False)})
     for part in (slice(0, 7), slice(7, 8), slice(8, 30)):
         a = x0[part]
         moments.add(x[part] if moved else a, a, None if gap is None else gap[part])
@@ -182,11 +182,11 @@ def test_moments_against_float64(out, in_, residual, moved, seed):
     assert moments.energy("it") == pytest.approx(float(y.square().sum() / 30), rel=1e-4)
     b = torch.randn(out, in_)
     gap_NO = y - xd @ b.double().mT
-    loss, error = Check(moments, "it", None).measure(b)
+    loss, error = HeldOutError(moments, "it", None).measure(b)
     assert error == pytest.approx(float(gap_NO.norm() / y.norm()), rel=1e-3)
     assert loss + moments.energy("it") == pytest.approx(float(gap_NO.square().sum() / 30), rel=1e-3)
     g = torch.rand(out) + 0.1
-    weighed, c = Check(moments, "it", g), torch.zeros_like(b)
+    weighed, c = HeldOutError(moments, "it", g), torch.zeros_like(b)
     difference = weighed.measure(b)[0] - weighed.measure(c)[0]
     expected = (g.double() * (gap_NO.square() - y.square())).sum() / 30
     assert difference == pytest.approx(float(expected), rel=1e-3, abs=1e-4)
@@ -225,7 +225,7 @@ def test_moments_are_what_the_finished_checkpoint_gives(family, padded, checkpoi
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    seen, seconds, fit = {}, {}, layerwise.fit_cut
+    seen, seconds, fit = {}, {}, layerwise.fit_linear
 
     def look(cut, budget, weight_OI, judge, *more):
         moments, name = judge.fit, cut.name
@@ -234,10 +234,10 @@ def test_moments_are_what_the_finished_checkpoint_gives(family, padded, checkpoi
         seen[name] = (cut, weight_OI.double(), c_II, moments.cross(name).double())
         return fit(cut, budget, weight_OI, judge, *more)
 
-    monkeypatch.setattr(layerwise, "fit_cut", look)
+    monkeypatch.setattr(layerwise, "fit_linear", look)
     keys = {"allocate": "uniform", "curvature": "none", "holdout": 0.25, "calibration": tmp_path / "inputs.safetensors"}
     source = checkpoints(family)
-    recipe = recipe_of(structure="low_rank", keep=0.6, fused="split", **keys)
+    recipe = make_recipe(structure="low_rank", keep=0.6, fused="split", **keys)
     convert(str(source), recipe, tmp_path / "out", device="cpu")
     cls = tiny_config(family)[0]
     paths = {cut.linear.path: _reader(cut) for cut, *_ in seen.values()}
@@ -273,7 +273,7 @@ def test_what_padding_holds_does_not_matter(family, checkpoints, tmp_path):
         rules = [{"match": "head", "structure": "low_rank", "keep": 0.5}]
         keys = {"allocate": "uniform", "curvature": "none", "calibration": tmp_path / f"{name}.safetensors"}
         report = convert(
-            str(checkpoints(family)), recipe_of(structure="low_rank", rules=rules, **keys), tmp_path / name
+            str(checkpoints(family)), make_recipe(structure="low_rank", rules=rules, **keys), tmp_path / name
         )
         made.append(((tmp_path / name / "model.safetensors").read_bytes(), report["held_out"]))
     assert made[0] == made[1]

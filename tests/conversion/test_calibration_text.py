@@ -10,22 +10,22 @@ import warnings
 import pytest
 import torch
 from cli.test_tiny import FOLDER as TINY
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 
 from surgery.calibration.data import document_stream
-from surgery.calibration.layer_runner import Stream
+from surgery.calibration.layer_runner import LayerRunner
 from surgery.calibration.moments import decoded, encoding_of
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.source import open_source as open_checkpoint
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint as open_checkpoint
 from surgery.conversion.convert import convert
-from surgery.conversion.preflight import batch_of
+from surgery.conversion.preflight import load_calibration
 from surgery.conversion.text_check import text_fit
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
-from surgery.publish.html.data import gather
+from surgery.publish.html.data import load_page_data
 from surgery.training.data.recipe import SourceConfig
-from surgery.training.data.sources import open_source
+from surgery.training.data.sources import open_data_source
 
 TEXT = "It was a small house.\nÜber den Fluß ging ein Mann, 100 € in der Tasche.\n" * 20
 
@@ -57,7 +57,7 @@ def test_4_5_utf_16_is_read_as_that_with_a_note(tmp_path, name):
     assert len(said) == (note is not None)
     if note:
         with pytest.raises(SurgeryError, match="texts to train on are UTF-8; convert it, for example: iconv -f UTF-"):
-            open_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
+            open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
 
 
 def test_4_5_bytes_that_are_no_text(tmp_path):
@@ -104,7 +104,7 @@ def report_of(tmp_path_factory):
         progress = Progress()
         progress.say = said.append  # type: ignore[method-assign]
         rule = {"match": "mlp.down", "layers": "0:1", "structure": "low_rank", "keep": 0.9}
-        recipe = recipe_of(
+        recipe = make_recipe(
             **{**RECIPE, "structure": "dense", "rules": [rule], "calibration": place / "text.txt", **keys}
         )
         report = convert(str(TINY), recipe, place / "out", progress=progress)
@@ -143,7 +143,7 @@ def test_4_5_unfit_text_is_warned_of_in_convert_and_the_report(report_of, name):
     told = report["calibration"]
     assert any(says in line for line in told["warnings"]), told
     assert len(said) == len(told["warnings"]) and any(says in line for line in said)
-    assert any(says in line for line in gather(str(out)).notes)
+    assert any(says in line for line in load_page_data(str(out)).notes)
     if name == "bytes":
         assert told["loss"] > told["own_samples_loss"] + 2
         assert (
@@ -156,10 +156,10 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     """Drawn once more, outside a conversion."""
     place = suits[2].parent
     source = open_checkpoint(str(TINY))
-    skeleton = Skeleton(source)
-    plan = make_plan(skeleton, recipe_of(**{**RECIPE, "calibration": place / "text.txt"}))
-    batch = batch_of(source, skeleton, plan.recipe)
-    stream = Stream(skeleton, plan.body.layers, plan.body.head, torch.device("cpu"))
+    skeleton = MetaModel(source)
+    plan = make_plan(skeleton, make_recipe(**{**RECIPE, "calibration": place / "text.txt"}))
+    batch = load_calibration(source, skeleton, plan.recipe)
+    stream = LayerRunner(skeleton, plan.body.layers, plan.body.head, torch.device("cpu"))
     again = text_fit(skeleton, plan, batch, stream, plan.recipe.seed)
     assert again is not None and again.own_samples == pytest.approx(
         suits[0]["calibration"]["own_samples_loss"], abs=2e-4

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import killing, random_llama
-from helpers.small import recipe_of, run_python, tiny_config, tiny_inputs
+from helpers.small import make_recipe, run_python, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
-from surgery.core.files import partial_of
+from surgery.core.files import partial_path
 from surgery.core.journal import Journal
 
 
@@ -55,8 +55,8 @@ def deep(tmp_path_factory):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_ten_random_moments_resumes_to_the_same_bytes(deep, tmp_path, capfd):
     source, inputs = deep
-    recipe = recipe_of(structure="btt", blocks=[2, 2], calibration=inputs, allocate="spread", sweeps=2)
-    whole, *resumed = killing.run(
+    recipe = make_recipe(structure="btt", blocks=[2, 2], calibration=inputs, allocate="spread", sweeps=2)
+    whole, *resumed = killing.convert_with_kills(
         lambda out, resume: convert(str(source), recipe, out, resume=resume), tmp_path, kills=10
     )
     assert capfd.readouterr().out.split().count("killed") == 10
@@ -72,7 +72,7 @@ class Crash(BaseException):
 def test_killed_after_every_journal_line(deep, tmp_path, monkeypatch, lines):
     """Six layers, the rest, the shards: wherever the journal ends, --resume gives the same bytes."""
     source, inputs = deep
-    recipe = recipe_of(structure="low_rank", keep=0.5, calibration=inputs, allocate="spread")
+    recipe = make_recipe(structure="low_rank", keep=0.5, calibration=inputs, allocate="spread")
     whole = tmp_path.parent / "whole-low-rank"
     if not whole.exists():
         convert(str(source), recipe, whole)
@@ -97,7 +97,7 @@ def test_killed_after_every_journal_line(deep, tmp_path, monkeypatch, lines):
 
 def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, monkeypatch):
     source, inputs = deep
-    recipe = recipe_of(structure="low_rank", calibration=inputs, allocate="uniform", curvature="none")
+    recipe = make_recipe(structure="low_rank", calibration=inputs, allocate="uniform", curvature="none")
     add = Journal.add
     monkeypatch.setattr(
         Journal,
@@ -107,7 +107,7 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
     with pytest.raises(Crash):
         convert(str(source), recipe, tmp_path / "out")
     monkeypatch.undo()
-    before = bytes_of(partial_of(tmp_path / "out") / "pieces")
+    before = bytes_of(partial_path(tmp_path / "out") / "pieces")
     others = {
         "recipe": (source, recipe.model_copy(update={"keep": 0.6})),
         "seed": (source, recipe.model_copy(update={"seed": 1})),
@@ -117,13 +117,13 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
     for key, (other_source, other) in others.items():
         with pytest.raises(SurgeryError, match=f"was begun with another ({key}|recipe)"):
             convert(str(other_source), other, tmp_path / "out", resume=True)
-    assert bytes_of(partial_of(tmp_path / "out") / "pieces") == before
+    assert bytes_of(partial_path(tmp_path / "out") / "pieces") == before
     convert(str(source), recipe, tmp_path / "out", resume=True)
 
 
 def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):
     source, inputs = deep
-    recipe = recipe_of(structure="auto", keep=0.6, calibration=inputs, sweeps=2, seed=3, layers="2:4")
+    recipe = make_recipe(structure="auto", keep=0.6, calibration=inputs, sweeps=2, seed=3, layers="2:4")
     for name in ("a", "b"):
         convert(str(source), recipe, tmp_path / name)
     assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
@@ -139,7 +139,7 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path):
 def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch, resume):
     """It starts while the first is at work, or had looked at OUT before the first began."""
     source, _ = deep
-    recipe, add, said = recipe_of(structure="low_rank"), Journal.add, []
+    recipe, add, said = make_recipe(structure="low_rank"), Journal.add, []
 
     def meanwhile(self, step, **what):
         add(self, step, **what)
@@ -171,18 +171,18 @@ def test_a_result_that_appears_meanwhile_is_kept_and_so_is_the_work(deep, tmp_pa
 
     monkeypatch.setattr(Journal, "add", meanwhile)
     with pytest.raises(SurgeryError, match="exists; choose another --out"):
-        convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out")
+        convert(str(source), make_recipe(structure="low_rank"), tmp_path / "out")
     monkeypatch.undo()
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
     shutil.rmtree(tmp_path / "out")
-    convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out", resume=True)
-    assert not partial_of(tmp_path / "out").exists()
+    convert(str(source), make_recipe(structure="low_rank"), tmp_path / "out", resume=True)
+    assert not partial_path(tmp_path / "out").exists()
 
 
 def test_what_is_not_cut_is_copied_to_the_byte(deep, tmp_path):
     source, _ = deep
     rules = [{"match": "mlp.down", "structure": "low_rank", "keep": 0.5, "layers": "2:-2"}]
-    convert(str(source), recipe_of(structure="low_rank", layers=":0", rules=rules), tmp_path / "out")
+    convert(str(source), make_recipe(structure="low_rank", layers=":0", rules=rules), tmp_path / "out")
     before = {k: v for path in source.glob("*.safetensors") for k, v in load_file(path).items()}
     after = load_file(tmp_path / "out" / "model.safetensors")
     cut = {f"model.layers.{i}.mlp.down_proj.weight" for i in range(2, 4)}
@@ -195,7 +195,7 @@ def test_sharded_output(deep, tmp_path, monkeypatch):
 
     monkeypatch.setattr(assemble, "SHARD_BYTES", 120_000)
     source, _ = deep
-    convert(str(source), recipe_of(structure="low_rank"), tmp_path / "out")
+    convert(str(source), make_recipe(structure="low_rank"), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     stored = {k: p.name for p in (tmp_path / "out").glob("*.safetensors") for k in read_header(p)}
     assert index["weight_map"] == stored and len(set(stored.values())) == 3
@@ -240,7 +240,7 @@ def damaged(source: Path, target: Path, how: str) -> Path:
 def test_damaged_sources(deep, tmp_path, how, says, text):
     source, inputs = deep
     bad = damaged(source, tmp_path / "bad", how)
-    recipe = recipe_of(structure="low_rank", **({"calibration": inputs} if text else {}))
+    recipe = make_recipe(structure="low_rank", **({"calibration": inputs} if text else {}))
     with pytest.raises(SurgeryError, match=says):
         convert(str(bad), recipe, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad"]
@@ -263,22 +263,22 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
 )
 def test_recipes_the_plan_refuses(deep, tmp_path, keys, says):
     with pytest.raises(SurgeryError, match=says):
-        convert(str(deep[0]), recipe_of(**keys), tmp_path / "out")
+        convert(str(deep[0]), make_recipe(**keys), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_out_exists_or_its_parent_does_not(deep, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(SurgeryError, match="out exists; choose another --out"):
-        convert(str(deep[0]), recipe_of(), tmp_path / "out")
+        convert(str(deep[0]), make_recipe(), tmp_path / "out")
     with pytest.raises(SurgeryError, match="is not a folder; make it first"):
-        convert(str(deep[0]), recipe_of(), tmp_path / "no" / "out")
+        convert(str(deep[0]), make_recipe(), tmp_path / "no" / "out")
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(deep, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 100_000))
     with pytest.raises(SurgeryError, match=r"has 100.0 kB free, the conversion writes up to [\d.]+ kB;"):
-        convert(str(deep[0]), recipe_of(structure="low_rank"), tmp_path / "out")
+        convert(str(deep[0]), make_recipe(structure="low_rank"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -312,7 +312,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setitem(random_llama.SHAPES, "large", (24, 512, 4608, 8, 2, 200_000, True))
     monkeypatch.setitem(random_llama.SHAPES, "small", (2, 64, 128, 8, 2, 500, True))
     for size in ("small", "large"):
-        random_llama.make(tmp_path / size, size, tokens=32, length=16)
+        random_llama.write_checkpoint(tmp_path / size, size, tokens=32, length=16)
     (tmp_path / "keys.yaml").write_text(KEYS)
     done = run_python(MEMORY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -327,9 +327,9 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
     from surgery.calibration import layer_runner as stream
 
     source, inputs = deep
-    recipe = recipe_of(structure="low_rank", calibration=inputs)
+    recipe = make_recipe(structure="low_rank", calibration=inputs)
     convert(str(source), recipe, tmp_path / "kept", device="cpu")
-    monkeypatch.setattr(stream.Stream.__init__, "__defaults__", (1000, None, None))
+    monkeypatch.setattr(stream.LayerRunner.__init__, "__defaults__", (1000, None, None))
     convert(str(source), recipe, tmp_path / "spilled", device="cpu")
     assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")
 
@@ -357,21 +357,21 @@ def interrupted(
         patched.setattr(conversion.Journal, "add", crash)
         with pytest.raises(Crash):
             convert(str(source), recipe, out)
-    return [json.loads(line) for line in (partial_of(out) / "journal.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (partial_path(out) / "journal.jsonl").read_text().splitlines()]
 
 
 def rewritten(out: Path, lines: list[dict]) -> None:
     """With checksums that are right, as an attacker would write them."""
-    from surgery.core.journal import SUM, _written
+    from surgery.core.journal import CHECKSUM_KEY, _written
 
-    plain = [{k: v for k, v in line.items() if k != SUM} for line in lines]
-    (partial_of(out) / "journal.jsonl").write_bytes(b"".join(map(_written, plain)))
+    plain = [{k: v for k, v in line.items() if k != CHECKSUM_KEY} for line in lines]
+    (partial_path(out) / "journal.jsonl").write_bytes(b"".join(map(_written, plain)))
 
 
 @pytest.fixture(scope="module")
 def low_rank(deep, tmp_path_factory):
     """(source, recipe, digests of the uninterrupted result in one shard)"""
-    recipe = recipe_of(structure="low_rank", keep=0.5)
+    recipe = make_recipe(structure="low_rank", keep=0.5)
     out = tmp_path_factory.mktemp("whole") / "out"
     convert(str(deep[0]), recipe, out)
     return deep[0], recipe, bytes_of(out)
@@ -414,7 +414,7 @@ def test_2_1_a_damaged_piece_is_made_again(low_rank, tmp_path, monkeypatch, how)
     source, recipe, whole = low_rank
     out = tmp_path / "out"
     lines = interrupted(source, recipe, out, monkeypatch)
-    pieces = partial_of(out) / "pieces"
+    pieces = partial_path(out) / "pieces"
     piece, other = (pieces / f"model.layers.{n}.safetensors" for n in (2, 3))
     at = next(i for i, line in enumerate(lines) if line.get("piece") == "model.layers.2")
     data = bytearray(piece.read_bytes())
@@ -442,10 +442,10 @@ def test_2_1_a_damaged_piece_is_made_again(low_rank, tmp_path, monkeypatch, how)
 @pytest.mark.parametrize("how", ["as it was", "one bit", "gone"])
 def test_2_1_a_finished_shard_is_checked(deep, tmp_path, monkeypatch, how):
     source, out = deep[0], tmp_path / "out"
-    recipe = recipe_of(structure="low_rank", keep=0.5)
+    recipe = make_recipe(structure="low_rank", keep=0.5)
     interrupted(source, recipe, out, monkeypatch, before="shard", shard_bytes=150_000)
     convert(str(source), recipe, tmp_path / "whole")
-    shard = min(partial_of(out).glob("model-*.safetensors"))
+    shard = min(partial_path(out).glob("model-*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= how == "one bit"
     shard.write_bytes(data)

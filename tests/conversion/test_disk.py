@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
-from surgery.core.files import alone, beside, disk_errors, locked, partial_of, whole, write_json
+from surgery.core.files import exclusive_lock, atomic_path, explain_disk_errors, acquire_lock, partial_path, atomic_write, write_json
 from surgery.publish.html.page import write_page
 
 
@@ -56,7 +56,7 @@ def spread(count: int, most: int = 7) -> list[int]:
 def test_a_conversion_on_a_full_disk_goes_on(checkpoints, tmp_path, monkeypatch):
     home, source = tmp_path / "disk", checkpoints("llama")
     home.mkdir()
-    before, recipe, disk = files_of(source), recipe_of(structure="low_rank"), Disk(monkeypatch, home)
+    before, recipe, disk = files_of(source), make_recipe(structure="low_rank"), Disk(monkeypatch, home)
     convert(str(source), recipe, home / "whole")
     for lets in spread(disk.count):
         disk.left, out = lets, home / f"out-{lets}"
@@ -68,7 +68,7 @@ def test_a_conversion_on_a_full_disk_goes_on(checkpoints, tmp_path, monkeypatch)
         disk.left = 10**9
         convert(str(source), recipe, out, resume=True)
         assert (out / "model.safetensors").read_bytes() == (home / "whole" / "model.safetensors").read_bytes()
-        assert not partial_of(out).exists()
+        assert not partial_path(out).exists()
     assert files_of(source) == before
 
 
@@ -89,15 +89,15 @@ def test_undoing_it_leaves_nothing(converted, tmp_path, monkeypatch, number):
 
 
 def test_a_page_and_results_stay_as_they_were(converted, tmp_path, monkeypatch):
-    from surgery.eval.results.store import Store
-    from surgery.eval.suite import Metric, Sample, SuiteResult
+    from surgery.eval.results.store import ResultStore
+    from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
     home = tmp_path / "disk"
     home.mkdir()
-    store = Store(home / "eval")
+    store = ResultStore(home / "eval")
     store.open()
     place = store.place("it", "0" * 64, "ppl")
-    results = [SuiteResult([Sample("ppl", "1", {"nll": n})], {"nll": Metric("nll")}) for n in (1.0, 2.0)]
+    results = [SuiteResult([Sample("ppl", "1", {"nll": n})], {"nll": EvalMetric("nll")}) for n in (1.0, 2.0)]
 
     def all_of_it(result):
         write_page(str(converted("llama")), home / "report.html")
@@ -114,7 +114,7 @@ def test_a_page_and_results_stay_as_they_were(converted, tmp_path, monkeypatch):
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_bytes(data)
         disk.left = lets
-        with pytest.raises(SurgeryError, match="No space left"), disk_errors(home):
+        with pytest.raises(SurgeryError, match="No space left"), explain_disk_errors(home):
             all_of_it(results[1])
         disk.left = 10**9
         assert set(files_of(home)) == set(before)  # whole ones, the earlier or the new
@@ -125,17 +125,17 @@ def test_a_healing_goes_on(monkeypatch, tmp_path):
     """Its checkpoints: the one before is there while the next is written."""
     import torch
 
-    from surgery.training.checkpoints import Checkpoints, Held, Position
+    from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
 
     disk = Disk(monkeypatch, tmp_path)
-    where, held = Checkpoints(tmp_path / "checkpoints", 1), Held({"w": torch.ones(3)})
-    where.save(Position(0, 1), held)
+    where, held = CheckpointManager(tmp_path / "checkpoints", 1), TrainState({"w": torch.ones(3)})
+    where.save(TrainPosition(0, 1), held)
     disk.count = 0
-    where.save(Position(0, 2), held)
+    where.save(TrainPosition(0, 2), held)
     for lets in range(disk.count - 2):  # the last two: the folder's own entry on disk, and what is old moved away
         disk.left = lets
         with pytest.raises(OSError, match="No space left"):
-            where.save(Position(0, 3), held)
+            where.save(TrainPosition(0, 3), held)
         disk.left = 10**9
         assert where.position(where.latest()).step == 2 and not list(tmp_path.rglob("*.tmp"))
 
@@ -153,22 +153,22 @@ def test_the_command_ends_with_two(checkpoints, tmp_path, monkeypatch, capsys):
     ["I/O error: No space left on device (os error 28)", 'IoError(Os { code: 28, kind: StorageFull, message: "" })'],
 )
 def test_libraries_in_rust_say_it_their_way(tmp_path, text):
-    with pytest.raises(SurgeryError, match="No space left on device"), disk_errors(tmp_path / "x"):
+    with pytest.raises(SurgeryError, match="No space left on device"), explain_disk_errors(tmp_path / "x"):
         raise RuntimeError(text)
 
 
 def test_other_errors_are_left_alone(tmp_path):
-    with pytest.raises(ValueError, match="x"), disk_errors(tmp_path):
+    with pytest.raises(ValueError, match="x"), explain_disk_errors(tmp_path):
         raise ValueError("x")
-    with pytest.raises(FileNotFoundError), disk_errors(tmp_path):
+    with pytest.raises(FileNotFoundError), explain_disk_errors(tmp_path):
         (tmp_path / "nothing").read_text()
 
 
 def test_whole_or_absent(tmp_path):
     path = tmp_path / "x"
-    with whole(path, "w") as file:
+    with atomic_write(path, "w") as file:
         file.write("first")
-    for attempt in (whole(path, "w"), beside(path)):
+    for attempt in (atomic_write(path, "w"), atomic_path(path)):
         with pytest.raises(KeyboardInterrupt), attempt as place:
             place.write("half") if hasattr(place, "fileno") else place.write_text("half")
             raise KeyboardInterrupt
@@ -180,11 +180,11 @@ def test_spilt_states_are_refused_before_they_are_mapped(tmp_path, monkeypatch):
     """A mapped page that the disk has no room for would kill the process."""
     import torch
 
-    from surgery.calibration.layer_runner import Stream
+    from surgery.calibration.layer_runner import LayerRunner
 
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
-    stream = object.__new__(Stream)
+    stream = object.__new__(LayerRunner)
     stream.limit, stream.hidden_bytes, stream.scratch = 0, 0, tmp_path
     with pytest.raises(OSError, match="No space left"):
         stream.kept(torch.ones(2, 2, 2))
@@ -194,13 +194,13 @@ def test_spilt_states_are_refused_before_they_are_mapped(tmp_path, monkeypatch):
 # -- two at once -----------------------------------------------------------------------------------------
 def test_the_lock_names_its_holder_and_outlives_nobody(tmp_path):
     with (
-        alone(tmp_path, "evaluation"),
+        exclusive_lock(tmp_path, "evaluation"),
         pytest.raises(SurgeryError, match=rf"another evaluation is .* \(process {os.getpid()} on"),
     ):
-        locked(tmp_path, "conversion")
+        acquire_lock(tmp_path, "conversion")
     assert not list(tmp_path.iterdir())
     (tmp_path / "lock").write_text("conversion, process 1 on a machine that was switched off")
-    locked(tmp_path, "conversion").close()
+    acquire_lock(tmp_path, "conversion").close()
 
 
 def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
@@ -208,54 +208,54 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    locked(tmp_path, "conversion").close()
+    acquire_lock(tmp_path, "conversion").close()
 
 
 def test_commands_exclude_each_other(converted, tmp_path):
     """At OUT.partial: convert, finetune, pretrain, densify; what was interrupted there is nobody else's to remove."""
-    from surgery.training.finetune import refuse
-    from surgery.training.recipe import parse_healing
+    from surgery.training.finetune import check_run
+    from surgery.training.recipe import parse_healing_recipe
 
     out, source = tmp_path / "out", str(converted("llama"))
-    recipe = parse_healing({"data": {"sources": "x"}, "stages": [{"kind": "lm", "tokens": 64, "rate": 1e-4}]})
-    partial_of(out).mkdir()
-    (partial_of(out) / "journal.jsonl").write_text('{"step": "start", "source": "x"}\n')
+    recipe = parse_healing_recipe({"data": {"sources": "x"}, "stages": [{"kind": "lm", "tokens": 64, "rate": 1e-4}]})
+    partial_path(out).mkdir()
+    (partial_path(out) / "journal.jsonl").write_text('{"step": "start", "source": "x"}\n')
     commands = [
         lambda: densify(source, out),
-        lambda: refuse(out, source, recipe, None, False),
-        lambda: convert(str(tmp_path), recipe_of(structure="btt"), out),
+        lambda: check_run(out, source, recipe, None, False),
+        lambda: convert(str(tmp_path), make_recipe(structure="btt"), out),
     ]
-    with alone(partial_of(out), "conversion"):
+    with exclusive_lock(partial_path(out), "conversion"):
         for command in commands:
             with pytest.raises(SurgeryError, match="another conversion"):
                 command()
     for command in commands:
         with pytest.raises(SurgeryError, match="interrupted"):
             command()
-    assert (partial_of(out) / "journal.jsonl").is_file()
+    assert (partial_path(out) / "journal.jsonl").is_file()
 
 
 def test_what_a_killed_densify_left_is_removed(converted, tmp_path):
     out = tmp_path / "out"
-    (partial_of(out) / "pieces").mkdir(parents=True)
-    (partial_of(out) / "journal.jsonl").write_text('{"step": "start", "rewrite": "x"}\n')
+    (partial_path(out) / "pieces").mkdir(parents=True)
+    (partial_path(out) / "journal.jsonl").write_text('{"step": "start", "rewrite": "x"}\n')
     densify(str(converted("llama")), out)
-    assert (out / "model.safetensors").is_file() and not partial_of(out).exists()
+    assert (out / "model.safetensors").is_file() and not partial_path(out).exists()
 
 
 def test_evaluations_and_pretrainings(checkpoints, tmp_path):
     from surgery.eval.run import evaluate
     from surgery.eval.suite import EvalOptions
     from surgery.training.pretrain.pretrain import pretrain
-    from surgery.training.pretrain.recipe import parse_pretrain
+    from surgery.training.pretrain.recipe import parse_pretrain_recipe
 
     (tmp_path / "eval").mkdir()
-    with alone(tmp_path / "eval", "evaluation"), pytest.raises(SurgeryError, match="another evaluation"):
+    with exclusive_lock(tmp_path / "eval", "evaluation"), pytest.raises(SurgeryError, match="another evaluation"):
         evaluate(str(checkpoints("llama")), ["ppl"], EvalOptions(text="x"), out=tmp_path / "eval")
     stages = [{"kind": "lm", "tokens": 64, "rate": 1e-4}]
-    recipe = parse_pretrain({"model": {"model_type": "gpt2"}, "data": {"sources": "x"}, "stages": stages})
+    recipe = parse_pretrain_recipe({"model": {"model_type": "gpt2"}, "data": {"sources": "x"}, "stages": stages})
     with (
-        alone(tmp_path, "pretraining of out", "out.lock"),
+        exclusive_lock(tmp_path, "pretraining of out", "out.lock"),
         pytest.raises(SurgeryError, match="another pretraining of out"),
     ):
         pretrain(recipe, tmp_path / "out")

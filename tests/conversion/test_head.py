@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.small import outputs_of, recipe_of, tiny_config, tiny_inputs
+from helpers.small import model_outputs, make_recipe, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 
 import surgery  # noqa: F401
@@ -59,33 +59,33 @@ def source(checkpoints, tmp_path):
 def test_a_head_at_full_rank_is_exact(family, text, source, calibration, tmp_path):
     folder, inputs = source(family), tiny_inputs(family, 3, seed=2)
     more = {"calibration": calibration(family)} if text else {}
-    report = convert(str(folder), recipe_of(**head_only(rank="full"), **more), tmp_path / "out")
+    report = convert(str(folder), make_recipe(**head_only(rank="full"), **more), tmp_path / "out")
     assert [m["roles"] for m in report["modules"]] == [["head"]]
     before = load(family, folder)
     tied = before.get_output_embeddings().weight is before.get_input_embeddings().weight
     assert any("unties them" in note for note in report["notes"]) == tied == (family not in ("llama", "t5-gated"))
-    original = outputs_of(before, inputs)
+    original = model_outputs(before, inputs)
     model = load(family, tmp_path / "out")
     assert isinstance(model.get_output_embeddings(), StructuredLinear)
-    assert worst(outputs_of(model, inputs), original) < 1e-5
+    assert worst(model_outputs(model, inputs), original) < 1e-5
     model.tie_weights()  # libraries call it; there is nothing left to tie
     model.save_pretrained(tmp_path / "again")
     densify(str(tmp_path / "out"), tmp_path / "dense")
     for name in ("again", "dense"):
-        assert worst(outputs_of(load(family, tmp_path / name), inputs), original) < 1e-5
+        assert worst(model_outputs(load(family, tmp_path / name), inputs), original) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_smaller_head_leaves_the_embedding_alone(family, source, calibration, tmp_path):
     """The output is that of the original with the products as its head, the rest to the bit as it was."""
     folder, inputs = source(family), tiny_inputs(family, 3, seed=2)
-    report = convert(str(folder), recipe_of(**head_only(keep=0.5), calibration=calibration(family)), tmp_path / "out")
+    report = convert(str(folder), make_recipe(**head_only(keep=0.5), calibration=calibration(family)), tmp_path / "out")
     assert report["totals"]["kept"] <= 0.5 and report["modules"][0]["error"] < 1
     original, model = load(family, folder), load(family, tmp_path / "out")
     assert torch.equal(model.get_input_embeddings().weight, original.get_input_embeddings().weight)
     standin, linear = model.get_output_embeddings(), original.get_output_embeddings()
     linear.weight = torch.nn.Parameter(standin.dense())
-    found, expected = outputs_of(model, inputs), outputs_of(original, inputs)
+    found, expected = model_outputs(model, inputs), model_outputs(original, inputs)
     assert worst(found, expected) < 1e-5
 
 
@@ -95,7 +95,7 @@ def test_an_embedding_stored_under_the_heads_name_survives(checkpoints, tmp_path
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    convert(str(folder), recipe_of(**head_only(rank="full")), tmp_path / "out")
+    convert(str(folder), make_recipe(**head_only(rank="full")), tmp_path / "out")
     inputs = tiny_inputs("llama", 2)
     original, converted = (load("llama-tied", f) for f in (checkpoints("llama-tied"), tmp_path / "out"))
-    assert worst(outputs_of(converted, inputs), outputs_of(original, inputs)) < 1e-5
+    assert worst(model_outputs(converted, inputs), model_outputs(original, inputs)) < 1e-5

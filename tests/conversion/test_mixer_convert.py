@@ -7,11 +7,11 @@ import os
 
 import pytest
 import torch
-from helpers.small import FAMILIES, GENERATING, ROOT, outputs_of, recipe_of, tiny_config, tiny_inputs
+from helpers.small import FAMILIES, GENERATIVE_FAMILIES, ROOT, model_outputs, make_recipe, tiny_config, tiny_inputs
 from safetensors.torch import save_file
 
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.source import open_source
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
@@ -63,13 +63,13 @@ def test_every_shipped_recipe(name, tmp_path):
         assert min(stages) <= stages[0]
     prompt = tiny_inputs("llama", 2, 12, seed=4)["input_ids"]
     out = model.generate(prompt, max_new_tokens=12, do_sample=False, min_new_tokens=12)
-    logits = outputs_of(model, {"input_ids": out})[:, 11:-1].clone()
+    logits = model_outputs(model, {"input_ids": out})[:, 11:-1].clone()
     logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
     chosen = logits.gather(-1, out[:, 12:, None])[..., 0]
     assert (chosen >= logits.amax(-1) - 1e-4).all()
     model.save_pretrained(tmp_path / "again")
     again = type(original).from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(outputs_of(again, {"input_ids": out}), outputs_of(model, {"input_ids": out}))
+    assert torch.equal(model_outputs(again, {"input_ids": out}), model_outputs(model, {"input_ids": out}))
     told = inspect(str(tmp_path / "out"))
     assert sum(len(row["paths"]) for row in told["mixer_rows"]) == len(report["mixers"])
 
@@ -103,7 +103,7 @@ def test_every_family(family, name, tmp_path):
         return
     original, model, report = converted(tmp_path, family, calibrated(tmp_path, name))
     inputs = tiny_inputs(family, 2, 20, seed=3)
-    before, after = outputs_of(original, inputs), outputs_of(model, inputs)
+    before, after = model_outputs(original, inputs), model_outputs(model, inputs)
     exact = name.startswith("bilinear")
     assert after.isfinite().all() and (exact or not torch.equal(before, after))
     for record in report["mixers"]:
@@ -111,11 +111,11 @@ def test_every_family(family, name, tmp_path):
         assert min(stages) <= stages[0] and min(stages) < 1.1
     model.save_pretrained(tmp_path / "again")
     again = type(original).from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(outputs_of(again, inputs), after)
-    if family in GENERATING:
+    assert torch.equal(model_outputs(again, inputs), after)
+    if family in GENERATIVE_FAMILIES:
         prompt = inputs["input_ids"][:, :9]
         out = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        logits = outputs_of(model, {"input_ids": out})[:, 8:-1].clone()
+        logits = model_outputs(model, {"input_ids": out})[:, 8:-1].clone()
         logits[..., model.config.eos_token_id] = -torch.inf  # which min_new_tokens forbids
         chosen = logits.gather(-1, out[:, 9:, None])[..., 0]
         assert (chosen >= logits.amax(-1) - 1e-3).all()
@@ -133,7 +133,7 @@ OPTIONS = [
 def test_every_mask_and_feature_map(options, tmp_path):
     source(tmp_path, "llama")
     attention = {"mixer": "linear", "steps": 1, "layers": "1", **options}
-    recipe = recipe_of(
+    recipe = make_recipe(
         structure="dense", attention=attention, calibration=tmp_path / "inputs.safetensors", **CALIBRATION
     )
     _, model, report = converted(tmp_path, "llama", recipe)
@@ -146,7 +146,7 @@ def test_every_mask_and_feature_map(options, tmp_path):
 def test_linears_and_attention_in_one_recipe(tmp_path):
     """Each linear of a layer is fitted to what the mixer before it gives; undoing leaves the mixer in place."""
     source(tmp_path, "llama")
-    recipe = recipe_of(
+    recipe = make_recipe(
         structure="low_rank",
         keep=0.9,
         attention={"mixer": "linear", "mask": "decay", "steps": 2},
@@ -158,14 +158,14 @@ def test_linears_and_attention_in_one_recipe(tmp_path):
     inputs = tiny_inputs("llama", 2, 20, seed=3)
     densify(str(tmp_path / "out"), tmp_path / "dense")
     dense = type(original).from_pretrained(tmp_path / "dense").eval()
-    assert torch.allclose(outputs_of(dense, inputs), outputs_of(model, inputs), atol=1e-4)
+    assert torch.allclose(model_outputs(dense, inputs), model_outputs(model, inputs), atol=1e-4)
     assert dense.model.layers[0].mlp.up_proj.weight.dim() == 2
     assert type(dense.model.layers[0].self_attn.mixer).__name__ == "LinearMixer"
 
 
 def test_hybrids_keep_softmax_where_said(tmp_path):
     source(tmp_path, "llama")
-    by_hand = recipe_of(structure="dense", attention={"mixer": "linear", "hybrid": {"layers": [1]}, "steps": 0})
+    by_hand = make_recipe(structure="dense", attention={"mixer": "linear", "hybrid": {"layers": [1]}, "steps": 0})
     _, model, report = converted(tmp_path, "llama", by_hand)
     assert [record["name"] for record in report["mixers"]] == ["model.layers.0.self_attn"]
     assert not hasattr(model.model.layers[1].self_attn, "mixer")
@@ -187,7 +187,7 @@ def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
     convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
     import surgery.conversion.sequential as layerwise
 
-    seats, real = [], layerwise.Layerwise._seat
+    seats, real = [], layerwise.SequentialConverter._seat
 
     def once(self, call, *rest):
         seats.append(call.path)
@@ -195,7 +195,7 @@ def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(self, call, *rest)
 
-    monkeypatch.setattr(layerwise.Layerwise, "_seat", once)
+    monkeypatch.setattr(layerwise.SequentialConverter, "_seat", once)
     with pytest.raises(KeyboardInterrupt):
         convert(str(tmp_path / "source"), recipe, tmp_path / "out")
     convert(str(tmp_path / "source"), recipe, tmp_path / "out", resume=True)
@@ -218,7 +218,7 @@ def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
 def test_refusals(attention, said, tmp_path):
     source(tmp_path, "llama")
     with pytest.raises(SurgeryError, match=said):
-        convert(str(tmp_path / "source"), recipe_of(structure="dense", attention=attention), tmp_path / "out")
+        convert(str(tmp_path / "source"), make_recipe(structure="dense", attention=attention), tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
@@ -237,9 +237,9 @@ def support(name, folder):
     """How a recipe's mixer fares in every family: yes, or the reason it is refused, planned from config alone."""
     cells = []
     for family in TABLE_FAMILIES:
-        opened = open_source(str(folder / family), False, weights=False)
+        opened = open_checkpoint(str(folder / family), False, weights=False)
         try:
-            make_plan(Skeleton(opened), load_recipe(name))
+            make_plan(MetaModel(opened), load_recipe(name))
             cells.append("yes")
         except SurgeryError as error:
             cells.append("no: " + reason(str(error)))

@@ -8,29 +8,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-from surgery.conversion.mixer_init.mlr_allocation import Sizes
+from surgery.conversion.mixer_init.mlr_allocation import QueryKeyMoments
 from surgery.conversion.mixer_init.mlr_ranks import (
-    EVERYWHERE,
-    Damage,
-    allocate,
+    UNLIMITED,
+    ScoreSensitivity,
+    allocate_ranks,
     balanced_basis,
-    ladder,
-    prices,
-    rise,
-    settle,
+    candidate_extents,
+    cache_prices,
+    loss_rise,
+    choose_extents,
 )
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, AttentionShape, Inputs
-from surgery.mixers.mlr import MLR, slowest_first, units
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs
+from surgery.mixers.mlr import MLR, slowest_first, rotary_units
 
 SHAPE = AttentionShape(dim=8, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=4)
-EXTENTS = (0, 2, 5, EVERYWHERE)
+EXTENTS = (0, 2, 5, UNLIMITED)
 
 
 def drawn(batch=2, length=13, shape=SHAPE, seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    inputs = Inputs(
+    inputs = MixerInputs(
         draw(batch, shape.heads, length, shape.key),
         draw(batch, shape.groups, length, shape.key),
         draw(batch, shape.groups, length, shape.value),
@@ -41,7 +41,7 @@ def drawn(batch=2, length=13, shape=SHAPE, seed=0):
 
 def by_autograd(inputs, grad, shape, extents):
     """(heads, queries, unit x bin): d loss / d (how much of a cell each query leaves out), one query's at a time."""
-    together, length = units(shape), inputs.q_BHTK.shape[2]
+    together, length = rotary_units(shape), inputs.q_BHTK.shape[2]
     k = inputs.k_BGTK.repeat_interleave(shape.heads // shape.groups, 1)
     v = inputs.v_BGTV.repeat_interleave(shape.heads // shape.groups, 1)
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
@@ -72,7 +72,7 @@ def by_autograd(inputs, grad, shape, extents):
 )
 def test_damage_is_the_derivative_of_the_loss(shape):
     inputs, grad = drawn(shape=shape)
-    damage = Damage(shape, EXTENTS)
+    damage = ScoreSensitivity(shape, EXTENTS)
     damage.member_KU = damage.member_KU.double()
     damage.add(inputs, grad, queries=5)
     u = by_autograd(inputs, grad, shape, EXTENTS).unflatten(1, (shape.groups, -1))
@@ -83,7 +83,7 @@ def test_damage_is_the_derivative_of_the_loss(shape):
 def test_damage_ignores_padding_and_adds_up():
     inputs, grad = drawn()
     valid = torch.tensor([[False] * 4 + [True] * 9, [True] * 11 + [False] * 2])
-    together, apart = Damage(SHAPE, EXTENTS), Damage(SHAPE, EXTENTS)
+    together, apart = ScoreSensitivity(SHAPE, EXTENTS), ScoreSensitivity(SHAPE, EXTENTS)
     for damage in (together, apart):
         damage.member_KU = damage.member_KU.double()
     together.add(replace(inputs, valid_BT=valid), grad)
@@ -96,23 +96,23 @@ def test_damage_ignores_padding_and_adds_up():
 
 
 def test_units_keep_rotary_pairs():
-    assert units(SHAPE) == [[0, 2], [1, 3], [4], [5], [6], [7]]
-    assert units(replace(SHAPE, interleaved=True)) == [[0, 1], [2, 3], [4], [5], [6], [7]]
-    assert ladder(100) == (0, 8, 16, 32, 64, EVERYWHERE)
+    assert rotary_units(SHAPE) == [[0, 2], [1, 3], [4], [5], [6], [7]]
+    assert rotary_units(replace(SHAPE, interleaved=True)) == [[0, 1], [2, 3], [4], [5], [6], [7]]
+    assert candidate_extents(100) == (0, 8, 16, 32, 64, UNLIMITED)
 
 
 def test_settling_is_the_optimum_of_small_forms():
     """Against every choice there is, where units do not interact; never above all or nothing where they do."""
     torch.manual_seed(0)
-    size, price = torch.tensor([2.0, 1.0, 2.0]), prices((0, 3, EVERYWHERE), 10)[None]
+    size, price = torch.tensor([2.0, 1.0, 2.0]), cache_prices((0, 3, UNLIMITED), 10)[None]
     choices = torch.tensor(list(itertools.product(range(3), repeat=3)))
     for weight in (1e-2, 0.3, 3.0):
         rows = torch.randn(3, 2, 40, dtype=torch.float64)
         apart = torch.block_diag(*(r @ r.mT for r in rows))[None]
         whole = torch.randn(4, 6, 3, dtype=torch.float64)
         for gram, exact in ((apart, True), (whole @ whole.mT, False)):
-            place = settle(gram, size, price.expand(len(gram), -1), weight)
-            value = lambda p, g: rise(g, p, 2) + weight * (price[0][p] * size).sum(-1)  # noqa: E731, B023
+            place = choose_extents(gram, size, price.expand(len(gram), -1), weight)
+            value = lambda p, g: loss_rise(g, p, 2) + weight * (price[0][p] * size).sum(-1)  # noqa: E731, B023
             for form, found in zip(gram, place):
                 values = value(choices, form.expand(27, -1, -1))
                 mine = value(found[None], form[None])
@@ -125,7 +125,7 @@ def gathered(layers=2, shape=SHAPE):
     for layer in range(layers):
         inputs, grad = drawn(3, 24, shape, seed=layer)
         inputs.k_BGTK[..., [0, 2]] *= 0.1  # a pair that carries little
-        damages.append(Damage(shape, EXTENTS))
+        damages.append(ScoreSensitivity(shape, EXTENTS))
         damages[-1].add(
             replace(inputs, **{n: getattr(inputs, n).float() for n in ("q_BHTK", "k_BGTK", "v_BGTV")}), grad.float()
         )
@@ -144,7 +144,7 @@ def key_share(arrangement, shape, length):
 def test_budgets_are_kept_on_live_caches(shape):
     damages, length, before = gathered(shape=shape), 24, float("inf")
     for budget in (0.25, 0.6, 1.0):
-        layers = allocate(damages, budget, length)
+        layers = allocate_ranks(damages, budget, length)
         shares = [key_share(layer, shape, length) for layer in layers]
         assert sum(shares) / 2 <= budget + 1e-6
         loss = sum(layer.rise for layer in layers)
@@ -155,7 +155,7 @@ def test_budgets_are_kept_on_live_caches(shape):
             MIXERS[MLR].refuse(layer.config, shape)
     assert before < 1e-12 and layers[0].config == MLR((8,))
     assert (
-        all(torch.tensor(0) in order[-2:] for order in allocate(damages, 0.8, length)[0].order_GK) or shape.rotary == 0
+        all(torch.tensor(0) in order[-2:] for order in allocate_ranks(damages, 0.8, length)[0].order_GK) or shape.rotary == 0
     )
 
 
@@ -163,28 +163,28 @@ def test_windows_of_layers_may_differ():
     """A layer with a window of its own has a smaller cache to begin with."""
     shapes = SHAPE, replace(SHAPE, window=6)
     damages = [gathered(1, shape)[0] for shape in shapes]
-    layers = allocate(damages, 0.5, 24)
+    layers = allocate_ranks(damages, 0.5, 24)
     live = sum(key_share(layer, shape, 24) for layer, shape in zip(layers, shapes))
     assert live <= 0.5 * (1 + 5 / 24) + 1e-6
-    assert [layer.config for layer in allocate(damages, 1.0, 24)] == [MLR((8,))] * 2
+    assert [layer.config for layer in allocate_ranks(damages, 1.0, 24)] == [MLR((8,))] * 2
 
 
 def test_the_expected_rise_is_of_the_arrangement():
     """By the derivatives of the loss: 1/2 E (what the orders and ranks leave out - near biases)^2, at the best biases."""
     inputs, grad = drawn(3, 24)
-    damage = Damage(SHAPE, EXTENTS)
+    damage = ScoreSensitivity(SHAPE, EXTENTS)
     damage.member_KU = damage.member_KU.double()
     damage.add(inputs, grad)
-    layer = allocate([damage], 0.4, 24)[0]
-    reach = [e for rank, e in zip(layer.config.ranks, (EVERYWHERE, *layer.config.extents)) for _ in range(rank)]
+    layer = allocate_ranks([damage], 0.4, 24)[0]
+    reach = [e for rank, e in zip(layer.config.ranks, (UNLIMITED, *layer.config.extents)) for _ in range(rank)]
     reach += [0] * (8 - len(reach))
     u_HNX = by_autograd(inputs, grad, SHAPE, EXTENTS).permute(1, 0, 2, 3).flatten(1, 2)
     near = by_autograd_near(inputs, grad, layer.config.extents)
     total, worse = 0.0, 0.0
     for head in range(4):
         extent = dict(zip(layer.order_GK[head // 2].tolist(), reach))
-        assert all(len({extent[dim] for dim in dims}) == 1 for dims in units(SHAPE))
-        out = torch.tensor([low >= extent[dims[0]] for dims in units(SHAPE) for low in EXTENTS[:-1]]).double()
+        assert all(len({extent[dim] for dim in dims}) == 1 for dims in rotary_units(SHAPE))
+        out = torch.tensor([low >= extent[dims[0]] for dims in rotary_units(SHAPE) for low in EXTENTS[:-1]]).double()
         left = u_HNX[head] @ out - near[head] @ layer.near_HL[head].double()
         total += 0.5 * left.square().sum().item() / 72
         worse += 0.5 * (u_HNX[head] @ out).square().sum().item() / 72
@@ -207,7 +207,7 @@ def by_autograd_near(inputs, grad, extents):
 def test_budgets_that_cannot_be_are_refused():
     for budget in (0.0, 1.2):
         with pytest.raises(SurgeryError, match="share of the full key cache"):
-            allocate(gathered(1), budget, 24)
+            allocate_ranks(gathered(1), budget, 24)
 
 
 def test_a_balanced_basis_keeps_products_and_orders_them():
@@ -239,8 +239,8 @@ def test_a_turned_basis_changes_no_score_and_fewer_dims_of_it_lose_less():
     turn = torch.diag(torch.logspace(0.5, -1.5, 8)) @ torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
     q, k = (torch.randn(2, n, 24, 8, generator=generator) @ turn for n in (4, 2))
     v, x = torch.randn(2, 2, 24, 8, generator=generator), torch.randn(2, 24, 8, generator=generator)
-    inputs = Inputs(q, k, v, x)
-    sizes = Sizes(shape, torch.device("cpu"))
+    inputs = MixerInputs(q, k, v, x)
+    sizes = QueryKeyMoments(shape, torch.device("cpu"))
     sizes.add(inputs)
 
     def out(config):

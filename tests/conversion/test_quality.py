@@ -12,7 +12,7 @@ import pytest
 from surgery.conversion.convert import convert
 from surgery.eval.run import evaluate
 from surgery.eval.suite import EvalOptions
-from surgery.planning.recipe import validated
+from surgery.planning.recipe import validate_recipe
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SLOW = bool(os.environ.get("SURGERY_SLOW"))
@@ -41,7 +41,7 @@ def texts(tmp_path_factory) -> tuple[str, str]:
 
 def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
     # Windows as long as sentences: an encoder of sentences is calibrated on what it will read.
-    recipe = validated({"calibration": texts[0], "tokens": 8192, "length": 32, **keys}, "test")
+    recipe = validate_recipe({"calibration": texts[0], "tokens": 8192, "length": 32, **keys}, "test")
     report = convert(str(minilm), recipe, out)
     assert len(report["modules"]) == 36
     assert report["totals"]["kept"] <= recipe.keep + 1e-3
@@ -81,7 +81,7 @@ def test_auto_of_a_real_decoder(keep, ceiling, tmp_path):
     source, calibration, heldout = (
         str(SHARED / name) for name in ("models/pycode-27m", "text/pycode-calibration.txt", "text/pycode-heldout.txt")
     )
-    recipe = validated({"structure": "auto", "keep": keep, "calibration": calibration}, "test")
+    recipe = validate_recipe({"structure": "auto", "keep": keep, "calibration": calibration}, "test")
     convert(source, recipe, tmp_path / "out")
     found = evaluate(str(tmp_path / "out"), ["ppl"], EvalOptions(text=heldout, tokens=16384), compare=source)
     perplexity = found.row("ppl").values["converted"]

@@ -8,14 +8,14 @@ import time
 
 import pytest
 from conversion.test_convert import bytes_of
-from helpers.forked import processes
-from helpers.small import recipe_of
+from helpers.forked import run_processes
+from helpers.small import make_recipe
 
 import surgery.calibration.partition
 from surgery.conversion.convert import convert
-from surgery.conversion.sequential import Layerwise
+from surgery.conversion.sequential import SequentialConverter
 from surgery.core.errors import SurgeryError
-from surgery.core.files import partial_of
+from surgery.core.files import partial_path
 from surgery.core.journal import Journal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -40,17 +40,17 @@ HYBRID = {
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """As if the windows were many."""
-    monkeypatch.setattr(surgery.calibration.partition, "TOKENS", 48)
+    monkeypatch.setattr(surgery.calibration.partition, "MIN_SHARD_TOKENS", 48)
 
 
 def converted(checkpoint, inputs, out, recipe, count=1, resume=False):
     keys = recipe if inputs is None else {**recipe, "calibration": inputs}
-    run = lambda rank=0: convert(str(checkpoint), recipe_of(**keys), out, device="cpu", resume=resume)  # noqa: E731
+    run = lambda rank=0: convert(str(checkpoint), make_recipe(**keys), out, device="cpu", resume=resume)  # noqa: E731
     if count == 1:
         run()
     else:
-        assert processes(count, run) == [0] * count
-    assert not partial_of(out).exists()
+        assert run_processes(count, run) == [0] * count
+    assert not partial_path(out).exists()
     return bytes_of(out)
 
 
@@ -80,7 +80,7 @@ def dying(rank, at, signalled):
 
 def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints("llama"), calibration("llama")
-    recipe, out = recipe_of(**MIXED, calibration=inputs), tmp_path / "out"
+    recipe, out = make_recipe(**MIXED, calibration=inputs), tmp_path / "out"
     alone = converted(checkpoint, inputs, tmp_path / "alone", MIXED)  # before forking: all is imported then
 
     def killed(rank):
@@ -88,20 +88,20 @@ def test_killed_and_resumed_by_another_number_of_processes(checkpoints, calibrat
         convert(str(checkpoint), recipe, out, device="cpu")
 
     began = time.monotonic()
-    assert processes(2, killed) == [1, -signal.SIGKILL], "the other ends with a sentence"
+    assert run_processes(2, killed) == [1, -signal.SIGKILL], "the other ends with a sentence"
     assert time.monotonic() - began < 60
-    kept = partial_of(out)
+    kept = partial_path(out)
     assert (kept / "pieces" / "model.layers.1.safetensors").is_file() and (kept / "journal-1.jsonl").is_file()
 
-    def once(self, path, finished=Layerwise._convert):
+    def once(self, path, finished=SequentialConverter._convert):
         assert path.path != "model.layers.1", "process 1 has written it down"
         return finished(self, path)
 
-    Layerwise._convert, before = once, Layerwise._convert
+    SequentialConverter._convert, before = once, SequentialConverter._convert
     try:
         resumed = converted(checkpoint, inputs, out, MIXED, count=3, resume=True)
     finally:
-        Layerwise._convert = before
+        SequentialConverter._convert = before
     assert resumed == alone
 
 
@@ -118,18 +118,18 @@ def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints
             def fails(*_):
                 raise SurgeryError("tensor 'x' holds 3 NaN") if refused else OSError(28, "No space left on device", "y")
 
-            datafree._layer = fails
+            datafree._convert_layer = fails
         try:
-            convert(str(checkpoint), recipe_of(**MIXED), out, device="cpu")
+            convert(str(checkpoint), make_recipe(**MIXED), out, device="cpu")
         except Exception as error:
             (tmp_path / f"said-{rank}").write_text(f"{getattr(error, 'elsewhere', False)} {error}")
             raise
 
     began = time.monotonic()
-    assert processes(2, run) == [1, 1]
+    assert run_processes(2, run) == [1, 1]
     assert time.monotonic() - began < 30
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     sentence = "tensor 'x' holds 3 NaN" if refused else "No space left on device"
     assert said[0].startswith("True ") and said[1].startswith("False ") and all(sentence in one for one in said)
-    assert partial_of(out).exists() is not refused
+    assert partial_path(out).exists() is not refused
     assert not out.exists()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import (
-    Recipe,
-    conversion_recipes,
-    layer_selected,
+    ConversionRecipe,
+    conversion_recipes_folder,
+    is_layer_selected,
     load_recipe,
     parse_recipe,
     shipped_recipes,
 )
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in conversion_recipes().glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(p.stem for p in conversion_recipes_folder().glob("*.yaml")))
 def test_shipped_recipes(name):
     recipe = load_recipe(name)
-    text = (conversion_recipes() / f"{name}.yaml").read_text()
+    text = (conversion_recipes_folder() / f"{name}.yaml").read_text()
     assert recipe.description and len(text.splitlines()) < 80
     if recipe.attention is None:
         assert recipe.keep == 0.5 and "keep" in yaml.safe_load(text)
@@ -121,7 +121,7 @@ def test_no_such_recipe():
     ],
 )
 def test_layer_ranges(text, chosen):
-    assert {i for i in range(6) if layer_selected(text, i, 6)} == chosen
+    assert {i for i in range(6) if is_layer_selected(text, i, 6)} == chosen
 
 
 def settings_of(recipe, role="mlp.up", path="model.layers.1.mlp.up_proj", index=1, count=4):
@@ -131,7 +131,7 @@ def settings_of(recipe, role="mlp.up", path="model.layers.1.mlp.up_proj", index=
 
 
 def test_later_rules_win_and_options_follow_their_structure():
-    recipe = recipe_of(
+    recipe = make_recipe(
         structure="btt",
         blocks=[4, 4],
         rules=[
@@ -146,15 +146,15 @@ def test_later_rules_win_and_options_follow_their_structure():
 
 
 def test_keep_patterns():
-    recipe = recipe_of(structure="btt", keep={"*": 0.5, "mlp.*": 0.7, "model.layers.0.*": 1.0})
+    recipe = make_recipe(structure="btt", keep={"*": 0.5, "mlp.*": 0.7, "model.layers.0.*": 1.0})
     assert settings_of(recipe).keep == 0.7
     assert settings_of(recipe, path="model.layers.0.mlp.up_proj", index=0).structure == "dense"
     assert settings_of(recipe, role="attention.key", path="x").keep == 0.5
 
 
 def test_outside_the_layers_only_by_rule():
-    assert settings_of(recipe_of(), role="head", path="lm_head", index=None).structure == "dense"
-    recipe = recipe_of(structure="low_rank", rules=[{"match": "head", "keep": 0.4}])
+    assert settings_of(make_recipe(), role="head", path="lm_head", index=None).structure == "dense"
+    recipe = make_recipe(structure="low_rank", rules=[{"match": "head", "keep": 0.4}])
     found = settings_of(recipe, role="head", path="lm_head", index=None)
     assert (found.structure, found.keep) == ("low_rank", 0.4)
 
@@ -163,7 +163,7 @@ def test_outside_the_layers_only_by_rule():
 @given(st.text(max_size=60))
 def test_any_text_is_a_recipe_or_a_clear_refusal(text):
     try:
-        assert isinstance(parse_recipe(text, "fuzz"), Recipe)
+        assert isinstance(parse_recipe(text, "fuzz"), ConversionRecipe)
     except SurgeryError as error:
         assert str(error)
 
@@ -172,9 +172,9 @@ JSONISH = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() |
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from([*Recipe.model_fields]), JSONISH, max_size=4))
+@given(st.dictionaries(st.sampled_from([*ConversionRecipe.model_fields]), JSONISH, max_size=4))
 def test_any_values_are_a_recipe_or_a_clear_refusal(data):
     try:
-        recipe_of(**data)
+        make_recipe(**data)
     except SurgeryError as error:
         assert str(error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small import recipe_of, tiny_config, tiny_inputs
+from helpers.small import make_recipe, tiny_config, tiny_inputs
 from safetensors.torch import save_file
 
 from surgery.conversion import trial
 from surgery.conversion import trial as budget
 from surgery.conversion.convert import convert
-from surgery.conversion.score import Score
+from surgery.conversion.score import HeldOutScore
 
 
 def conversion(family, checkpoints, tmp_path, padded=False, **keys):
@@ -20,7 +20,7 @@ def conversion(family, checkpoints, tmp_path, padded=False, **keys):
         mask[::2, 15:] = 0
         inputs["attention_mask"] = mask
     save_file(inputs, tmp_path / "inputs.safetensors")
-    recipe = recipe_of(structure="low_rank", holdout=0.25, calibration=tmp_path / "inputs.safetensors", **keys)
+    recipe = make_recipe(structure="low_rank", holdout=0.25, calibration=tmp_path / "inputs.safetensors", **keys)
     return inputs, convert(str(checkpoints(family)), recipe, tmp_path / "out", device="cpu")
 
 
@@ -66,7 +66,7 @@ def test_sequential_trials_decide_where_the_quick_one_contradicts_the_survey(
 ):
     def run(self):
         return {
-            name: Score("nats per token", 2.0, 2.0 * (1 + share * rise), None, 10)
+            name: HeldOutScore("nats per token", 2.0, 2.0 * (1 + share * rise), None, 10)
             for name, share in (("uniform", 0.9), ("spread", 1.0))
         }
 

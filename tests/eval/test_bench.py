@@ -16,8 +16,8 @@ from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
 from surgery.eval.speed.run import KINDS, bench
-from surgery.eval.speed.tables import cell, crossovers, grids, markdown, milliseconds, plotted, tables
-from surgery.eval.speed.timer import Heat, Race, Rival, Work, backward
+from surgery.eval.speed.tables import format_cell, crossovers, result_grids, markdown, format_ms, save_plot, result_tables
+from surgery.eval.speed.timer import BenchmarkCase, Benchmark, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
 from surgery.publish.speed_notes import plan_notes, report_notes
 
@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 def raced(*rivals, x=1, **options):
-    race = Race(CPU, spend=1.0, patience=options.pop("patience", 1000.0), **options)
-    return race, race.run(Heat("t", x, {}, list(rivals)))
+    race = Benchmark(CPU, spend=1.0, patience=options.pop("patience", 1000.0), **options)
+    return race, race.run(BenchmarkCase("t", x, {}, list(rivals)))
 
 
 def fails(error):
@@ -38,9 +38,9 @@ def fails(error):
 
 def test_what_goes_wrong_with_one_stops_no_other():
     rivals = [
-        Rival("none", fails(torch.OutOfMemoryError("CUDA out of memory"))),
-        Rival("refuses", fails(ValueError("not on Hopper\nsecond line"))),
-        Rival("runs", lambda: lambda: None),
+        TimedImplementation("none", fails(torch.OutOfMemoryError("CUDA out of memory"))),
+        TimedImplementation("refuses", fails(ValueError("not on Hopper\nsecond line"))),
+        TimedImplementation("runs", lambda: lambda: None),
     ]
     _, rows = raced(*rivals)
     assert [row.get("note") for row in rows] == ["out of memory", "ValueError: not on Hopper", None]
@@ -48,25 +48,25 @@ def test_what_goes_wrong_with_one_stops_no_other():
 
 
 def test_a_reference_is_not_timed_as_a_kernel():
-    _, rows = raced(Rival("k", lambda: lambda: None, choice="kernel"))
+    _, rows = raced(TimedImplementation("k", lambda: lambda: None, choice="kernel"))
     assert rows[0]["note"] == "no kernel" and rows[0]["ms"] is None
 
 
 def test_the_slow_are_left_out_at_larger_sizes():
-    slow = Rival("slow", lambda: lambda: time.sleep(0.02))
+    slow = TimedImplementation("slow", lambda: lambda: time.sleep(0.02))
     race, rows = raced(slow, x=10, patience=30.0)
     assert rows[0]["ms"] > 19
-    assert race.run(Heat("t", 100, {}, [slow]))[0]["note"].startswith("left out")
+    assert race.run(BenchmarkCase("t", 100, {}, [slow]))[0]["note"].startswith("left out")
 
 
 def test_time_is_over_at_once():
-    _, rows = raced(Rival("r", lambda: lambda: None), ends=time.monotonic() - 1)
+    _, rows = raced(TimedImplementation("r", lambda: lambda: None), ends=time.monotonic() - 1)
     assert rows[0]["note"] == "time limit"
 
 
 def test_several_calls_in_a_run_count_as_several():
     _, rows = raced(
-        Rival("one", lambda: lambda: time.sleep(0.01)), Rival("ten", lambda: lambda: time.sleep(0.01), times=10)
+        TimedImplementation("one", lambda: lambda: time.sleep(0.01)), TimedImplementation("ten", lambda: lambda: time.sleep(0.01), times=10)
     )
     assert rows[0]["ms"] > 5 * rows[1]["ms"]
 
@@ -78,7 +78,7 @@ def test_backward_reaches_every_leaf():
 
 
 def test_floors_are_the_bytes_and_operations_of_the_definition():
-    assert linear_work(8, 4, 2, 8, back=False, width=2) == Work(2 * (8 * 6 + 8), 2 * 8 * 8)
+    assert linear_work(8, 4, 2, 8, back=False, width=2) == WorkEstimate(2 * (8 * 6 + 8), 2 * 8 * 8)
     # every pair, key and value, a multiplication and an addition, half of them behind the diagonal
     assert softmax_work(1, 1, 128, 64, 64, back=False, width=2).flops == 128 * 128 * 128
 
@@ -90,9 +90,9 @@ def test_every_kind_runs_on_a_cpu(kind, tmp_path):
     assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
     assert all(row["ms"] for row in result["rows"]), [row for row in result["rows"] if not row["ms"]]
     assert {"device", "date", "versions", "ceilings"} <= result.keys()
-    titles = {title for title, _, _ in grids(result["rows"])}
+    titles = {title for title, _, _ in result_grids(result["rows"])}
     assert len(titles) >= 2 and all(title in markdown(result) for title in titles)
-    assert tables(result)
+    assert result_tables(result)
 
 
 def test_only_some():
@@ -113,13 +113,13 @@ def test_bytes_of_a_cache_are_the_state_s():
 
 
 def test_cells():
-    assert [milliseconds(ms) for ms in (0.0123456, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
-    assert cell({"ms": 0.5, "ratio": 2.0, "fraction": 0.5}) == "0.5 2.00x 50%"
+    assert [format_ms(ms) for ms in (0.0123456, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
+    assert format_cell({"ms": 0.5, "ratio": 2.0, "fraction": 0.5}) == "0.5 2.00x 50%"
     rows = [
         {"table": "model, prefill", "rival": r, "x": 2000, "ms": ms, "peak": 3e9}
         for r, ms in (("a", 10.0), ("b", None))
     ]
-    assert [grid[1:] for grid in grids(rows)] == [([2000], [("a", [c])]) for c in ("10.0", "200,000", "3.00")]
+    assert [grid[1:] for grid in result_grids(rows)] == [([2000], [("a", [c])]) for c in ("10.0", "200,000", "3.00")]
 
 
 def test_crossovers():
@@ -145,7 +145,7 @@ def test_plot(tmp_path):
         "date": "",
         "complete": True,
     }
-    plotted(result, tmp_path / "p.png")
+    save_plot(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
@@ -170,8 +170,8 @@ def test_command(monkeypatch, capsys, tmp_path):
 def test_the_table_in_the_repository_is_well_formed():
     options = {"rank", "rows", "columns", "levels"}
     for row in (row for table in measured.tables() for row in table["rows"]):
-        assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.NAMED, *options}
-        assert set(measured.WAYS) & row.keys() and all(row[way] > 0 for way in measured.WAYS if way in row)
+        assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.SIZE_NAMES, *options}
+        assert set(measured.IMPLEMENTATIONS) & row.keys() and all(row[way] > 0 for way in measured.IMPLEMENTATIONS if way in row)
 
 
 @pytest.fixture
@@ -212,26 +212,26 @@ def table(monkeypatch):
     tables = [{"device": "X1", "capability": [9, 0], "dtype": "bfloat16", "rows": rows}]
     for name in ("surgery.kernels.tuning.tables", "surgery.publish.speed_notes.tables"):
         monkeypatch.setattr(name, lambda: tables)
-    for cached in (measured.choice, measured.rows_of):
+    for cached in (measured.fastest_measured, measured.device_rows):
         cached.cache_clear()
     yield
-    for cached in (measured.choice, measured.rows_of):
+    for cached in (measured.fastest_measured, measured.device_rows):
         cached.cache_clear()
 
 
-X1 = measured.Place((9, 0), "bfloat16")
+X1 = measured.DeviceKey((9, 0), "bfloat16")
 
 
 def at(tokens, **more):
-    return measured.sizes(tokens=tokens, **{"inputs": 4096, "outputs": 4096, "rank": 4, **more})
+    return measured.named_sizes(tokens=tokens, **{"inputs": 4096, "outputs": 4096, "rank": 4, **more})
 
 
 def test_measured_rows_decide(table):
-    chosen = [measured.choice("btt", "forward", at(n, inputs=5120), X1) for n in (1, 700, 32768)]
+    chosen = [measured.fastest_measured("btt", "forward", at(n, inputs=5120), X1) for n in (1, 700, 32768)]
     assert chosen == ["reference", "dense", "kernel"]
-    half = measured.Place((9, 0), "float16")
-    assert measured.choice("btt", "forward", at(1), half) == "reference"
-    assert measured.choice("btt", "forward", at(512), X1, ("kernel", "reference")) == "kernel"
+    half = measured.DeviceKey((9, 0), "float16")
+    assert measured.fastest_measured("btt", "forward", at(1), half) == "reference"
+    assert measured.fastest_measured("btt", "forward", at(512), X1, ("kernel", "reference")) == "kernel"
 
 
 def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
@@ -239,36 +239,36 @@ def test_what_was_not_measured_is_left_to_the_kernel_s_rule(table):
         ("btt", "backward", at(1), X1),
         ("unknown", "forward", at(1), X1),
         ("btt", "forward", at(2**20), X1),  # far from every row
-        ("btt", "forward", at(1), measured.Place((10, 0), "bfloat16")),
-        ("btt", "forward", at(1), measured.Place((9, 0), "float32")),
+        ("btt", "forward", at(1), measured.DeviceKey((10, 0), "bfloat16")),
+        ("btt", "forward", at(1), measured.DeviceKey((9, 0), "float32")),
         ("hierarchical", "forward", at(1024), X1),  # a kernel alone: nothing to choose from
     ]
-    assert [measured.choice(*args) for args in asked] == 6 * [None]
+    assert [measured.fastest_measured(*args) for args in asked] == 6 * [None]
     asks = reading("forward", 1)
     for says in (True, False):
-        wins = measured.fastest("btt", asks, otherwise=lambda says=says: says)
+        wins = measured.is_fastest("btt", asks, otherwise=lambda says=says: says)
         assert wins() == wins() == says
 
 
 def reading(pass_, tokens):
-    asked = measured.Asked(pass_, at(tokens), torch.ones(1))
-    return measured.Reading(lambda: asked, lambda: tokens)
+    asked = measured.TuningQuery(pass_, at(tokens), torch.ones(1))
+    return measured.CallReader(lambda: asked, lambda: tokens)
 
 
 def test_an_op_takes_what_the_table_says(table, monkeypatch):
-    monkeypatch.setattr(measured, "place", lambda device, dtype: X1)
+    monkeypatch.setattr(measured, "device_key", lambda device, dtype: X1)
     for way, tokens in (("reference", 1), ("dense", 512), ("kernel", 8192)):
-        said = {w: measured.fastest("btt", reading("forward", tokens), w)() for w in ("kernel", "dense")}
+        said = {w: measured.is_fastest("btt", reading("forward", tokens), w)() for w in ("kernel", "dense")}
         assert said == {"kernel": way == "kernel", "dense": way == "dense"}
 
 
 def test_between_rows_the_nearer_weighs_more(table):
     ratios = [
-        measured.beside_kernel(measured.weighed("btt", "forward", at(n), X1), "reference")
+        measured.log_ratio_to_kernel(measured.nearby_rows("btt", "forward", at(n), X1), "reference")
         for n in (512, 600, 6000, 8192)
     ]
     assert ratios[0] == pytest.approx(math.log(2), abs=1e-3) and ratios[3] == pytest.approx(math.log(2), abs=1e-3)
-    few = [measured.beside_kernel(measured.weighed("btt", "forward", at(n), X1), "reference") for n in (1, 4, 100)]
+    few = [measured.log_ratio_to_kernel(measured.nearby_rows("btt", "forward", at(n), X1), "reference") for n in (1, 4, 100)]
     assert few[0] == pytest.approx(-math.log(2), abs=1e-3) and few[0] < few[1] < few[2] < math.log(2)
 
 
@@ -276,10 +276,10 @@ def test_tables_read_as_written(tmp_path):
     results = [
         bench("linear", sizes="small", device="cpu", only="low", dtype=dtype) for dtype in ("float32", "bfloat16")
     ]
-    tables = publish.measured(results)
-    assert json.loads(publish.written(tables))["tables"] == tables
+    tables = publish.tuning_tables(results)
+    assert json.loads(publish.format_json(tables))["tables"] == tables
     assert [t["dtype"] for t in tables] == ["float32", "bfloat16"]
-    assert [publish.heading(r) for r in publish.merged(results)] == ["Linear, float32", "Linear"]
+    assert [publish.heading(r) for r in publish.merge_results(results)] == ["Linear, float32", "Linear"]
 
 
 def test_what_is_slower_is_said(table):
@@ -301,13 +301,13 @@ def test_what_is_slower_is_said(table):
 
 def test_results_become_the_table_and_the_page(tmp_path):
     results = [bench(kind, sizes="small", device="cpu", only="btt,mlr") for kind in ("linear", "attention")]
-    (table,) = publish.measured(results)
+    (table,) = publish.tuning_tables(results)
     rows = table["rows"]
     assert {row["op"] for row in rows} == {"btt", "mlr"}
     assert {row["pass"] for row in rows} == {"forward", "backward", "captured"}
     assert all({"reference", "original"} <= row.keys() for row in rows)
     text = f"before\n{publish.BEGIN}old\n{publish.END}after\n"
-    page = publish.page(publish.page(text, results), results)
+    page = publish.update_page(publish.update_page(text, results), results)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert page.count("### attention, forward + backward") == 1
 
@@ -327,7 +327,7 @@ def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():
     results = [{"device": "d", "capability": [9, 0], "dtype": "f", "date": "", "versions": {}}]
     for table, kernel in (("linear, forward", 0.05), ("linear, forward, CUDA graph", 0.01)):
         results[0]["rows"] = [{**r, "table": table} for r in (first, row)]
-        (made,) = publish.measured(results)[0]["rows"]
+        (made,) = publish.tuning_tables(results)[0]["rows"]
         assert made["kernel"] == kernel and made["original"] == 0.03
 
 
@@ -336,6 +336,6 @@ def test_runs_of_one_kind_are_one():
     common = {"kind": "linear", "dtype": "bfloat16"}
     runs_ = [{**common, "complete": True, "rows": [{**row, "note": "time limit"}, {**row, "rival": "b", "ms": 2.0}]}]
     runs_ += [{**common, "complete": False, "rows": [{**row, "ms": 1.0}, {**row, "rival": "b", "ms": 3.0}]}]
-    (one,) = publish.merged(runs_)
+    (one,) = publish.merge_results(runs_)
     assert {r["rival"]: r["ms"] for r in one["rows"]} == {"a": 1.0, "b": 2.0} and not one["complete"]
     assert one["processes"] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.run import bench
-from surgery.eval.speed.tables import lost, tables
+from surgery.eval.speed.tables import lost_share, result_tables
 
 
 def test_training_runs_in_both_loops(tmp_path):
@@ -18,7 +18,7 @@ def test_training_runs_in_both_loops(tmp_path):
     assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
     (row,) = result["rows"]
     assert row["ours_ms"] > 0 and row["bare_ms"] > 0 and len(row["losses"]) == 2
-    assert all(6 < loss < 8 for loss in row["losses"]) and lost(row) < 1
-    assert tables(result)
+    assert all(6 < loss < 8 for loss in row["losses"]) and lost_share(row) < 1
+    assert result_tables(result)
     with pytest.raises(SurgeryError, match="no case"):
         bench("train", sizes="small", device="cpu", only="nothing")

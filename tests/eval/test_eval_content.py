@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from surgery.calibration.data import document_stream
-from surgery.checkpoint.source import open_converted
+from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.cli.main import main
 from surgery.core import digests
 from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval import run as frame
 from surgery.eval import task_names as names
-from surgery.eval.model import open_subject
-from surgery.eval.results.data_read import described, recorded, unchanged
-from surgery.eval.results.store import Store
+from surgery.eval.model import open_model
+from surgery.eval.results.data_read import describe_data, record_reads, is_unchanged
+from surgery.eval.results.store import ResultStore
 from surgery.eval.run import evaluate
 from surgery.eval.suite import EvalOptions
-from surgery.publish.hub.files import cleaned_paths
+from surgery.publish.hub.files import strip_local_paths
 from surgery.training.data.documents import files_identity
 from surgery.training.data.recipe import SourceConfig
-from surgery.training.data.sources import open_source
+from surgery.training.data.sources import open_data_source
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
@@ -66,24 +66,24 @@ def test_3_1_mirrors_with_equal_headers_are_told_apart(tmp_path):
     """`datasets` alone returns the first mirror's rows for all of them."""
     for number in range(3):
         place = questions(tmp_path / str(number), number)
-        assert set(mirror.rows(place, "piqa", "baber/piqa", None, "validation")["label"]) == {number}
+        assert set(mirror.load_rows(place, "piqa", "baber/piqa", None, "validation")["label"]) == {number}
     questions(tmp_path / "0", 7)  # in place, with the mtime of before
-    assert set(mirror.rows(tmp_path / "0", "piqa", "baber/piqa", None, "validation")["label"]) == {7}
+    assert set(mirror.load_rows(tmp_path / "0", "piqa", "baber/piqa", None, "validation")["label"]) == {7}
 
 
 def test_3_1_tasks_of_lm_eval_read_the_mirror_that_was_named(tmp_path):
     for number in range(2):
         asked = EvalOptions(data_root=questions(tmp_path / str(number), number))
-        (task,) = names.load(["piqa"], asked)["tasks"].values()
+        (task,) = names.load_tasks(["piqa"], asked)["tasks"].values()
         assert [doc["label"] for doc in task.eval_docs] == [number] * 4
     assert Path.cwd() != tmp_path
 
 
 def test_3_1_a_mirror_that_changes_while_it_is_read_is_refused(tmp_path, cache):
     place = questions(tmp_path / "mirror", 0)
-    with pytest.raises(SurgeryError, match="changed while it was read"), mirror.inside(place, ["baber/piqa"]):
+    with pytest.raises(SurgeryError, match="changed while it was read"), mirror.use_mirror(place, ["baber/piqa"]):
         questions(place, 1)
-    assert mirror.rows(place, "piqa", "baber/piqa", None, "validation")["label"][0] == 1
+    assert mirror.load_rows(place, "piqa", "baber/piqa", None, "validation")["label"][0] == 1
 
 
 def test_3_1_training_reads_the_files_as_they_are(tmp_path):
@@ -91,7 +91,7 @@ def test_3_1_training_reads_the_files_as_they_are(tmp_path):
     said, identities = [], set()
     for text in ("one", "two"):
         path = written(tmp_path / "data.jsonl", [{"text": text}])
-        reader = open_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
+        reader = open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
         said.append(reader.take().content)
         identities.add(reader.identity())
     assert said == ["one", "two"] and len(identities) == 2
@@ -100,10 +100,10 @@ def test_3_1_training_reads_the_files_as_they_are(tmp_path):
 def test_3_1_streamed_rows_have_the_columns_of_their_file(tmp_path):
     """`datasets` keeps columns by path and mtime, and casts the rows of a changed file to them."""
     path = written(tmp_path / "data.jsonl", [{"text": "one"}])
-    open_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
+    open_data_source(SourceConfig(path=str(path)), 0, "training", 0.0, False)
     written(path, [{"said": "two"}])
     assert list(document_stream(str(path))) == ["two"]
-    streamed = open_source(SourceConfig(path=str(path), streaming=True, text="said"), 0, "training", 0.0, False)
+    streamed = open_data_source(SourceConfig(path=str(path), streaming=True, text="said"), 0, "training", 0.0, False)
     assert streamed.take().content == "two"
 
 
@@ -178,7 +178,7 @@ def test_3_2_changed_labels_are_scored_again(tmp_path, monkeypatch):
     assert first in (0, 1)
     assert accuracy(questions(place, 1), out, answers) == 1 - first
     shutil.copytree(place, tmp_path / "moved")
-    monkeypatch.setattr(frame, "loaded", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(frame, "load_eval_model", lambda *given: pytest.fail("measured again"))
     assert accuracy(tmp_path / "moved", out) == 1 - first
 
 
@@ -196,36 +196,36 @@ def model(tmp_path) -> Path:
 def test_3_2_weights_changed_in_place_are_measured_again(model, tmp_path):
     """Bytes amid a tensor, which a sample of its ends does not see; size and mtime are those of before."""
     first = perplexity(model, tmp_path / "out")
-    sampled = open_converted(str(model)).fingerprint()
+    sampled = open_converted_checkpoint(str(model)).fingerprint()
     (info,) = [
-        t for name, t in open_converted(str(model)).tensors.items() if name.endswith("layers.0.mlp.up_proj.weight")
+        t for name, t in open_converted_checkpoint(str(model)).tensors.items() if name.endswith("layers.0.mlp.up_proj.weight")
     ]
     stat = info.file.stat()
     with open(info.file, "r+b") as file:
         file.seek((info.start + info.stop) // 2)
         file.write(bytes(4096))
     os.utime(info.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert open_converted(str(model)).fingerprint() == sampled, "the place was not one that only a whole digest sees"
+    assert open_converted_checkpoint(str(model)).fingerprint() == sampled, "the place was not one that only a whole digest sees"
     assert perplexity(model, tmp_path / "out") != first
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
 def test_3_2_other_files_of_the_model_count_too(model, name):
-    before = open_subject("base", str(model)).fingerprint
+    before = open_model("base", str(model)).fingerprint
     with open(model / name, "a") as file:
         file.write("\n")
-    assert open_subject("base", str(model)).fingerprint != before
+    assert open_model("base", str(model)).fingerprint != before
     (model / "surgery_report.json").write_text("{}")
-    after = open_subject("base", str(model)).fingerprint
+    after = open_model("base", str(model)).fingerprint
     (model / "surgery_report.json").write_text('{"about": "the conversion"}')
-    assert open_subject("base", str(model)).fingerprint == after
+    assert open_model("base", str(model)).fingerprint == after
 
 
 def test_3_2_sampled_answers_belong_to_their_seed():
     """Greedy ones do not."""
-    from surgery.eval.lm_eval.adapter import InBatches
+    from surgery.eval.lm_eval.adapter import BatchedLM
 
-    lm = InBatches()
+    lm = BatchedLM()
     lm.options = EvalOptions(seed=3)
     assert lm._drawn({"do_sample": True}) == lm._drawn({"temperature": 0.7}) == ["seed", 3]
     assert lm._drawn({"do_sample": False, "temperature": 0.0}) == []
@@ -260,7 +260,7 @@ def test_3_2_provenance_is_in_results_json(model, tmp_path):
     assert run["command"][:3] == ["surgery", "eval", str(model)] and str(text) in run["command"]
     assert secret not in (out / "results.json").read_text() and "--tokens" in run["command"]
     assert kept["model"] == said["models"]["converted"]["fingerprint"]
-    assert str(tmp_path) not in json.dumps(cleaned_paths(said)), "what `surgery push` sends"
+    assert str(tmp_path) not in json.dumps(strip_local_paths(said)), "what `surgery push` sends"
     assert kept["data"] == {str(text): {"sha256": digests.hashlib.sha256(text.read_bytes()).hexdigest()}}
 
 
@@ -268,12 +268,12 @@ def test_3_2_a_fetched_mirror_s_commit_is_told(tmp_path):
     place, commit = questions(tmp_path, 0), "0123456789" * 4
     readme = place / "baber/piqa/README.md"
     readme.write_text(HEADER + f"\nFetched by `surgery fetch-eval-data` from baber/piqa at {commit}.\n")
-    with recorded() as reads:
-        mirror.rows(place, "piqa", "baber/piqa", None, "validation")
-    (told,) = described(reads, place).values()
+    with record_reads() as reads:
+        mirror.load_rows(place, "piqa", "baber/piqa", None, "validation")
+    (told,) = describe_data(reads, place).values()
     assert told["commit"] == commit and len(told["sha256"]) == 64
-    assert unchanged(reads, EvalOptions(data_root=place))
-    assert not unchanged(reads, EvalOptions(data_root=tmp_path / "elsewhere"))
+    assert is_unchanged(reads, EvalOptions(data_root=place))
+    assert not is_unchanged(reads, EvalOptions(data_root=tmp_path / "elsewhere"))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_3_2_a_fetched_mirror_s_commit_is_told(tmp_path):
 )
 def test_3_2_a_stranger_s_result_names_nothing_to_be_read(read, monkeypatch):
     monkeypatch.setattr("surgery.eval.results.data_read.content_digest", lambda place: pytest.fail(f"{place} was read"))
-    assert not unchanged({read: "unknown"}, EvalOptions(text="text.txt"))
+    assert not is_unchanged({read: "unknown"}, EvalOptions(text="text.txt"))
 
 
 def test_3_2_a_result_that_does_not_say_what_it_read_is_measured_again(model, tmp_path):
@@ -290,8 +290,8 @@ def test_3_2_a_result_that_does_not_say_what_it_read_is_measured_again(model, tm
     first = perplexity(model, out)
     (place,) = out.rglob("result.json")
     told, options = json.loads(place.read_text()), EvalOptions(text=str(TINY / "heldout.txt"))
-    assert Store(out).load(place.parent, told["key"], options) is not None
+    assert ResultStore(out).load(place.parent, told["key"], options) is not None
     del told["reads"], told["provenance"]
     place.write_text(json.dumps(told))
-    assert Store(out).load(place.parent, told["key"], options) is None
+    assert ResultStore(out).load(place.parent, told["key"], options) is None
     assert perplexity(model, out) == first

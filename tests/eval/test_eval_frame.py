@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from surgery.cli.eval import options_of
-from surgery.core.distributed import Ranks
+from surgery.cli.eval import parse_options
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import run as frame
 from surgery.eval import suite as suites
-from surgery.eval.batching import in_batches
-from surgery.eval.model import Opened
-from surgery.eval.results.thresholds import parse_limits
+from surgery.eval.batching import score_in_batches
+from surgery.eval.model import OpenedModel
+from surgery.eval.results.thresholds import parse_thresholds
 from surgery.eval.run import evaluate
-from surgery.eval.suite import EvalOptions, Metric, Sample, Subject, Suite, SuiteResult
+from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult
 
-ACCURACY = Metric("accuracy", "accuracy", scale=100, floor=0.1)
-LOSS = Metric("nll", "ppl", higher_is_better=False, title="perplexity")
+ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, floor=0.1)
+LOSS = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
 OPTIONS = EvalOptions()
 
 
@@ -32,11 +32,11 @@ def models(monkeypatch, tmp_path):
     told: list[tuple[str, str]] = []
 
     def opened(role, name, ranks=None):
-        return Opened(role, name, tmp_path, f"{name}-fingerprint")
+        return OpenedModel(role, name, tmp_path, f"{name}-fingerprint")
 
     @contextmanager
     def loaded(one, device, dtype, trust, ranks, progress):
-        yield Subject(
+        yield EvalModel(
             one.role, one.name, one.folder, one.fingerprint, None, None, device, torch.float32, 64, ranks, progress
         )
 
@@ -65,8 +65,8 @@ def models(monkeypatch, tmp_path):
     }
     monkeypatch.setattr(suites, "SUITES", made)
     monkeypatch.setattr(suites, "load_suites", lambda: made)
-    monkeypatch.setattr(frame, "open_subject", opened)
-    monkeypatch.setattr(frame, "loaded", loaded)
+    monkeypatch.setattr(frame, "open_model", opened)
+    monkeypatch.setattr(frame, "load_eval_model", loaded)
     return told
 
 
@@ -186,7 +186,7 @@ def test_limits(models, limit, code):
 )
 def test_limits_that_say_nothing(given, compare, says):
     with pytest.raises(SurgeryError, match=says):
-        parse_limits([given], compare is not None)
+        parse_thresholds([given], compare is not None)
 
 
 def test_a_limit_of_nothing_measured(models):
@@ -204,13 +204,13 @@ def test_a_file_in_the_way(models, tmp_path):
 
 def test_options_are_said_as_options():
     with pytest.raises(SurgeryError, match="--batch-size 'many': "):
-        options_of(batch_size="many")
+        parse_options(batch_size="many")
     with pytest.raises(SurgeryError, match="--lengths 'x': "):
-        options_of(lengths=("x",))
+        parse_options(lengths=("x",))
     for wrong in ({"lengths": ("0",)}, {"depths": ("1.5",)}, {"batch_size": "0"}):
         with pytest.raises(SurgeryError, match=f"--{next(iter(wrong)).replace('_', '-')} '"):
-            options_of(**wrong)
-    assert options_of(batch_size="4", lengths=("64", "128")).lengths == (64, 128)
+            parse_options(**wrong)
+    assert parse_options(batch_size="4", lengths=("64", "128")).lengths == (64, 128)
 
 
 def test_a_text_counts_by_its_bytes(tmp_path):
@@ -226,7 +226,7 @@ def test_a_text_counts_by_its_bytes(tmp_path):
 def subject(told=None, ranks=None):
     say = SimpleNamespace(say=(told if told is not None else []).append, bar=Progress().bar)
     device = torch.device("cpu")
-    return Subject("base", "m", None, "", None, None, device, torch.float32, None, ranks or Ranks(), say)
+    return EvalModel("base", "m", None, "", None, None, device, torch.float32, None, ranks or DistContext(), say)
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on():
@@ -239,7 +239,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on():
         return [10 * item for item in batch]
 
     items = list(range(1, 31))
-    found = in_batches(subject(told), EvalOptions(batch_size=16), items, score, lambda i: 8, "t", prepare=lambda i: i)
+    found = score_in_batches(subject(told), EvalOptions(batch_size=16), items, score, lambda i: 8, "t", prepare=lambda i: i)
     assert found == [10 * i for i in items]
     assert sizes[:5] == [1, 16, 8, 4, 2] and max(sizes[4:]) == 2
     assert told[0] == "out of memory at 16 rows: on with 8" and len(told) == 3
@@ -250,7 +250,7 @@ def test_one_row_that_does_not_fit_is_said():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with pytest.raises(SurgeryError, match="out of memory at one row of 4,096 tokens; use shorter --lengths"):
-        in_batches(subject(), EvalOptions(batch_size=2), [1, 2], score, lambda i: 4096, "t")
+        score_in_batches(subject(), EvalOptions(batch_size=2), [1, 2], score, lambda i: 4096, "t")
 
 
 def test_other_errors_are_not_memory():
@@ -258,7 +258,7 @@ def test_other_errors_are_not_memory():
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        in_batches(subject(), OPTIONS, [1, 2], score, lambda i: 4, "t")
+        score_in_batches(subject(), OPTIONS, [1, 2], score, lambda i: 4, "t")
 
 
 def test_batches_are_of_like_lengths_and_prepared_one_ahead():
@@ -270,7 +270,7 @@ def test_batches_are_of_like_lengths_and_prepared_one_ahead():
         return batch
 
     items = [100, 3, 90, 2, 60, 40, 3]
-    found = in_batches(
+    found = score_in_batches(
         subject(), EvalOptions(batch_size=4), items, score, lambda i: i, "t", prepare=lambda i: made.append(i) or i
     )
     assert found == items and seen == [[100], [90, 60], [40], [3, 3, 2]] and sorted(made) == sorted(items)
@@ -278,5 +278,5 @@ def test_batches_are_of_like_lengths_and_prepared_one_ahead():
 
 def test_auto_holds_as_many_tokens_at_every_length():
     seen = []
-    in_batches(subject(), OPTIONS, [512] * 40 + [64] * 40, lambda b: seen.append(b) or b, lambda i: i, "t", tokens=1024)
+    score_in_batches(subject(), OPTIONS, [512] * 40 + [64] * 40, lambda b: seen.append(b) or b, lambda i: i, "t", tokens=1024)
     assert [len(b) for b in seen] == [2] * 20 + [16, 16, 8]

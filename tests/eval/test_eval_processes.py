@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.forked import command
+from helpers.forked import run_command
 
 from surgery.eval.run import evaluate
 from surgery.eval.suite import EvalOptions
@@ -30,7 +30,7 @@ SUITES = ["ppl", "needle"]
 
 def test_two_processes_share_the_samples(tmp_path):
     words = ["eval", str(TINY), "-s", ",".join(SUITES), *WORDS, "--limit", "3", "--compare", str(TINY), "--json"]
-    said = command(2, tmp_path, [*words, "--out", str(tmp_path / "out")])
+    said = run_command(2, tmp_path, [*words, "--out", str(tmp_path / "out")])
     said = json.loads(said[said.index("{") :])
     options = EvalOptions(text=WORDS[1], tokens=768, length=128, lengths=(128,), depths=(0, 1), limit=3)
     alone = evaluate(str(TINY), SUITES, options)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.results import statistics
-from surgery.eval.results.compare import rows_of, units_of
-from surgery.eval.results.statistics import Units, estimate, interval, mcnemar
-from surgery.eval.suite import Metric, Sample, SuiteResult
+from surgery.eval.results.compare import compare_results, collect_units
+from surgery.eval.results.statistics import Units, estimate, paired_interval, mcnemar
+from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 SIMULATIONS = 400
 
@@ -52,17 +52,17 @@ def test_documents_are_units():
     values = rng.normal(size=12)
     whole = [Sample("t", str(i), {"m": v}, weight=10, unit=str(i)) for i, v in enumerate(values)]
     cut = [Sample("t", f"{i} {j}", {"m": v}, unit=str(i)) for i, v in enumerate(values) for j in range(10)]
-    assert estimate(units_of(cut, "m"), None, "mean") == pytest.approx(estimate(units_of(whole, "m"), None, "mean"))
-    assert len(units_of([Sample("t", str(i), {"m": 0}) for i in range(5)], "m")) == 5
+    assert estimate(collect_units(cut, "m"), None, "mean") == pytest.approx(estimate(collect_units(whole, "m"), None, "mean"))
+    assert len(collect_units([Sample("t", str(i), {"m": 0}) for i in range(5)], "m")) == 5
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40))
 def test_of_shares_the_interval_holds_the_change(pairs):
     ours, base = (units([float(pair[i]) for pair in pairs]) for i in (0, 1))
-    found = interval(ours, base, 1.0, "mean")
+    found = paired_interval(ours, base, 1.0, "mean")
     assert -1 <= found.low <= found.change + 1e-9 and found.change - 1e-9 <= found.high <= 1
-    mirrored = interval(base, ours, 1.0, "mean")
+    mirrored = paired_interval(base, ours, 1.0, "mean")
     assert mirrored.change == pytest.approx(-found.change)
 
 
@@ -72,21 +72,21 @@ def test_equal_scores_change_by_nothing(n, seed):
     rng = np.random.default_rng(seed)
     same = units(rng.normal(size=n), rng.integers(1, 50, n))
     for shape in ("mean", "exp"):
-        found = interval(same, same, None, shape)
+        found = paired_interval(same, same, None, shape)
         assert (found.change, found.low, found.high) == (0, 0, 0)
-    assert interval(units(np.ones(n)), units(np.ones(n)), 1.0, "mean").change == 0
+    assert paired_interval(units(np.ones(n)), units(np.ones(n)), 1.0, "mean").change == 0
 
 
 def test_few_units_have_no_interval():
     few, base = units([1.0, 1.1, 1.3, 1.2]), units([1.0, 1.0, 1.0, 1.1])
-    assert interval(few, base, None, "mean").low is None and interval(few, base, None, "mean").change > 0
+    assert paired_interval(few, base, None, "mean").low is None and paired_interval(few, base, None, "mean").change > 0
 
 
 # -- simulation ------------------------------------------------------------------------------------
 def covered(draw, truth: float, top: float | None, shape, monkeypatch) -> float:
-    monkeypatch.setattr(statistics, "DRAWS", 400)
+    monkeypatch.setattr(statistics, "BOOTSTRAP_DRAWS", 400)
     rng = np.random.default_rng(7)
-    found = [interval(*draw(rng), top, shape, seed) for seed in range(SIMULATIONS)]
+    found = [paired_interval(*draw(rng), top, shape, seed) for seed in range(SIMULATIONS)]
     return sum(i.low <= truth <= i.high for i in found) / SIMULATIONS
 
 
@@ -124,14 +124,14 @@ def test_interval_of_accuracies_covers(lost, gained, monkeypatch):
 def test_pairing_is_what_narrows():
     rng = np.random.default_rng(0)
     ours, base = losses(rng)
-    paired = interval(ours, base, None, "mean")
+    paired = paired_interval(ours, base, None, "mean")
     mixed = np.random.default_rng(1).permutation(len(base))
-    apart = interval(ours, Units(base.sums_U[mixed], base.weights_U[mixed]), None, "mean")
+    apart = paired_interval(ours, Units(base.sums_U[mixed], base.weights_U[mixed]), None, "mean")
     assert paired.high - paired.low < 0.3 * (apart.high - apart.low)
 
 
 # -- rows ------------------------------------------------------------------------------------------
-ACCURACY = Metric("accuracy", "accuracy", scale=100)
+ACCURACY = EvalMetric("accuracy", "accuracy", scale=100)
 
 
 def result(values: dict[str, list[float]], **more) -> SuiteResult:
@@ -145,7 +145,7 @@ def result(values: dict[str, list[float]], **more) -> SuiteResult:
 
 def test_rows_are_tasks_and_groups():
     base, ours = result({"a": [1] * 20, "b": [1] * 20}), result({"a": [1, 0] * 10, "b": [1] * 20})
-    rows = rows_of("s", {"base": base, "converted": ours}, same=False)
+    rows = compare_results("s", {"base": base, "converted": ours}, same=False)
     assert [(r.task, r.group) for r in rows][:3] == [("a", {}), ("a", {"length": 64}), ("a", {"length": 128})]
     whole, short, long = rows[:3]
     assert (whole.values, whole.difference.change) == ({"base": 100, "converted": 50}, -50)
@@ -157,40 +157,40 @@ def test_rows_are_tasks_and_groups():
 def test_order_does_not_matter():
     base, ours = result({"a": [1, 0, 1, 1] * 5}), result({"a": [1, 1, 0, 1] * 5})
     mixed = SuiteResult(ours.samples[::-1], ours.metrics)
-    one, two = (rows_of("s", {"base": base, "converted": o}, same=False)[0] for o in (ours, mixed))
+    one, two = (compare_results("s", {"base": base, "converted": o}, same=False)[0] for o in (ours, mixed))
     assert one.values == two.values and one.difference.change == two.difference.change and one.p == two.p
 
 
 def test_one_model_is_itself_for_certain():
-    rows = rows_of("s", {"base": result({"a": [1, 0] * 10}), "converted": result({"a": [1, 0] * 10})}, same=True)
+    rows = compare_results("s", {"base": result({"a": [1, 0] * 10}), "converted": result({"a": [1, 0] * 10})}, same=True)
     assert all((r.difference.change, r.difference.low, r.difference.high) == (0, 0, 0) for r in rows)
 
 
 def test_a_base_that_guesses_is_flagged():
     floors = {"a": {"accuracy": 0.25}}
     guessing = result({"a": [1, 0, 0, 0] * 10}, floors=floors)
-    assert "no better than guessing" in rows_of("s", {"base": guessing}, same=False)[0].flags[0]
+    assert "no better than guessing" in compare_results("s", {"base": guessing}, same=False)[0].flags[0]
     knowing = result({"a": [1] * 40}, floors=floors)
-    assert rows_of("s", {"base": knowing}, same=False)[0].flags == []
+    assert compare_results("s", {"base": knowing}, same=False)[0].flags == []
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e6])
 def test_a_broken_model_is_flagged_not_fatal(loss):
-    metric = Metric("nll", "ppl", higher_is_better=False)
+    metric = EvalMetric("nll", "ppl", higher_is_better=False)
     base, ours = ([Sample("a", str(i), {"nll": v}) for i in range(20)] for v in (1.0, loss))
     ours[3] = Sample("a", "3", {"nll": 2.0})
     results = {role: SuiteResult(s, {"nll": metric}) for role, s in (("base", base), ("converted", ours))}
-    row = rows_of("s", results, same=False)[0]
+    row = compare_results("s", results, same=False)[0]
     assert row.values["base"] == pytest.approx(math.e) and ("not a finite number" in row.flags) == (loss != 1e6)
     assert not row.ratio.change <= 2
 
 
 def test_other_samples_are_no_pairs():
     with pytest.raises(SurgeryError, match=r"different samples \(base 20, converted 10, 10 in common\)"):
-        rows_of("s", {"base": result({"a": [1] * 20}), "converted": result({"a": [1] * 10})}, same=False)
+        compare_results("s", {"base": result({"a": [1] * 20}), "converted": result({"a": [1] * 10})}, same=False)
 
 
 def test_accuracies_are_zeros_and_ones():
     with pytest.raises(SurgeryError, match="zeros and ones"):
-        rows_of("s", {"base": result({"a": [0.5] * 9}), "converted": result({"a": [1] * 9})}, same=False)
+        compare_results("s", {"base": result({"a": [0.5] * 9}), "converted": result({"a": [1] * 9})}, same=False)

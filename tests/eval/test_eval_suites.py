@@ -17,13 +17,13 @@ from surgery.calibration.data import document_stream, load_tokenizer, text_windo
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
-from surgery.eval.losses import check_head, token_losses
+from surgery.eval.losses import check_lm_head, token_losses
 from surgery.eval.run import evaluate, load
 from surgery.eval.suite import EvalOptions, find_suite
 from surgery.eval.suites import perplexity as ppl
-from surgery.eval.suites.mqar import POWER, recall, vocabulary_of
-from surgery.eval.suites.needle import SHORTEST, Vocabulary, last_logits, rank, ranking
-from surgery.eval.suites.per_position import running_mean, stretches
+from surgery.eval.suites.mqar import POWER_LAW_EXPONENT, make_recall_sequence, sample_vocabulary
+from surgery.eval.suites.needle import MIN_LENGTH, Vocabulary, last_logits, score_rankings, make_ranking_question
+from surgery.eval.suites.per_position import running_mean, position_ranges
 from surgery.planning.recipe import load_recipe
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
@@ -53,7 +53,7 @@ def test_3_3_perplexity_is_that_of_windows_side_by_side(model, tokenizer):
     """One estimator: the command's and the scripts' numbers are equal, and those of the formula, computed here in full."""
     options = EvalOptions(text=TEXT, tokens=2048, length=256)
     row = evaluate(str(TINY), ["ppl"], options).row("ppl")
-    found = ppl.summary(ppl.measure(model, tokenizer, options))
+    found = ppl.summarize(ppl.measure(model, tokenizer, options))
     assert (
         row.values["converted"] == pytest.approx(found["perplexity"], rel=1e-6) and row.units == found["windows"] == 8
     )
@@ -77,10 +77,10 @@ def test_3_3_a_ratio_of_perplexities_is_paired(model, tokenizer):
         base,
         samples=[replace(s, metrics={"nll": s.metrics["nll"] + 0.1 + 0.01 * i}) for i, s in enumerate(base.samples)],
     )
-    found = ppl.summary(worse, base)["ratio"]
+    found = ppl.summarize(worse, base)["ratio"]
     assert found["ratio"] == pytest.approx(math.exp(0.135)) and found["low"] < found["ratio"] < found["high"]
     few = [replace(each, samples=each.samples[:3]) for each in (worse, base)]
-    assert ppl.summary(*few)["ratio"]["low"] is None and ppl.interval(ppl.summary(*few)["ratio"]) == "1.116"
+    assert ppl.summarize(*few)["ratio"]["low"] is None and ppl.format_interval(ppl.summarize(*few)["ratio"]) == "1.116"
 
 
 def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_path):
@@ -96,11 +96,11 @@ def test_3_lengths_that_a_task_was_not_asked_at_are_told(model, tokenizer):
 
     asked = subject()
     asked.model, asked.tokenizer = model, tokenizer
-    chosen = EvalOptions(lengths=(SHORTEST - 1, SHORTEST), depths=(0.5,), limit=1, tasks=("needle-rank",))
+    chosen = EvalOptions(lengths=(MIN_LENGTH - 1, MIN_LENGTH), depths=(0.5,), limit=1, tasks=("needle-rank",))
     found = find_suite("needle").run(asked, chosen)
-    assert len(found.samples) == 1 and f"not asked at {SHORTEST - 1} tokens" in found.notes[0]
+    assert len(found.samples) == 1 and f"not asked at {MIN_LENGTH - 1} tokens" in found.notes[0]
     with pytest.raises(SurgeryError, match="nothing fits"):
-        find_suite("needle").run(asked, chosen.model_copy(update={"lengths": (SHORTEST - 1,)}))
+        find_suite("needle").run(asked, chosen.model_copy(update={"lengths": (MIN_LENGTH - 1,)}))
 
 
 def test_documents_are_measured_whole(model, tokenizer, tmp_path):
@@ -132,7 +132,7 @@ def test_padding_changes_no_loss(model):
 def test_models_that_predict_no_next_token_are_refused(family):
     cls, config = tiny_config(family)
     with pytest.raises(SurgeryError, match="does not predict the next token of its input"):
-        check_head(cls(config))
+        check_lm_head(cls(config))
 
 
 # -- per position ------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_loss_by_position(near, tmp_path):
 
 
 def test_stretches_and_running_means():
-    assert stretches(300) == [(0, 64), (64, 128), (128, 256), (256, 300)]
+    assert position_ranges(300) == [(0, 64), (64, 128), (128, 256), (256, 300)]
     values_T = torch.tensor([0.0, 3, 6, 9])
     assert (
         running_mean(values_T, 3).tolist() == [1.5, 3, 6, 7.5]
@@ -180,8 +180,8 @@ def test_beyond_what_it_was_made_for_is_said():
 
 def test_a_ranking_is_what_it_says(tokenizer):
     vocabulary = Vocabulary(tokenizer)
-    one = ranking(vocabulary, 200, 0.5, Random("x"), None)
-    assert one == ranking(vocabulary, 200, 0.5, Random("x"), None) and len(one.ids) == 200
+    one = make_ranking_question(vocabulary, 200, 0.5, Random("x"), None)
+    assert one == make_ranking_question(vocabulary, 200, 0.5, Random("x"), None) and len(one.ids) == 200
     assert len(set(one.candidates)) == 16 and len(one.said) == 4 and one.answer in one.said
     text = tokenizer.decode(one.ids)
     key = tokenizer.decode(one.ids[-2:-1])
@@ -190,14 +190,14 @@ def test_a_ranking_is_what_it_says(tokenizer):
     assert text.count(" The code of") == 5
     place = text.index(f" The code of{key} is{value}.") / len(text)
     assert 0.25 < place < 0.75
-    assert ranking(vocabulary, 200, 0.0, Random("x"), list(range(20, 400))).ids[0] == vocabulary.ids(" The code of")[0]
+    assert make_ranking_question(vocabulary, 200, 0.0, Random("x"), list(range(20, 400))).ids[0] == vocabulary.ids(" The code of")[0]
     with pytest.raises(SurgeryError, match="leaves no text around the codes; use 96 or more"):
-        ranking(vocabulary, 30, 0.5, Random("x"), None)
+        make_ranking_question(vocabulary, 30, 0.5, Random("x"), None)
 
 
 def test_a_model_that_knows_ranks_first(tokenizer):
     """Stand-ins whose logits prefer one token: the right one, another that was said, one that was not."""
-    one = ranking(Vocabulary(tokenizer), 128, 0.5, Random("x"), None)
+    one = make_ranking_question(Vocabulary(tokenizer), 128, 0.5, Random("x"), None)
     wrong = next(i for i in one.said if i != one.answer)
     never = next(i for i in range(16) if i not in one.said)
 
@@ -213,7 +213,7 @@ def test_a_model_that_knows_ranks_first(tokenizer):
             logits[..., self.token] = 3.0
             return type("Out", (), {"logits": logits})
 
-    scores = [rank(Prefers(one.candidates[i]), [one])[0] for i in (one.answer, wrong, never)]
+    scores = [score_rankings(Prefers(one.candidates[i]), [one])[0] for i in (one.answer, wrong, never)]
     assert [(s["accuracy"], s["any"]) for s in scores] == [(1, 1), (0, 1), (0, 0)]
     assert scores[0]["nll"] == pytest.approx(math.log(1 + 15 * math.exp(-3)), rel=1e-4)
     assert scores[0]["reciprocal_rank"] == 1 and scores[1]["reciprocal_rank"] == 0.5
@@ -221,17 +221,17 @@ def test_a_model_that_knows_ranks_first(tokenizer):
 
 def test_ranks_do_not_depend_on_the_batch(model, tokenizer):
     vocabulary = Vocabulary(tokenizer)
-    asked = [ranking(vocabulary, length, 0.5, Random(length), None) for length in (128, 160, 128)]
-    for one, scores in zip(asked, rank(model, asked)):
-        assert scores["nll"] == pytest.approx(rank(model, [one])[0]["nll"], rel=1e-4)
+    asked = [make_ranking_question(vocabulary, length, 0.5, Random(length), None) for length in (128, 160, 128)]
+    for one, scores in zip(asked, score_rankings(model, asked)):
+        assert scores["nll"] == pytest.approx(score_rankings(model, [one])[0]["nll"], rel=1e-4)
     assert last_logits(model, torch.tensor([asked[0].ids])).shape == (1, model.config.vocab_size)
 
 
 # -- MQAR --------------------------------------------------------------------------------------------
 def test_mqar_is_zoology_s():
     vocabulary = list(range(1000, 1600))
-    one = recall(vocabulary, 128, 8, Random("a"))
-    assert one == recall(vocabulary, 128, 8, Random("a")) and len(one.ids) == 128
+    one = make_recall_sequence(vocabulary, 128, 8, Random("a"))
+    assert one == make_recall_sequence(vocabulary, 128, 8, Random("a")) and len(one.ids) == 128
     pairs = dict(zip(one.ids[0:16:2], one.ids[1:16:2]))
     assert len(pairs) == 8 and all(1000 < k < 1300 <= v for k, v in pairs.items())
     assert sorted(one.ids[q] for q in one.queries) == sorted(pairs)  # every key once more
@@ -240,13 +240,13 @@ def test_mqar_is_zoology_s():
     assert all(one.ids[q - gap] == one.ids[q] for q, gap in zip(one.queries, one.gaps))
     for bad in ((127, 8), (64, 17), (600, 8)):
         with pytest.raises(SurgeryError, match="mqar: "):
-            recall(vocabulary, *bad, Random("a"))
+            make_recall_sequence(vocabulary, *bad, Random("a"))
 
 
 def test_recalls_follow_the_power_law():
     """One pair: its place s has probability s^(a - 1) / sum."""
-    found = Counter(recall(range(200), 34, 1, Random(i)).queries[0] // 2 - 1 for i in range(4000))
-    weights = [s ** (POWER - 1) for s in range(1, 17)]
+    found = Counter(make_recall_sequence(range(200), 34, 1, Random(i)).queries[0] // 2 - 1 for i in range(4000))
+    weights = [s ** (POWER_LAW_EXPONENT - 1) for s in range(1, 17)]
     for s, weight in enumerate(weights):
         share = weight / sum(weights)
         assert found[s] / 4000 == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
@@ -281,7 +281,7 @@ def test_mqar_scores_a_model_that_looks_up(tokenizer, monkeypatch):
     asked.model, asked.tokenizer = Looks(), tokenizer
     result = mqar.run(asked, EvalOptions(lengths=(64,), limit=4))
     assert len(result.samples) == 16 and all(s.metrics["accuracy"] == 1 for s in result.samples)
-    assert result.floors["mqar"]["accuracy"] == pytest.approx(2 / len(vocabulary_of(tokenizer, 0)), rel=0.01)
+    assert result.floors["mqar"]["accuracy"] == pytest.approx(2 / len(sample_vocabulary(tokenizer, 0)), rel=0.01)
 
 
 # -- speed, and all of them ------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
-from surgery.eval.fetch import OURS, Source, fetch, sources_of
+from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, fetch, dataset_sources
 
 MIRROR = Path(__file__).resolve().parents[2] / "eval" / "mirror"
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the Hub that holds what the small mirror holds; `asked` says what was loaded, `broken` what fails."""
+    """A stand-in for the Hub that holds what the small mirror holds; `tuning_query` says what was loaded, `broken` what fails."""
     import datasets
     import huggingface_hub
 
@@ -49,41 +49,41 @@ def hub(monkeypatch):
 
 
 def test_a_mirror_is_what_suites_read(hub, tmp_path):
-    done = fetch(tmp_path, sources_of(["ruler"]), Progress())
+    done = fetch(tmp_path, dataset_sources(["ruler"]), Progress())
     assert done["fetched"] == ["baber/paul_graham_essays", "rajpurkar/squad_v2", "hotpotqa/hotpot_qa"]
     assert hub.asked[-1] == ("hotpotqa/hotpot_qa", "distractor", "validation", "commit of hotpotqa/hotpot_qa")
     for path, config, split in (
         ("rajpurkar/squad_v2", None, "validation"),
         ("hotpotqa/hotpot_qa", "distractor", "validation"),
     ):
-        rows = mirror.rows(tmp_path, "ruler", path, config, split)
-        assert list(rows) == list(mirror.rows(MIRROR, "ruler", path, config, split))
+        rows = mirror.load_rows(tmp_path, "ruler", path, config, split)
+        assert list(rows) == list(mirror.load_rows(MIRROR, "ruler", path, config, split))
     assert "commit of rajpurkar/squad_v2" in (tmp_path / "rajpurkar/squad_v2/README.md").read_text()
 
 
 def test_what_is_there_is_kept_and_what_lacks_is_added(hub, tmp_path):
-    fetch(tmp_path, sources_of(["longbench"], ["qasper"]), Progress())
+    fetch(tmp_path, dataset_sources(["longbench"], ["qasper"]), Progress())
     assert [config for _, config, _, _ in hub.asked] == ["qasper"]
-    done = fetch(tmp_path, sources_of(["longbench"], ["qasper", "trec"]), Progress())
+    done = fetch(tmp_path, dataset_sources(["longbench"], ["qasper", "trec"]), Progress())
     assert [config for _, config, _, _ in hub.asked] == ["qasper", "trec"] and done["fetched"]
     for config in ("qasper", "trec"):
-        assert len(mirror.rows(tmp_path, "longbench", "Xnhyacinth/LongBench", config, "test")) >= 1
-    assert fetch(tmp_path, sources_of(["longbench"], ["trec"]), Progress()) == {
+        assert len(mirror.load_rows(tmp_path, "longbench", "Xnhyacinth/LongBench", config, "test")) >= 1
+    assert fetch(tmp_path, dataset_sources(["longbench"], ["trec"]), Progress()) == {
         "fetched": [], "kept": ["Xnhyacinth/LongBench"]
     }  # fmt: skip
 
 
 def test_all_splits_where_none_is_named(hub, tmp_path):
-    fetch(tmp_path, [Source("baber/piqa")], Progress())
+    fetch(tmp_path, [DatasetSource("baber/piqa")], Progress())
     assert [split for _, _, split, _ in hub.asked] == ["train", "validation"]
 
 
 def test_splits_that_lack_are_added(hub, tmp_path):
     """Of one data set suites and tasks of lm-eval read different ones."""
     first, other, every = (
-        Source("baber/piqa", None, ("validation",)),
-        Source("baber/piqa", None, ("train",)),
-        Source("baber/piqa"),
+        DatasetSource("baber/piqa", None, ("validation",)),
+        DatasetSource("baber/piqa", None, ("train",)),
+        DatasetSource("baber/piqa"),
     )
     fetch(tmp_path, [first], Progress())
     assert fetch(tmp_path, [first], Progress())["kept"] and fetch(tmp_path, [first, other], Progress())["fetched"]
@@ -91,27 +91,27 @@ def test_splits_that_lack_are_added(hub, tmp_path):
     assert fetch(tmp_path, [first, every], Progress())["fetched"], "all splits: the Hub knows which those are"
     assert fetch(tmp_path, [every, first], Progress())["kept"] and len(hub.asked) == 2
     for split in ("train", "validation"):
-        assert len(mirror.rows(tmp_path, "piqa", "baber/piqa", None, split)) >= 1
+        assert len(mirror.load_rows(tmp_path, "piqa", "baber/piqa", None, split)) >= 1
 
 
 def test_3_1_a_folder_of_that_name_here_is_not_taken_for_the_hub(hub, tmp_path, monkeypatch):
     """`datasets` prefers a folder org/name in the working directory: a fetch from within a mirror would copy that one."""
     monkeypatch.chdir(MIRROR)
-    fetch(tmp_path, [Source("baber/piqa", None, ("validation",))], Progress())
+    fetch(tmp_path, [DatasetSource("baber/piqa", None, ("validation",))], Progress())
     monkeypatch.chdir(tmp_path)
-    fetch(Path(), [Source("baber/piqa")], Progress())
+    fetch(Path(), [DatasetSource("baber/piqa")], Progress())
     assert [split for _, _, split, _ in hub.asked] == ["validation", "train"]
 
 
 def test_a_line_that_is_cut_leaves_nothing_half(hub, tmp_path):
     hub.broken.add(("rajpurkar/squad_v2", "validation"))
     with pytest.raises(SurgeryError, match=r"squad_v2 could not be fetched \(ConnectionError: the line was cut\)"):
-        fetch(tmp_path, sources_of(["ruler"]), Progress())
+        fetch(tmp_path, dataset_sources(["ruler"]), Progress())
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir() and "." in path.name) == []
     assert (tmp_path / "baber/paul_graham_essays/README.md").is_file()
     assert not (tmp_path / "rajpurkar/squad_v2").exists()
     hub.broken.clear()
-    done = fetch(tmp_path, sources_of(["ruler"]), Progress())
+    done = fetch(tmp_path, dataset_sources(["ruler"]), Progress())
     assert done["kept"] == ["baber/paul_graham_essays"] and len(done["fetched"]) == 2
 
 
@@ -126,8 +126,8 @@ def test_the_command(hub, tmp_path, capsys):
 
 
 def test_the_small_mirror_has_all_that_ours_read():
-    for suite in OURS:
-        for source in sources_of([suite]):
+    for suite in SUITE_SOURCES:
+        for source in dataset_sources([suite]):
             place = MIRROR / source.path
             configs = yaml.safe_load((place / "README.md").read_text(encoding="utf-8").split("---\n")[1])["configs"]
             (one,) = [c for c in configs if c["config_name"] == (source.config or "default")]
@@ -137,7 +137,7 @@ def test_the_small_mirror_has_all_that_ours_read():
 
 
 def test_zeroshot_s_data_sets_are_found_in_lm_eval_s_files():
-    assert {(source.path, source.config) for source in sources_of(["zeroshot"])} == {
+    assert {(source.path, source.config) for source in dataset_sources(["zeroshot"])} == {
         ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"),
         ("EleutherAI/lambada_openai", None),
         ("baber/piqa", None),
@@ -149,10 +149,10 @@ def test_zeroshot_s_data_sets_are_found_in_lm_eval_s_files():
 
 
 def test_classes_of_lm_eval_name_their_data_sets_too():
-    assert [source.path for source in sources_of(["swde"])] == ["hazyresearch/based-swde-v2"]
+    assert [source.path for source in dataset_sources(["swde"])] == ["hazyresearch/based-swde-v2"]
 
 
 def test_a_path_that_is_none_is_refused(tmp_path):
     with pytest.raises(SurgeryError, match="org/name"):
-        fetch(tmp_path, [Source("../outside")], Progress())
+        fetch(tmp_path, [DatasetSource("../outside")], Progress())
     assert not list(tmp_path.iterdir())

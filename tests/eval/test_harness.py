@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from surgery.calibration.data import load_tokenizer
-from surgery.core.distributed import Ranks
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import harness_model
-from surgery.eval.lm_eval.bridge import run_each
+from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context import SCORE, asked_counter, retrieval, usual_lengths
+from surgery.eval.long_context import SCORE, prompt_token_counter, retrieval, default_lengths
 from surgery.eval.long_context.retrieval import TASKS as CLOZES
-from surgery.eval.long_context.retrieval import field, question, sentence
+from surgery.eval.long_context.retrieval import parse_field, parse_question, parse_sentence
 from surgery.eval.run import evaluate, load
-from surgery.eval.suite import EvalOptions, Subject, find_suite
+from surgery.eval.suite import EvalOptions, EvalModel, find_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
@@ -29,10 +29,10 @@ QUICK = {"max_gen_toks": 4}
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> EvalModel:
     model, tokenizer = load(str(TINY), torch.device("cpu"), "float32", False)
-    return Subject(
-        "base", "tiny", TINY, "", model, tokenizer, torch.device("cpu"), torch.float32, 1024, Ranks(), Progress()
+    return EvalModel(
+        "base", "tiny", TINY, "", model, tokenizer, torch.device("cpu"), torch.float32, 1024, DistContext(), Progress()
     )
 
 
@@ -216,7 +216,7 @@ def test_retrieval(subject):
     found = find_suite("retrieval").run(subject, options(lengths=(128, 256), gen_kwargs=QUICK))
     assert {s.task for s in found.samples} == {"swde", "squad", "fda", "triviaqa", "drop", "nq"}
     assert found.metrics["score"].kind == "accuracy"
-    count = asked_counter(subject.tokenizer, False)
+    count = prompt_token_counter(subject.tokenizer, False)
     for sample in found.samples:
         assert count(sample.shown["prompt"]) + 48 <= sample.group["length"]
         assert any(answer in sample.shown["prompt"] for answer in sample.shown["target"])
@@ -224,8 +224,8 @@ def test_retrieval(subject):
 
 def test_an_empty_answer_is_never_said():
     """Data sets have some, beside others; it would be in every text."""
-    assert retrieval.said("It is Paris.", ["", "paris"]) == 1.0
-    assert retrieval.said("It is Rome.", ["", " ", "paris"]) == 0.0
+    assert retrieval.contains_answer("It is Paris.", ["", "paris"]) == 1.0
+    assert retrieval.contains_answer("It is Rome.", ["", " ", "paris"]) == 0.0
 
 
 def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
     (tasks / "bare.yaml").write_text("include: quiz.yaml\ntask: own_bare\nnum_fewshot: 0\n")
     asked = EvalOptions(data_root=tmp_path, include_path=tasks, tasks=("own_quiz",), num_fewshot=2, limit=3)
     # The index of all of lm-eval's files takes a minute on a busy machine, and is not what is tested.
-    monkeypatch.setattr("surgery.eval.task_names._all", lambda o: names._built([], False, o))
+    monkeypatch.setattr("surgery.eval.task_names._full_manager", lambda o: names._build_manager([], False, o))
     from surgery.eval import task_names as names
 
     (tasks / "quizzes.yaml").write_text(
@@ -325,21 +325,21 @@ def test_tasks_of_ours_keep_to_their_doc(subject):
         {"id": f"d{i}", "task": "echo", "prompt": f"Story: {i}", "prefix": " Mia", "answers": ["x"]} for i in range(3)
     ]
     task = OwnTask("echo_1", docs, lambda doc, said: float(doc["id"] == "d1"), 2)
-    found = run_each(subject, [("echo", lambda: task), ("nothing", lambda: None)], options(), SCORE)
+    found = run_own_tasks(subject, [("echo", lambda: task), ("nothing", lambda: None)], options(), SCORE)
     assert {s.id: s.metrics["score"] for s in found.samples} == {"d0": 0, "d1": 1, "d2": 0}
     assert found.samples[0].shown["prompt"] == "Story: 0 Mia" and found.samples[0].task == "echo"
 
 
 def test_cloze_prompts():
     row = {"text": "A lamp. Maker: Otto.\nSummary of information above...\nMaker:", "key": "maker", "value": "Otto"}
-    cloze = field(row)
+    cloze = parse_field(row)
     assert cloze.context + cloze.tail == row["text"] and cloze.tail == "Maker:" and cloze.answers == ("Otto",)
     row = {"text": "Otto built it. It burned. It was built by", "value": "Otto"}
-    cloze = sentence(row)
+    cloze = parse_sentence(row)
     assert cloze.context + cloze.tail == row["text"] and cloze.tail == "It was built by"
-    assert sentence({**row, "context": "Otto built it. It burned."}).tail == " It was built by"
+    assert parse_sentence({**row, "context": "Otto built it. It burned."}).tail == " It was built by"
     asked = {"context": "[DOC] [PAR] It lies at Korr. It lies at", "question": "It lies at", "answers": ["Korr"]}
-    cloze = question(asked)
+    cloze = parse_question(asked)
     assert cloze.context + cloze.tail == "It lies at Korr. It lies at" and "[" not in cloze.context
 
 
@@ -350,8 +350,8 @@ def test_questions_on_nq_come_cut():
 
 
 def test_lengths_are_those_a_model_reaches():
-    assert usual_lengths(1024) == (512, 1024) and usual_lengths(40_000) == (4096, 8192, 16384, 32768)
-    assert usual_lengths(None)[-1] == 131072 and usual_lengths(256) == (256,)
+    assert default_lengths(1024) == (512, 1024) and default_lengths(40_000) == (4096, 8192, 16384, 32768)
+    assert default_lengths(None)[-1] == 131072 and default_lengths(256) == (256,)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_learned_positions_end_somewhere(subject):
 
 
 def test_nothing_is_downloaded(subject, monkeypatch):
-    for name in mirror.OFFLINE:
+    for name in mirror.OFFLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for suite in ("zeroshot", "longbench", "retrieval", "ruler"):
         with pytest.raises(SurgeryError, match=f"surgery fetch-eval-data DATA --suite {suite}"):
@@ -425,7 +425,7 @@ def test_a_mirror_that_lacks_something(subject, tmp_path):
     broken = tmp_path / "baber" / "piqa"
     broken.mkdir(parents=True)
     with pytest.raises(SurgeryError, match="could not be read"):
-        mirror.rows(tmp_path, "zeroshot", "baber/piqa", None, "test")
+        mirror.load_rows(tmp_path, "zeroshot", "baber/piqa", None, "test")
 
 
 def test_our_tasks_are_not_lm_eval_s():
@@ -442,10 +442,10 @@ def test_our_tasks_are_not_lm_eval_s():
 
 def test_metadata_reaches_the_tasks():
     """By a field of lm-eval's factory: the manager's index is read once, and not again for every --metadata."""
-    from surgery.eval.task_names import load
+    from surgery.eval.task_names import load_tasks
 
     for given in ({"shade": "green"}, {"shade": "blue"}):
-        task = load(("piqa",), options(metadata=given))["tasks"]["piqa"]
+        task = load_tasks(("piqa",), options(metadata=given))["tasks"]["piqa"]
         assert task.config.metadata["shade"] == given["shade"]
 
 
@@ -455,7 +455,7 @@ def test_the_working_directory_comes_back(tmp_path):
     before = Path.cwd(), datasets.config.HF_DATASETS_CACHE
     for paths in ([], ["org/name"]):
         (tmp_path / "org" / "name").mkdir(parents=True, exist_ok=True)
-        with pytest.raises(ValueError), mirror.inside(tmp_path, paths):
+        with pytest.raises(ValueError), mirror.use_mirror(tmp_path, paths):
             assert Path.cwd() == tmp_path.resolve() and before[1] != datasets.config.HF_DATASETS_CACHE
             raise ValueError
         assert (Path.cwd(), datasets.config.HF_DATASETS_CACHE) == before

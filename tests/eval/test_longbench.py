@@ -11,10 +11,10 @@ import yaml
 
 from surgery.calibration.data import load_tokenizer
 from surgery.eval.long_context import truncate as cutting
-from surgery.eval.long_context.longbench import PAPER, _one_line, prompt_of, scored
+from surgery.eval.long_context.longbench import PAPER_TASKS, _one_line_generation, format_prompt, best_score
 from surgery.eval.long_context.longbench.prompts import TASKS
 from surgery.eval.long_context.longbench.scores import SCORES, code, first_line, qa_f1_zh, rouge, rouge_zh
-from surgery.eval.long_context.ruler.prompt import counter
+from surgery.eval.long_context.ruler.prompt import prompt_counter
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
 
@@ -116,20 +116,20 @@ def test_code_is_the_ratio_of_fuzzywuzzy():
 
 def test_only_the_first_line_of_examples_counts():
     assert first_line("\n\nFood\nQuestion: next") == "Food"
-    assert scored(TASKS["trec"], "\nFood\nNumber", ["Food"], ["Food", "Number"]) == 1.0
-    assert scored(TASKS["triviaqa"], "Lund\nPassage: more words", ["Lund"], []) == 1.0
-    assert scored(TASKS["hotpotqa"], "Lund\nPassage", ["Lund"], []) == pytest.approx(2 / 3)  # there all lines count
+    assert best_score(TASKS["trec"], "\nFood\nNumber", ["Food"], ["Food", "Number"]) == 1.0
+    assert best_score(TASKS["triviaqa"], "Lund\nPassage: more words", ["Lund"], []) == 1.0
+    assert best_score(TASKS["hotpotqa"], "Lund\nPassage", ["Lund"], []) == pytest.approx(2 / 3)  # there all lines count
     assert {name for name, task in TASKS.items() if task.line} == {"trec", "triviaqa", "samsum", "lsht"}
 
 
 def test_the_best_reference_counts():
-    assert scored(TASKS["hotpotqa"], "Lund", ["Otto", "Lund"], []) == 1.0
-    assert scored(TASKS["hotpotqa"], "Lund", [], []) == 0.0
+    assert best_score(TASKS["hotpotqa"], "Lund", ["Otto", "Lund"], []) == 1.0
+    assert best_score(TASKS["hotpotqa"], "Lund", [], []) == 0.0
 
 
 def test_the_paper_s_fourteen_and_all():
-    assert len(TASKS) == 21 and len(PAPER) == 14
-    assert not {"passage_count", "multifieldqa_zh", "lsht", "dureader"} & set(PAPER)
+    assert len(TASKS) == 21 and len(PAPER_TASKS) == 14
+    assert not {"passage_count", "multifieldqa_zh", "lsht", "dureader"} & set(PAPER_TASKS)
     assert {name for name, task in TASKS.items() if task.bare} == {
         "trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"
     }  # fmt: skip
@@ -153,16 +153,16 @@ def test_prompts_agree_with_lm_eval():
 
 def test_prompts_end_as_the_original_s():
     row = {"context": "C", "question": "Q"}
-    assert prompt_of(TASKS["triviaqa"], row).endswith("some examples.\n\nC\n\nQ")
-    assert prompt_of(TASKS["samsum"], row).endswith("C\n\nQ") and prompt_of(TASKS["trec"], row).endswith("C\nQ")
-    assert prompt_of(TASKS["lcc"], row).endswith("CNext line of code:\n")
-    assert prompt_of(TASKS["repobench-p"], row).endswith("CQNext line of code:\n")
-    assert prompt_of(TASKS["passage_count"], row).endswith("The final answer is: ")
-    assert "as concisely as you can" in prompt_of(TASKS["narrativeqa"], row)
-    assert prompt_of(TASKS["qmsum"], {"context": "C", "input": "I"}).endswith(
+    assert format_prompt(TASKS["triviaqa"], row).endswith("some examples.\n\nC\n\nQ")
+    assert format_prompt(TASKS["samsum"], row).endswith("C\n\nQ") and format_prompt(TASKS["trec"], row).endswith("C\nQ")
+    assert format_prompt(TASKS["lcc"], row).endswith("CNext line of code:\n")
+    assert format_prompt(TASKS["repobench-p"], row).endswith("CQNext line of code:\n")
+    assert format_prompt(TASKS["passage_count"], row).endswith("The final answer is: ")
+    assert "as concisely as you can" in format_prompt(TASKS["narrativeqa"], row)
+    assert format_prompt(TASKS["qmsum"], {"context": "C", "input": "I"}).endswith(
         "Query: I\nAnswer:"
     )  # the original's field
-    assert prompt_of(TASKS["lcc"], {"context": "{not a field}", "question": ""}).count("{not a field}") == 1
+    assert format_prompt(TASKS["lcc"], {"context": "{not a field}", "question": ""}).count("{not a field}") == 1
 
 
 # -- what is cut -------------------------------------------------------------------------------------
@@ -172,30 +172,30 @@ def tokenizer():
 
 
 def test_the_middle_is_cut(tokenizer):
-    count = counter(tokenizer)
+    count = prompt_counter(tokenizer)
     text = "Read this. " + " ".join(f"number {i}" for i in range(600)) + " Now answer."
-    assert cutting.without_middle(text, tokenizer, count, 10_000) == text
-    short = cutting.without_middle(text, tokenizer, count, 300)
+    assert cutting.truncate_middle(text, tokenizer, count, 10_000) == text
+    short = cutting.truncate_middle(text, tokenizer, count, 300)
     assert short.startswith("Read this. number 0") and short.endswith("number 599 Now answer.")
     assert 280 < count(short) <= 300
 
 
 def test_what_is_left_lies_around_the_answer(tokenizer):
-    count = counter(tokenizer)
+    count = prompt_counter(tokenizer)
     context = " ".join(f"number {i}" for i in range(600))
     for answer in ("number 5 ", "number 300", "number 599"):
-        cut = cutting.around(context, " It was", [answer], tokenizer, count, 200)
+        cut = cutting.truncate_around(context, " It was", [answer], tokenizer, count, 200)
         assert answer in cut and cut.endswith(" It was") and 185 < count(cut) <= 200
-    assert cutting.around(context, " It was", ["nowhere"], tokenizer, count, 200).startswith("number 0")
-    assert cutting.around("short", " It was", ["short"], tokenizer, count, 200) == "short It was"
+    assert cutting.truncate_around(context, " It was", ["nowhere"], tokenizer, count, 200).startswith("number 0")
+    assert cutting.truncate_around("short", " It was", ["short"], tokenizer, count, 200) == "short It was"
 
 
 def test_samsum_ends_at_a_line_after_one_token(tokenizer):
-    asked = _one_line(tokenizer)
+    asked = _one_line_generation(tokenizer)
     assert asked["min_new_tokens"] == 1 and tokenizer.eos_token_id in asked["eos_token_id"]
     assert tokenizer.encode("\n", add_special_tokens=False)[-1] in asked["eos_token_id"]
     without = SimpleNamespace(encode=lambda text, add_special_tokens: [], eos_token_id=None)
-    assert _one_line(without)["eos_token_id"] == []
+    assert _one_line_generation(without)["eos_token_id"] == []
 
 
 def test_rouge_refuses_nothing_loudly():

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from surgery.calibration.data import load_tokenizer
 from surgery.eval import text as encoding
-from surgery.eval.long_context import _essays
-from surgery.eval.long_context.ruler import TASKS, Room, Unfit
-from surgery.eval.long_context.ruler.aggregation import COMMON, LONG, SHORT, _times
-from surgery.eval.long_context.ruler.niah import Needles
-from surgery.eval.long_context.ruler.prompt import counter, fill
+from surgery.eval.long_context import _join_essays
+from surgery.eval.long_context.ruler import TASKS, TaskContext, LengthTooShortError
+from surgery.eval.long_context.ruler.aggregation import COMMON, LONG, SHORT, _word_counts
+from surgery.eval.long_context.ruler.niah import NeedleTask
+from surgery.eval.long_context.ruler.prompt import prompt_counter, fill_prompt
 from surgery.eval.long_context.ruler.qa import hotpot, squad
-from surgery.eval.long_context.ruler.scores import cleaned, said
-from surgery.eval.long_context.ruler.words import NOISE, vocabulary, words_of
+from surgery.eval.long_context.ruler.scores import clean_prediction, score_answers
+from surgery.eval.long_context.ruler.words import NOISE, vocabulary, load_words
 from surgery.eval.long_context.story_needles import StoryNeedles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def jsonl(path: str):
 def texts():
     essays = jsonl("baber/paul_graham_essays/default/train.jsonl")
     return {
-        "essays": _essays({"text": [row["text"] for row in essays]}),
+        "essays": _join_essays({"text": [row["text"] for row in essays]}),
         "squad": squad(jsonl("rajpurkar/squad_v2/default/validation.jsonl")),
         "hotpot": hotpot(jsonl("hotpotqa/hotpot_qa/distractor/validation.jsonl")),
     }
@@ -76,8 +76,8 @@ def tokenizer(request):
 @pytest.fixture(scope="module")
 def room(texts):
     """Of the embedded tokenizer."""
-    count = counter(load_tokenizer(TINY))
-    return lambda length, seed=0: Room(count, length, seed, texts)
+    count = prompt_counter(load_tokenizer(TINY))
+    return lambda length, seed=0: TaskContext(count, length, seed, texts)
 
 
 # -- the fill ----------------------------------------------------------------------------------------
@@ -85,11 +85,11 @@ def room(texts):
 def test_prompts_are_as_long_as_they_say(tokenizer, texts, length):
     """Within 1% of the nominal length, prefix and answer counted, never above it. What does not fit says how much it needs,
     and that is more than there is: templates alone are, with the smallest vocabularies, at 512."""
-    count = counter(tokenizer)
+    count = prompt_counter(tokenizer)
     for task in TASKS.values():
         try:
-            (question,) = task.ask(Room(count, length, 0, texts), 1, ())
-        except Unfit as error:
+            (question,) = task.ask(TaskContext(count, length, 0, texts), 1, ())
+        except LengthTooShortError as error:
             needed = re.search(r"needs ([\d,]+) tokens", str(error))
             assert length == 512 and len(tokenizer) < 1000 and needed, f"{task.name}: {error}"
             assert int(needed[1].replace(",", "")) > length
@@ -119,7 +119,7 @@ def test_few_counts_fill_a_prompt(texts):
     for name, task in TASKS.items():
         calls.clear()
         questions = list(
-            task.ask(Room(counted, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ())
+            task.ask(TaskContext(counted, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ())
         )
         exact = {8192} if name != "cwe" else {8191, 8192}  # a word with its number is two
         assert {question.tokens for question in questions} <= exact, name
@@ -134,7 +134,7 @@ def test_a_wrong_estimate_is_counted_again(texts):
         lambda text: len(text) // 5 + text.count("t"),
     ):
         for name in ("niah_single_1", "niah_multikey_2", "qa_1"):
-            (question,) = TASKS[name].ask(Room(count, 4096, 0, texts), 1, ())
+            (question,) = TASKS[name].ask(TaskContext(count, 4096, 0, texts), 1, ())
             assert question.tokens == count(question.prompt + question.prefix) + TASKS[name].answer_tokens
             assert 0.99 * 4096 <= question.tokens <= 4096, name
 
@@ -147,13 +147,13 @@ def test_fill_is_the_longest_that_fits(unit, fixed, goal, jitter):
     def build(n: int, rest: str) -> str:
         return "x" * (fixed + n * unit + (n * 7919 % (jitter + 1))) + rest
 
-    found = fill(build, len, goal, 0, 10_000, 3, "y" * 60)
+    found = fill_prompt(build, len, goal, 0, 10_000, 3, "y" * 60)
     assert found is not None and found.tokens == len(found.text) <= goal
     assert found.tokens >= goal - max(goal // 1000, 1)
 
 
 def test_what_cannot_fit_is_none():
-    assert fill(lambda n, rest: "x" * (100 + n), len, 99, 0, 10, 1) is None
+    assert fill_prompt(lambda n, rest: "x" * (100 + n), len, 99, 0, 10, 1) is None
 
 
 # -- samples -----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_needles_are_in_the_haystack(room, name):
 @pytest.mark.parametrize("haystack", ["noise", "essay", "needle"])
 def test_a_needle_lies_as_deep_as_asked(room, haystack):
     for depth in (0.0, 0.5, 1.0):
-        (question,) = Needles("n", haystack).ask(room(2048), 1, (depth,))
+        (question,) = NeedleTask("n", haystack).ask(room(2048), 1, (depth,))
         body = question.prompt[question.prompt.index("afterwards.") :]
         place = body.index(f"is: {question.answers[0]}.") / len(body)
         assert question.depth == depth and abs(place - depth) < 0.12
@@ -207,7 +207,7 @@ def test_depths_are_all_used(room):
 @pytest.fixture(scope="module")
 def words(texts):
     """Of a tokenizer whose tokens are words."""
-    return lambda length: Room(lambda text: len(text.split()), length, 0, texts)
+    return lambda length: TaskContext(lambda text: len(text.split()), length, 0, texts)
 
 
 def test_the_chain_can_be_followed(words):
@@ -249,7 +249,7 @@ def test_frequent_words_are_the_most_frequent(room):
     counts = Counter(body.split())
     assert counts.most_common(1)[0][0] == "..."
     assert [word for word, _ in counts.most_common(4)[1:]] == list(question.answers)
-    assert _times(1000, 4) == [607, 151, 67, 37]  # 1000 / (zeta(2) k^2), cut
+    assert _word_counts(1000, 4) == [607, 151, 67, 37]  # 1000 / (zeta(2) k^2), cut
 
 
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
@@ -265,7 +265,7 @@ def test_questions_without_an_answer_are_left_out(texts):
 
 
 def test_documents_too_long_are_passed_over(room, texts):
-    with pytest.raises(Unfit, match=r"needs \d+ tokens"):
+    with pytest.raises(LengthTooShortError, match=r"needs \d+ tokens"):
         list(TASKS["qa_2"].ask(room(128), 1, ()))
 
 
@@ -289,17 +289,17 @@ def test_story_needles(room):
     ],
 )
 def test_scores_of_canned_answers(output, answers, rule, score):
-    assert said(output, answers, rule) == score
+    assert score_answers(output, answers, rule) == score
 
 
 def test_control_characters_become_line_ends():
-    assert cleaned("\t a\x01b \n") == "a\nb"
+    assert clean_prediction("\t a\x01b \n") == "a\nb"
 
 
 # -- what we take from elsewhere ---------------------------------------------------------------------
 def test_word_lists_are_those_of_ruler():
     """RULER joins adjectives and nouns of wonderwords; lists of other sizes would make other tasks."""
-    assert len(words_of("noun")) > 6000 and len(words_of("adjective")) > 800 and len(words_of("verb")) > 900
+    assert len(load_words("noun")) > 6000 and len(load_words("adjective")) > 800 and len(load_words("verb")) > 900
 
 
 def test_prompts_agree_with_lm_eval():
@@ -334,4 +334,4 @@ def test_needles_agree_with_lm_eval():
                 held[node.targets[0].id] = node.value.value
     assert needles.TEMPLATE.replace("{kind}", "{type_needle_v}") == held["TEMPLATE"]
     assert needles.NEEDLE.replace("{kind}", "{type_needle_v}") == held["NEEDLE"]
-    assert len(needles.PLACES) == 40 and needles.PLACES[0] == 0 and needles.PLACES[-1] == 1
+    assert len(needles.RULER_DEPTHS) == 40 and needles.RULER_DEPTHS[0] == 0 and needles.RULER_DEPTHS[-1] == 1

@@ -52,14 +52,14 @@ def main() -> int:
         except ImportError:
             pass
         else:
-            guided(atheris, names[0], given.seconds, given.seed)
-    return max(plain(name, given.seconds, given.seed) for name in names)
+            fuzz_with_atheris(atheris, names[0], given.seconds, given.seed)
+    return max(fuzz_randomly(name, given.seconds, given.seed) for name in names)
 
 
-def plain(name: str, seconds: float, seed: int) -> int:
+def fuzz_randomly(name: str, seconds: float, seed: int) -> int:
     """Changes of good documents, and of those that got a message nobody got before."""
     from fuzz.fuzz_targets import TARGETS
-    from helpers.fuzzing import mutated
+    from helpers.fuzzing import mutate
 
     target, rng = TARGETS[name], random.Random(seed)
     pool = target.seeds()
@@ -68,7 +68,7 @@ def plain(name: str, seconds: float, seed: int) -> int:
     seen: Counter[str] = Counter()
     began, count = time.monotonic(), 0
     while time.monotonic() - began < seconds:
-        data = mutated(rng.choice(pool), rng)
+        data = mutate(rng.choice(pool), rng)
         count += 1
         try:
             target.run(data)
@@ -79,25 +79,25 @@ def plain(name: str, seconds: float, seed: int) -> int:
             key = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"
             seen[key] += 1
             if seen[key] == 1:
-                path = kept(name, data)
+                path = save_crash(name, data)
                 print(f"{name}: {key}: {str(error)[:200]!r} ({path})", flush=True)
     print(f"{name}: {count:,} inputs in {time.monotonic() - began:.0f} s, {len(seen)} defects", flush=True)
     return int(bool(seen))
 
 
-def kept(name: str, data: bytes) -> Path:
+def save_crash(name: str, data: bytes) -> Path:
     path = Path(f"crash-{name}-{hashlib.sha256(data).hexdigest()[:8]}")
     path.write_bytes(data)
     return path
 
 
-def guided(atheris: object, name: str, seconds: float, seed: int) -> None:
+def fuzz_with_atheris(atheris: object, name: str, seconds: float, seed: int) -> None:
     """Does not come back: libFuzzer ends the process."""
     from typing import Any
 
     fuzzer: Any = atheris
     from fuzz.fuzz_targets import TARGETS
-    from helpers.fuzzing import mutated
+    from helpers.fuzzing import mutate
 
     target = TARGETS[name]
     for data in target.seeds():
@@ -113,14 +113,14 @@ def guided(atheris: object, name: str, seconds: float, seed: int) -> None:
 
     def changed(data: bytes, limit: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        made = mutated(data, rng) if rng.random() < 0.7 else fuzzer.Mutate(data, limit)
+        made = mutate(data, rng) if rng.random() < 0.7 else fuzzer.Mutate(data, limit)
         return made[:limit]
 
     def one(data: bytes) -> None:
         try:
             target.run(data)
         except BaseException:
-            print(f"{name}: {kept(name, data)}", flush=True)
+            print(f"{name}: {save_crash(name, data)}", flush=True)
             raise
 
     words = [sys.argv[0], f"-max_total_time={int(seconds)}", f"-seed={seed + 1}", "-max_len=1000000", str(corpus)]

@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from helpers.fuzzing import fence
-from helpers.small import ROOT, recipe_of, tiny_config
+from helpers.fuzzing import sandbox
+from helpers.small import ROOT, make_recipe, tiny_config
 
 from surgery.core.errors import SurgeryError
 
@@ -37,7 +37,7 @@ MIXED = {"structure": "btt", "blocks": [2, 2], "rules": RULES, "attention": ATTE
 
 
 @dataclass(frozen=True)
-class Target:
+class FuzzTarget:
     """name of the file, None: the bytes are a string; read(file): parses; setup(folder): what lies beside it."""
 
     name: str
@@ -59,7 +59,7 @@ class Target:
         if self.file is not None:
             given = folder / self.file
             given.write_bytes(data)
-        with fence(folder, SECONDS, *self.also):
+        with sandbox(folder, SECONDS, *self.also):
             try:
                 self.read(given)
             except SurgeryError as error:
@@ -72,26 +72,26 @@ class Target:
         self.read(self.folder / self.file if self.file is not None else data.decode())
 
 
-TARGETS: dict[str, Target] = {}
+TARGETS: dict[str, FuzzTarget] = {}
 
 
-def target(file: str | None, *seeds: Any, setup: Callable[[Path], Any] = lambda folder: None, also: Any = ()) -> Any:
+def fuzz_target(file: str | None, *seeds: Any, setup: Callable[[Path], Any] = lambda folder: None, also: Any = ()) -> Any:
     """seeds: text, JSON values, or functions of no arguments that give bytes."""
 
     def add(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = read.__name__
-        TARGETS[name] = Target(name, file, read, lambda: [_bytes(seed) for seed in seeds], setup, tuple(also))
+        TARGETS[name] = FuzzTarget(name, file, read, lambda: [_to_bytes(seed) for seed in seeds], setup, tuple(also))
         return read
 
     return add
 
 
-def _bytes(seed: Any) -> bytes:
+def _to_bytes(seed: Any) -> bytes:
     seed = seed() if callable(seed) else seed
     return seed if isinstance(seed, bytes) else (seed if isinstance(seed, str) else json.dumps(seed)).encode()
 
 
-def _shipped(path: str) -> Callable[[], bytes]:
+def _read_repository_file(path: str) -> Callable[[], bytes]:
     return lambda: (ROOT / path).read_bytes()
 
 
@@ -108,33 +108,33 @@ def checkpoint() -> Path:
 
 
 @functools.cache
-def converted() -> Path:
+def converted_checkpoint() -> Path:
     """It, with every kind of thing in its table."""
     from surgery.conversion.convert import convert
 
     out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-converted-")) / "llama-half"
-    convert(str(checkpoint()), recipe_of(**MIXED), out)
+    convert(str(checkpoint()), make_recipe(**MIXED), out)
     return out
 
 
-def _copy(made: Callable[[], Path]) -> Callable[[Path], Any]:
+def _copy_into(made: Callable[[], Path]) -> Callable[[Path], Any]:
     return lambda folder: shutil.copytree(made(), folder, dirs_exist_ok=True)
 
 
-def _of(made: Callable[[], Path], name: str) -> Callable[[], bytes]:
+def _read_file_of(made: Callable[[], Path], name: str) -> Callable[[], bytes]:
     return lambda: (made() / name).read_bytes()
 
 
-@target("config.json", _of(checkpoint, "config.json"), setup=_copy(checkpoint))
+@fuzz_target("config.json", _read_file_of(checkpoint, "config.json"), setup=_copy_into(checkpoint))
 def config(path: Path) -> None:
-    from surgery.checkpoint.meta_model import Skeleton
-    from surgery.checkpoint.source import open_source
+    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.source import open_checkpoint
     from surgery.planning.plan import make_plan
 
-    make_plan(Skeleton(open_source(str(path.parent))), recipe_of(structure="btt"))
+    make_plan(MetaModel(open_checkpoint(str(path.parent))), make_recipe(structure="btt"))
 
 
-@target("model.safetensors", _of(checkpoint, "model.safetensors"))
+@fuzz_target("model.safetensors", _read_file_of(checkpoint, "model.safetensors"))
 def header(path: Path) -> None:
     from surgery.checkpoint.safetensors_io import read_header, read_tensor
 
@@ -142,7 +142,7 @@ def header(path: Path) -> None:
         read_tensor(info)
 
 
-@target("model.safetensors", _of(converted, "model.safetensors"), setup=_copy(converted))
+@fuzz_target("model.safetensors", _read_file_of(converted_checkpoint, "model.safetensors"), setup=_copy_into(converted_checkpoint))
 def weights(path: Path) -> None:
     """Of a converted checkpoint, multiplied out."""
     from surgery.conversion.densify import densify
@@ -152,7 +152,7 @@ def weights(path: Path) -> None:
     densify(str(path.parent), out)
 
 
-def _split(folder: Path) -> None:
+def _save_sharded(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(checkpoint()).save_pretrained(folder, max_shard_size="20KB")
@@ -160,21 +160,21 @@ def _split(folder: Path) -> None:
 
 
 @functools.cache
-def _index() -> bytes:
+def _index_bytes() -> bytes:
     return (TARGETS["index"].folder / "index.good").read_bytes()
 
 
-@target("model.safetensors.index.json", _index, setup=_split)
+@fuzz_target("model.safetensors.index.json", _index_bytes, setup=_save_sharded)
 def index(path: Path) -> None:
-    from surgery.checkpoint.source import open_source
+    from surgery.checkpoint.source import open_checkpoint
 
-    open_source(str(path.parent)).fingerprint()
+    open_checkpoint(str(path.parent)).fingerprint()
 
 
-@target("config.json", _of(converted, "config.json"), setup=_copy(converted))
+@fuzz_target("config.json", _read_file_of(converted_checkpoint, "config.json"), setup=_copy_into(converted_checkpoint))
 def table(path: Path) -> None:
     """The table of stand-ins and mixers, by which a checkpoint is looked at, undone and loaded."""
-    from surgery.checkpoint.table import mixers_of, table_of
+    from surgery.checkpoint.table import read_mixers, read_table
     from surgery.conversion.densify import densify
     from surgery.publish.summary import inspect
 
@@ -183,68 +183,68 @@ def table(path: Path) -> None:
     out = path.parent / "dense"
     shutil.rmtree(out, ignore_errors=True)
     densify(str(path.parent), out)
-    if table_of(said, "it") or mixers_of(said, "it"):
+    if read_table(said, "it") or read_mixers(said, "it"):
         _load(path.parent)
 
 
 def _load(folder: Path) -> None:
     """By transformers, whose own complaints about a config are its own."""
     from surgery.mixers import mixer_config
-    from surgery.modeling.modules import empty_standin
+    from surgery.modeling.modules import build_module
 
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
     for spec in table["modules"].values():
-        empty_standin(spec)
+        build_module(spec)
     for spec in table.get("mixers", {}).values():
         mixer_config(spec)
 
 
-@target("surgery_report.json", _of(converted, "surgery_report.json"), setup=_copy(converted))
+@fuzz_target("surgery_report.json", _read_file_of(converted_checkpoint, "surgery_report.json"), setup=_copy_into(converted_checkpoint))
 def report(path: Path) -> None:
     """All that reads it: inspect with its tables, the page, a push."""
     from surgery.cli.console import show
     from surgery.publish.html.page import write_page
-    from surgery.publish.hub.push import pack
+    from surgery.publish.hub.push import prepare_upload
     from surgery.publish.summary import inspect
-    from surgery.publish.tables import inspect_table, module_table, parcel_table
+    from surgery.publish.tables import inspect_table, module_table, upload_table
 
     said = inspect(str(path.parent))
     for parts in (inspect_table(said), module_table(said)):
-        _silently(show, parts)
+        _call_silently(show, parts)
     write_page(str(path.parent), path.parent / "report.html")
     (path.parent / "report.html").unlink()
-    _silently(show, parcel_table({"dry_run": True, **pack(str(path.parent), "me/it", "mit").to_dict()}))
+    _call_silently(show, upload_table({"dry_run": True, **prepare_upload(str(path.parent), "me/it", "mit").to_dict()}))
 
 
-def _silently(do: Callable[..., Any], *given: Any) -> None:
+def _call_silently(do: Callable[..., Any], *given: Any) -> None:
     import io
 
     with contextlib.redirect_stdout(io.StringIO()):
         do(*given)
 
 
-@target("README.md", "---\nlicense: mit\nlicense_name: x\nbase_model: a/b\n---\n# It\n")
+@fuzz_target("README.md", "---\nlicense: mit\nlicense_name: x\nbase_model: a/b\n---\n# It\n")
 def card(path: Path) -> None:
-    from surgery.publish.hub.license import licence_of, local_card
+    from surgery.publish.hub.license import find_license, read_local_card
 
-    local_card(path.parent)
+    read_local_card(path.parent)
     source: Any = SimpleNamespace(folder=path.parent, name="it")
-    licence_of(source, {"source": {"name": str(path.parent), "revision": None}}, None, None).metadata()
+    find_license(source, {"source": {"name": str(path.parent), "revision": None}}, None, None).metadata()
 
 
 # -- recipes -----------------------------------------------------------------------------------------
 @functools.cache
-def _skeleton() -> Any:
-    from surgery.checkpoint.meta_model import Skeleton
-    from surgery.checkpoint.source import open_source
+def _meta_model() -> Any:
+    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.source import open_checkpoint
 
-    return Skeleton(open_source(str(checkpoint())))
+    return MetaModel(open_checkpoint(str(checkpoint())))
 
 
 RECIPES = ("btt-half", "auto-half", "hybrid-25", "mlr-cache-60", "mhla", "sliding-window")
 
 
-@target("r.yaml", *(_shipped(f"recipes/convert/{name}.yaml") for name in RECIPES), MIXED)
+@fuzz_target("r.yaml", *(_read_repository_file(f"recipes/convert/{name}.yaml") for name in RECIPES), MIXED)
 def recipe(path: Path) -> None:
     """And what is planned by it."""
     from surgery.planning.plan import make_plan
@@ -252,15 +252,15 @@ def recipe(path: Path) -> None:
     from surgery.publish.summary import plan_dict
     from surgery.publish.tables import plan_table
 
-    plan_table(plan_dict(make_plan(_skeleton(), load_recipe(str(path)))))
+    plan_table(plan_dict(make_plan(_meta_model(), load_recipe(str(path)))))
 
 
-@target(None, "keep=0.75", "rules.0.match=mlp.*", "attention={mixer: linear, mask: decay}", "stages.*.rate=1e-3", "layers=2:-2", 'blocks="sqrt"')  # fmt: skip
+@fuzz_target(None, "keep=0.75", "rules.0.match=mlp.*", "attention={mixer: linear, mask: decay}", "stages.*.rate=1e-3", "layers=2:-2", 'blocks="sqrt"')  # fmt: skip
 def override(text: str) -> None:
     from surgery.planning.recipe import parse_recipe
-    from surgery.training.recipe import load_healing
+    from surgery.training.recipe import load_healing_recipe
 
-    for read in (lambda: parse_recipe(json.dumps(MIXED), "here", [text]), lambda: load_healing("quick", [text])):
+    for read in (lambda: parse_recipe(json.dumps(MIXED), "here", [text]), lambda: load_healing_recipe("quick", [text])):
         with contextlib.suppress(SurgeryError):
             read()
 
@@ -278,30 +278,30 @@ HEAL = {
 }
 
 
-@target("r.yaml", *(_shipped(f"recipes/healing/{name}.yaml") for name in HEALING), HEAL)
+@fuzz_target("r.yaml", *(_read_repository_file(f"recipes/healing/{name}.yaml") for name in HEALING), HEAL)
 def healing(path: Path) -> None:
-    from surgery.training.recipe import data_of, load_healing
+    from surgery.training.recipe import stage_data_config, load_healing_recipe
 
     for tiny in (False, True):
         try:
-            made = load_healing(str(path), tiny=tiny)
+            made = load_healing_recipe(str(path), tiny=tiny)
         except SurgeryError:
             continue
         for stage in made.stages:
-            data_of(made, stage)
+            stage_data_config(made, stage)
             assert stage.steps >= 0
         made.model_dump_json()
 
 
-@target("r.yaml", _shipped("recipes/pretrain/gpt2-btt.yaml"))
+@fuzz_target("r.yaml", _read_repository_file("recipes/pretrain/gpt2-btt.yaml"))
 def pretrain(path: Path) -> None:
-    from surgery.training.pretrain.model_config import new_config
-    from surgery.training.pretrain.pretrain import digest
-    from surgery.training.pretrain.recipe import load_pretrain
+    from surgery.training.pretrain.model_config import make_config
+    from surgery.training.pretrain.pretrain import recipe_digest
+    from surgery.training.pretrain.recipe import load_pretrain_recipe
 
-    made = load_pretrain(str(path))
-    digest(made)
-    new_config(made.new.model, _Tokenizer())
+    made = load_pretrain_recipe(str(path))
+    recipe_digest(made)
+    make_config(made.new.model, _Tokenizer())
 
 
 class _Tokenizer:
@@ -312,7 +312,7 @@ class _Tokenizer:
 
 
 # -- what surgery wrote and reads again --------------------------------------------------------------
-@target("journal.jsonl", lambda: _interrupted_lines(), setup=lambda folder: None)
+@fuzz_target("journal.jsonl", lambda: _interrupted_lines(), setup=lambda folder: None)
 def journal(path: Path) -> None:
     """A conversion that was interrupted, resumed by it. The lines' checksums are made again after the changes: whoever
     changes a journal on purpose makes them too."""
@@ -321,45 +321,45 @@ def journal(path: Path) -> None:
     work, out = path.parent / "out.partial", path.parent / "out"
     for folder in (work, out):
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(_interrupted(), work)
+    shutil.copytree(_interrupted_conversion(), work)
     (work / "journal.jsonl").write_bytes(b"".join(map(_renewed, path.read_bytes().splitlines(keepends=True))))
-    convert(str(checkpoint()), recipe_of(**MIXED), out, resume=True)
+    convert(str(checkpoint()), make_recipe(**MIXED), out, resume=True)
 
 
 def _renewed(raw: bytes) -> bytes:
-    from surgery.core.journal import SUM, _written
+    from surgery.core.journal import CHECKSUM_KEY, _written
 
     try:
         line = json.loads(raw)
-        line.pop(SUM, None)
+        line.pop(CHECKSUM_KEY, None)
         return _written(line)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return raw
 
 
 @functools.cache
-def _interrupted() -> Path:
+def _interrupted_conversion() -> Path:
     """OUT.partial of a conversion killed before it put its pieces together."""
     from surgery.conversion import convert as conversion
 
     out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-interrupted-")) / "out"
-    assemble = conversion.assemble
-    conversion.assemble = _killed  # type: ignore[assignment]
+    assemble = conversion.write_checkpoint
+    conversion.write_checkpoint = _raise_interrupt  # type: ignore[assignment]
     try:
-        conversion.convert(str(checkpoint()), recipe_of(**MIXED), out)
+        conversion.convert(str(checkpoint()), make_recipe(**MIXED), out)
     except KeyboardInterrupt:
         pass
     finally:
-        conversion.assemble = assemble
-    return conversion.partial_of(out)
+        conversion.write_checkpoint = assemble
+    return conversion.partial_path(out)
 
 
-def _killed(*_: Any) -> Any:
+def _raise_interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
 def _interrupted_lines() -> bytes:
-    return (_interrupted() / "journal.jsonl").read_bytes()
+    return (_interrupted_conversion() / "journal.jsonl").read_bytes()
 
 
 @functools.cache
@@ -382,7 +382,7 @@ def _data() -> Any:
 
 
 @functools.cache
-def _targets() -> Path:
+def _teacher_cache() -> Path:
     """A teacher cache."""
     from helpers.small import DECODER
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -407,24 +407,24 @@ def _read_targets(path: Path) -> None:
             cache.targets(row)
 
 
-@target("index.json", lambda: (_targets() / "index.json").read_bytes(), setup=lambda f: _copy(_targets)(f))
+@fuzz_target("index.json", lambda: (_teacher_cache() / "index.json").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f))
 def teacher_index(path: Path) -> None:
     _read_targets(path)
 
 
-@target("shard", lambda: (_targets() / "targets-00000.safetensors").read_bytes(), setup=lambda f: _copy(_targets)(f))
+@fuzz_target("shard", lambda: (_teacher_cache() / "targets-00000.safetensors").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f))
 def teacher_shard(path: Path) -> None:
     """With an index that says what its checksum is."""
     import hashlib
 
-    data, index = path.read_bytes(), json.loads((_targets() / "index.json").read_text())
+    data, index = path.read_bytes(), json.loads((_teacher_cache() / "index.json").read_text())
     (path.parent / "targets-00000.safetensors").write_bytes(data)
     index["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (path.parent / "index.json").write_text(json.dumps(index))
     _read_targets(path)
 
 
-class _Trained:
+class _TrainedParameters:
     """Parameters and their optimiser, after a step."""
 
     def __init__(self) -> None:
@@ -439,67 +439,67 @@ class _Trained:
         self.optimiser.step()
 
     def held(self) -> Any:
-        from surgery.training.checkpoints import Held, TorchMemory
+        from surgery.training.checkpoints import TrainState, TorchOptimizerState
 
         means = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        return Held(dict(self.parameters), TorchMemory(self.optimiser, [list(self.parameters)]), means)
+        return TrainState(dict(self.parameters), TorchOptimizerState(self.optimiser, [list(self.parameters)]), means)
 
 
 @functools.cache
-def _saved() -> Path:
-    from surgery.training.checkpoints import Checkpoints, Position
+def _saved_checkpoint() -> Path:
+    from surgery.training.checkpoints import CheckpointManager, TrainPosition
 
     folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-checkpoints-"))
-    where = Checkpoints(folder, 2)
-    return where.save(Position(0, 5, 20, 1280, {"trained": ["weight"], "stages": [], "best": 1.5}), _Trained().held())
+    where = CheckpointManager(folder, 2)
+    return where.save(TrainPosition(0, 5, 20, 1280, {"trained": ["weight"], "stages": [], "best": 1.5}), _TrainedParameters().held())
 
 
 def _read_saved(path: Path) -> None:
     """The file in the place of the one that was saved."""
-    from surgery.training.checkpoints import Checkpoints
+    from surgery.training.checkpoints import CheckpointManager
 
-    where = Checkpoints(path.parent, 2)
-    folder = path.parent / _saved().name
+    where = CheckpointManager(path.parent, 2)
+    folder = path.parent / _saved_checkpoint().name
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(_saved(), folder)
+    shutil.copytree(_saved_checkpoint(), folder)
     shutil.copy(path, folder / path.name)
     latest = where.latest()
     assert latest is not None
     position = where.position(latest)
     assert isinstance(position.step, int) and isinstance(position.notes.get("trained", []), list)
-    trained = _Trained()
+    trained = _TrainedParameters()
     where.restore_weights(latest, dict(trained.parameters))
     where.restore(latest, trained.held())
 
 
-@target("state.json", lambda: (_saved() / "state.json").read_bytes())
+@fuzz_target("state.json", lambda: (_saved_checkpoint() / "state.json").read_bytes())
 def training_state(path: Path) -> None:
     _read_saved(path)
 
 
-@target("optimiser.safetensors", lambda: (_saved() / "optimiser.safetensors").read_bytes())
+@fuzz_target("optimiser.safetensors", lambda: (_saved_checkpoint() / "optimiser.safetensors").read_bytes())
 def training_optimiser(path: Path) -> None:
     _read_saved(path)
 
 
-@target("weights.safetensors", lambda: (_saved() / "weights.safetensors").read_bytes())
+@fuzz_target("weights.safetensors", lambda: (_saved_checkpoint() / "weights.safetensors").read_bytes())
 def training_weights(path: Path) -> None:
     _read_saved(path)
 
 
-@target("rng-00000.safetensors", lambda: (_saved() / "rng-00000.safetensors").read_bytes())
+@fuzz_target("rng-00000.safetensors", lambda: (_saved_checkpoint() / "rng-00000.safetensors").read_bytes())
 def training_rng(path: Path) -> None:
     _read_saved(path)
 
 
-@target("log.jsonl", '{"stage": 0, "kind": "lm", "step": 1, "total_steps": 1, "tokens": 64, "loss": 3.0}\n{"stage": 0, "kind": "lm", "step": 2, "total_steps": 2, "tokens": 128, "loss": 2.0, "validation": 2.5}\n')  # fmt: skip
+@fuzz_target("log.jsonl", '{"stage": 0, "kind": "lm", "step": 1, "total_steps": 1, "tokens": 64, "loss": 3.0}\n{"stage": 0, "kind": "lm", "step": 2, "total_steps": 2, "tokens": 128, "loss": 2.0, "validation": 2.5}\n')  # fmt: skip
 def training_log(path: Path) -> None:
     """Gone on with, drawn, and on the page."""
-    from surgery.training.logging import Log, draw
+    from surgery.training.logging import TrainingLog, draw_curve
 
-    log = Log(path.parent)
+    log = TrainingLog(path.parent)
     log.going_on(0, 1)
-    draw(log.lines(), path.parent / "curve.png")
+    draw_curve(log.lines(), path.parent / "curve.png")
 
 
 @functools.cache
@@ -508,10 +508,10 @@ def _model() -> Any:
 
     import surgery  # noqa: F401
 
-    return AutoModelForCausalLM.from_pretrained(converted())
+    return AutoModelForCausalLM.from_pretrained(converted_checkpoint())
 
 
-def _held_cache() -> bytes:
+def _saved_cache() -> bytes:
     from surgery.modeling.cache_io import save_cache
 
     path = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-cache-")) / "cache.safetensors"
@@ -519,7 +519,7 @@ def _held_cache() -> bytes:
     return path.read_bytes()
 
 
-@target("cache.safetensors", _held_cache)
+@fuzz_target("cache.safetensors", _saved_cache)
 def cache_file(path: Path) -> None:
     from surgery.modeling.cache_io import load_cache
 
@@ -527,43 +527,43 @@ def cache_file(path: Path) -> None:
 
 
 @functools.cache
-def _store() -> tuple[Any, Path, dict[str, Any]]:
-    from surgery.eval.results.store import Store, key_of
-    from surgery.eval.suite import EvalOptions, Metric, Sample, SuiteResult
+def _result_store() -> tuple[Any, Path, dict[str, Any]]:
+    from surgery.eval.results.store import ResultStore, result_key
+    from surgery.eval.suite import EvalOptions, EvalMetric, Sample, SuiteResult
 
-    store = Store(Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-results-")))
-    key = key_of("0" * 64, "ppl", EvalOptions(), "cpu", "float32")
+    store = ResultStore(Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-results-")))
+    key = result_key("0" * 64, "ppl", EvalOptions(), "cpu", "float32")
     place = store.place("it", "0" * 64, "ppl")
     assert place is not None
     samples = [Sample("ppl", str(n), {"nll": 2.0 + n}, {"length": 8}, 8.0, shown={"text": "a"}) for n in range(3)]
-    store.save(place, key, SuiteResult(samples, {"nll": Metric("nll", "ppl", False)}, arrays={"a": torch.ones(2)}))
+    store.save(place, key, SuiteResult(samples, {"nll": EvalMetric("nll", "ppl", False)}, arrays={"a": torch.ones(2)}))
     return store, place, key
 
 
 def _read_result(path: Path) -> None:
-    from surgery.eval.results.compare import rows_of
+    from surgery.eval.results.compare import compare_results
 
-    store, place, key = _store()
+    store, place, key = _result_store()
     folder = path.parent / "ppl"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(place, folder)
     shutil.copy(path, folder / path.name)
     found = store.load(folder, key)
     if found is not None:
-        rows_of("ppl", {"base": found, "converted": found}, True, 0)
+        compare_results("ppl", {"base": found, "converted": found}, True, 0)
 
 
-@target("result.json", lambda: (_store()[1] / "result.json").read_bytes())
+@fuzz_target("result.json", lambda: (_result_store()[1] / "result.json").read_bytes())
 def eval_result(path: Path) -> None:
     _read_result(path)
 
 
-@target("samples.jsonl", lambda: (_store()[1] / "samples.jsonl").read_bytes())
+@fuzz_target("samples.jsonl", lambda: (_result_store()[1] / "samples.jsonl").read_bytes())
 def eval_samples(path: Path) -> None:
     _read_result(path)
 
 
-@target("arrays.safetensors", lambda: (_store()[1] / "arrays.safetensors").read_bytes())
+@fuzz_target("arrays.safetensors", lambda: (_result_store()[1] / "arrays.safetensors").read_bytes())
 def eval_arrays(path: Path) -> None:
     _read_result(path)
 
@@ -573,63 +573,63 @@ ROW = {
     "metric": {"name": "nll", "title": "perplexity", "scale": 1.0}, "values": {"base": 2.0, "converted": 2.5},
     "errors": {"base": 0.1, "converted": None}, "difference": {"change": 0.5, "low": -1.0, "high": 1.0},
 }  # fmt: skip
-MEASURED = {
+EVAL_RESULTS = {
     "rows": [ROW, {**ROW, "task": "needle", "group": {"length": 512, "depth": 0.5}}],
     "options": {"text": "/home/a"},
 }
 
 
-@target("results.json", MEASURED)
+@fuzz_target("results.json", EVAL_RESULTS)
 def eval_results(path: Path) -> None:
     """On the page and on the card."""
     from surgery.publish.html.page import write_page
-    from surgery.publish.hub.push import pack
+    from surgery.publish.hub.push import prepare_upload
 
-    write_page(str(converted()), path.parent / "report.html", path.parent)
-    pack(str(converted()), "me/it", "mit", measured=path.parent)
+    write_page(str(converted_checkpoint()), path.parent / "report.html", path.parent)
+    prepare_upload(str(converted_checkpoint()), "me/it", "mit", measured=path.parent)
 
 
-@target("model-float32-cpu.0.jsonl", '\n{"key": "0123", "answer": [1.5, true]}\n{"key": "4567", "answer": "a"}')
+@fuzz_target("model-float32-cpu.0.jsonl", '\n{"key": "0123", "answer": [1.5, true]}\n{"key": "4567", "answer": "a"}')
 def eval_answers(path: Path) -> None:
     """Of `--use-cache`."""
-    from surgery.core.distributed import Ranks
-    from surgery.eval.lm_eval.answer_cache import Kept
+    from surgery.core.distributed import DistContext
+    from surgery.eval.lm_eval.answer_cache import AnswerCache
 
-    subject: Any = SimpleNamespace(fingerprint="", dtype=torch.float32, device=torch.device("cpu"), ranks=Ranks())
-    kept = Kept(subject, path.parent)
+    subject: Any = SimpleNamespace(fingerprint="", dtype=torch.float32, device=torch.device("cpu"), ranks=DistContext())
+    kept = AnswerCache(subject, path.parent)
     assert all(isinstance(key, str) for key in kept.answers)
 
 
-@target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\nsurgery_whole: [default]\n---\n")  # fmt: skip
+@fuzz_target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\nsurgery_whole: [default]\n---\n")  # fmt: skip
 def mirror(path: Path) -> None:
     """The head of a data set in a mirror, as fetch-eval-data goes on from it."""
-    from surgery.eval.fetch import Source, _head
+    from surgery.eval.fetch import DatasetSource, _read_readme
 
-    head = _head(path.parent)
-    assert not any(head.lacks(Source("a/b", name)) for name in head.whole or ())
+    head = _read_readme(path.parent)
+    assert not any(head.lacks(DatasetSource("a/b", name)) for name in head.whole or ())
     for name in [config["config_name"] for config in head.configs]:
-        head.lacks(Source("a/b", name, ("test",)))
+        head.lacks(DatasetSource("a/b", name, ("test",)))
 
 
-@target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
+@fuzz_target(None, '{"max_seq_lengths": [4096]}', "temperature=0.7,top_p=0.9,do_sample=true", "ppl=1.05", "ppl:nll=0.9", "4096,8192", "0,0.5,1")  # fmt: skip
 def eval_options(text: str) -> None:
-    from surgery.cli.eval import _json, _pairs, _words, options_of
-    from surgery.eval.results.thresholds import parse_limits
+    from surgery.cli.eval import _parse_json, _parse_pairs, _split_words, parse_options
+    from surgery.eval.results.thresholds import parse_thresholds
 
     for read in (
-        lambda: options_of(metadata=_json("--metadata", text)),
-        lambda: options_of(samples=_json("--samples", text)),
-        lambda: options_of(gen_kwargs=_pairs(text)),
-        lambda: options_of(lengths=_words(text)),
-        lambda: options_of(depths=_words(text)),
-        lambda: options_of(batch_size=text),
-        lambda: parse_limits([text], True),
+        lambda: parse_options(metadata=_parse_json("--metadata", text)),
+        lambda: parse_options(samples=_parse_json("--samples", text)),
+        lambda: parse_options(gen_kwargs=_parse_pairs(text)),
+        lambda: parse_options(lengths=_split_words(text)),
+        lambda: parse_options(depths=_split_words(text)),
+        lambda: parse_options(batch_size=text),
+        lambda: parse_thresholds([text], True),
     ):
         with contextlib.suppress(SurgeryError):
             read()
 
 
-@target("measured.json", _shipped("kernels/tuning.json"))
+@fuzz_target("measured.json", _read_repository_file("kernels/tuning.json"))
 def measured(path: Path) -> None:
     """Of kernels' times."""
     from surgery.kernels import tuning as times
@@ -637,35 +637,35 @@ def measured(path: Path) -> None:
     before = times.TABLE
     times.TABLE = path
     times.tables.cache_clear()
-    times.rows_of.cache_clear()
-    times.choice.cache_clear()
+    times.device_rows.cache_clear()
+    times.fastest_measured.cache_clear()
     try:
-        place = times.Place((9, 0), "bfloat16")
-        times.choice("btt", "forward", times.sizes(tokens=512, inputs=4096, outputs=4096, rank=4), place)
+        place = times.DeviceKey((9, 0), "bfloat16")
+        times.fastest_measured("btt", "forward", times.named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), place)
     finally:
         times.TABLE = before
         times.tables.cache_clear()
-        times.rows_of.cache_clear()
-        times.choice.cache_clear()
+        times.device_rows.cache_clear()
+        times.fastest_measured.cache_clear()
 
 
-@target("inputs.safetensors", lambda: _inputs())
+@fuzz_target("inputs.safetensors", lambda: _input_bytes())
 def ready_inputs(path: Path) -> None:
-    from surgery.calibration.data import Batch, calibration_inputs, refuse_unfit
+    from surgery.calibration.data import CalibrationSet, calibration_inputs, check_model_inputs
 
     inputs = calibration_inputs(str(path), path.parent, None, 64, 8)
-    refuse_unfit(inputs, _skeleton().model)
-    Batch.of(inputs, 0.125).digest()
+    check_model_inputs(inputs, _meta_model().model)
+    CalibrationSet.of(inputs, 0.125).digest()
 
 
-def _inputs() -> bytes:
+def _input_bytes() -> bytes:
     from helpers.small import tiny_inputs
     from safetensors.torch import save
 
     return save(tiny_inputs("llama", 8))
 
 
-@target("rows.jsonl", lambda: b"\n".join(_text().read_bytes().split(b"\n")[:10]), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"}, also=[HUB])  # fmt: skip
+@fuzz_target("rows.jsonl", lambda: b"\n".join(_text().read_bytes().split(b"\n")[:10]), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"}, also=[HUB])  # fmt: skip
 def training_rows(path: Path) -> None:
     """Read with `datasets`, which keeps what it has read in its own folder."""
     from surgery.training.data.dataset import make_data

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz.fuzz_targets import TARGETS, Target
-from helpers.fuzzing import Escaped, fence, mutated
+from fuzz.fuzz_targets import TARGETS, FuzzTarget
+from helpers.fuzzing import SandboxEscape, sandbox, mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def test_changed_documents(name):
     )  # fmt: skip
     @given(st.sampled_from(seeds), st.integers(0, 2**32))
     def fed(seed: bytes, number: int) -> None:
-        target.run(mutated(seed, random.Random(number)))
+        target.run(mutate(seed, random.Random(number)))
 
     fed()
 
@@ -64,35 +64,35 @@ def test_what_broke_a_parser_once(name):
     ids=str,
 )
 def test_entries_of_a_table(spec):
-    from surgery.modeling.modules import empty_standin
+    from surgery.modeling.modules import build_module
 
     with pytest.raises(SurgeryError):
-        empty_standin({"structure": "btt", "in_features": 8, "out_features": 8, "bias": False, **spec})
+        build_module({"structure": "btt", "in_features": 8, "out_features": 8, "bias": False, **spec})
 
 
 @pytest.mark.parametrize("parts", [{}, [], {"a": 1}, {"a": {}}, {"a.b": {"structure": "dense"}}, None])
 def test_split_entries_of_a_table(parts):
-    from surgery.modeling.modules import empty_standin
+    from surgery.modeling.modules import build_module
 
     with pytest.raises(SurgeryError, match="damaged"):
-        empty_standin({"structure": "split", "parts": parts, "heads": 0})
+        build_module({"structure": "split", "parts": parts, "heads": 0})
 
 
 # -- the fence ---------------------------------------------------------------------------------------
-def _target(read) -> Target:
-    return Target("fenced", None, read, lambda: [b""], lambda folder: None)
+def _target(read) -> FuzzTarget:
+    return FuzzTarget("fenced", None, read, lambda: [b""], lambda folder: None)
 
 
 def test_the_fence_sees_what_is_written_elsewhere(tmp_path):
-    with pytest.raises(Escaped, match="elsewhere"):
+    with pytest.raises(SandboxEscape, match="elsewhere"):
         _target(lambda text: (tmp_path / "elsewhere").write_text(text)).run(b"x")
     _target(lambda text: (tmp_path / "elsewhere").read_text()).run(b"x")
 
 
 def test_the_fence_ends_what_takes_too_long_or_too_much(tmp_path):
-    from helpers.fuzzing import TooLong
+    from helpers.fuzzing import TimeLimitExceeded
 
-    with pytest.raises(TooLong), fence(tmp_path, 0.05):
+    with pytest.raises(TimeLimitExceeded), sandbox(tmp_path, 0.05):
         while True:
             pass
     with pytest.raises(MemoryError):

@@ -30,7 +30,7 @@ class Overrun(AssertionError):
     """Something was written beside a tensor."""
 
 
-class Buffers:
+class GuardedBuffers:
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int, int, str]] = []  # bytes, guard, bytes of the tensor, where it was allocated
 
@@ -38,7 +38,7 @@ class Buffers:
         """An empty tensor of x's shape, strides and dtype between guards."""
         size, guard = x.element_size(), GUARD[x.device.type]
         numbers = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-        inner = -(-numbers * size // 512) * 512  # behind the last number guards begin within 512 bytes: see `check`
+        inner = -(-numbers * size // 512) * 512  # behind the last number guards begin within 512 bytes: see `check_datasets`
         raw = _ORIGINAL[torch, "empty"](inner + 2 * guard, dtype=torch.uint8, device=x.device)
         raw.fill_(0xFF)
         if zeros:
@@ -76,9 +76,9 @@ def _caller() -> str:
 
 
 @contextmanager
-def guarded() -> Iterator[Buffers]:
+def guard_allocations() -> Iterator[GuardedBuffers]:
     """For all threads, so that gradients are guarded too."""
-    buffers = Buffers()
+    buffers = GuardedBuffers()
 
     def stand_in(original: Callable[..., Tensor], zeros: bool) -> Callable[..., Tensor]:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:

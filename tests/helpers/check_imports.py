@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def lay_out(folder: Path) -> None:
-    """Copy every Python file of the package into `folder`/surgery as an installation would have it."""
+def copy_package(folder: Path) -> None:
+    """Copy every Python file of the package into `pretrain_folder`/surgery as an installation would have it."""
     for name in ("surgery", "kernels", "eval", "recipes"):
         target = folder / "surgery" / ("" if name == "surgery" else name)
         for path in (ROOT / name).rglob("*.py"):
@@ -31,7 +31,7 @@ def lay_out(folder: Path) -> None:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as made:
-        lay_out(Path(made))
+        copy_package(Path(made))
         command = [sys.executable, "-m", "importlinter.cli", "lint-imports"]
         command = [
             str(Path(sys.executable).with_name("lint-imports")),

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 
-def processes(count: int, run: Callable[[int], object]) -> list[int]:
+def run_processes(count: int, run: Callable[[int], object]) -> list[int]:
     """`run(rank)` in so many processes of one group; their exit codes."""
     import transformers.modeling_utils  # noqa: F401  once, for all children
 
@@ -25,7 +25,7 @@ def processes(count: int, run: Callable[[int], object]) -> list[int]:
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                _grouped(rank, count, port)
+                _set_group_environment(rank, count, port)
                 run(rank)
                 code = 0
             except BaseException:
@@ -36,7 +36,7 @@ def processes(count: int, run: Callable[[int], object]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 
-def _grouped(rank: int, count: int, port: int) -> None:
+def _set_group_environment(rank: int, count: int, port: int) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -47,8 +47,8 @@ def _grouped(rank: int, count: int, port: int) -> None:
         os.environ.update({name: str(value) for name, value in told.items()})
 
 
-def command(count: int, folder: Path, words: list[str]) -> str:
-    """`surgery WORDS` in so many processes, run in `folder`; what the first of them said."""
+def run_command(count: int, folder: Path, words: list[str]) -> str:
+    """`surgery WORDS` in so many processes, run in `pretrain_folder`; what the first of them said."""
     from surgery.cli.main import main
 
     def run(rank: int) -> None:
@@ -60,5 +60,5 @@ def command(count: int, folder: Path, words: list[str]) -> str:
                 if left.code:
                     raise
 
-    assert processes(count, run) == [0] * count
+    assert run_processes(count, run) == [0] * count
     return (folder / "said-0").read_text()

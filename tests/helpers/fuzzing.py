@@ -50,7 +50,7 @@ NUMBERS = (
 )
 
 
-def _value(rng: random.Random, words: tuple[str, ...]) -> Any:
+def _random_value(rng: random.Random, words: tuple[str, ...]) -> Any:
     kind = rng.randrange(10)
     if kind < 3:
         return rng.choice(NUMBERS)
@@ -59,34 +59,34 @@ def _value(rng: random.Random, words: tuple[str, ...]) -> Any:
     if kind == 6:
         return rng.choice((None, True, False))
     if kind == 7:
-        return [_value(rng, words) for _ in range(rng.randrange(4))]
+        return [_random_value(rng, words) for _ in range(rng.randrange(4))]
     if kind == 8:
-        return {str(rng.choice(words)): _value(rng, words) for _ in range(rng.randrange(3))}
+        return {str(rng.choice(words)): _random_value(rng, words) for _ in range(rng.randrange(3))}
     deep: Any = 1
     for i in range(rng.choice((5, 40, 200))):
         deep = [deep] if i % 2 else {"a": deep}
     return deep
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def _locations(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """(container, key) of everything inside."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inside:
         found.append((value, key))
-        _places(part, found)
+        _locations(part, found)
     return found
 
 
-def _changed(tree: Any, rng: random.Random) -> Any:
-    places = _places(tree, [])
+def _mutate_tree(tree: Any, rng: random.Random) -> Any:
+    places = _locations(tree, [])
     if not places or rng.random() < 0.03:
-        return _value(rng, WORDS)
+        return _random_value(rng, WORDS)
     names = {k for c, k in places if isinstance(c, dict)} | {c[k] for c, k in places if isinstance(c[k], str)}
     words = (*WORDS, *sorted(map(str, names)))
     container, key = rng.choice(places)
     how = rng.randrange(9)
     if how < 4:
-        container[key] = _value(rng, words)
+        container[key] = _random_value(rng, words)
     elif how == 4:
         del container[key]
     elif how == 5:  # what stands elsewhere
@@ -97,7 +97,7 @@ def _changed(tree: Any, rng: random.Random) -> Any:
     elif how == 7 and isinstance(container, dict):
         container[str(rng.choice(words))] = container.pop(key)
     elif how == 8 and isinstance(container, list):
-        container.insert(key, _value(rng, words))
+        container.insert(key, _random_value(rng, words))
     else:
         container[key] = [container[key]] if rng.random() < 0.5 else {"a": container[key]}
     return tree
@@ -107,7 +107,7 @@ def _keys(container: Any) -> Any:
     return container if isinstance(container, dict) else range(len(container))
 
 
-def _bytes_changed(data: bytes, rng: random.Random) -> bytes:
+def _mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(data) + 1)
     how = rng.randrange(6)
     if how == 0:
@@ -125,51 +125,51 @@ def _bytes_changed(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + rng.choice((b'"', b"{", b"[", b"\xff\xfe", b"\n", b"&a ", b"*a", b"!!python/name:os ", b",", b":")) + data[at:]  # fmt: skip
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
+def mutate(data: bytes, rng: random.Random) -> bytes:
     """JSON, lines of JSON, YAML and safetensors as such, anything else as bytes."""
     if rng.random() < 0.2:
-        return _bytes_changed(data, rng)
+        return _mutate_bytes(data, rng)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        data = _once(data, rng)
+        data = _mutate_once(data, rng)
     return data
 
 
-def _once(data: bytes, rng: random.Random) -> bytes:
+def _mutate_once(data: bytes, rng: random.Random) -> bytes:
     length = int.from_bytes(data[:8], "little")
     try:
         if 0 < length <= len(data) - 8 and data[8:9] == b"{":
-            text = _written(_changed(json.loads(data[8 : 8 + length]), rng))
+            text = _to_json_bytes(_mutate_tree(json.loads(data[8 : 8 + length]), rng))
             return struct.pack("<Q", len(text)) + text + data[8 + length :]
         lines = data.split(b"\n")
         if data.lstrip()[:1] in (b"{", b"[") and len(lines) > 1 and lines[0].rstrip()[-1:] in (b"}", b"]"):
             at = rng.randrange(len(lines))
-            lines[at] = _written(_changed(json.loads(lines[at]), rng))
+            lines[at] = _to_json_bytes(_mutate_tree(json.loads(lines[at]), rng))
             return b"\n".join(lines)
         if data.lstrip()[:1] in (b"{", b"["):
-            return _written(_changed(json.loads(data), rng))
+            return _to_json_bytes(_mutate_tree(json.loads(data), rng))
         tree = yaml.safe_load(data.decode())
         if isinstance(tree, (dict, list)):
-            changed = _changed(tree, rng)
-            return yaml.safe_dump(changed).encode() if rng.random() < 0.5 else _written(changed)
+            changed = _mutate_tree(tree, rng)
+            return yaml.safe_dump(changed).encode() if rng.random() < 0.5 else _to_json_bytes(changed)
     except (ValueError, yaml.YAMLError, RecursionError):
         pass
-    return _bytes_changed(data, rng)
+    return _mutate_bytes(data, rng)
 
 
-def _written(tree: Any) -> bytes:
+def _to_json_bytes(tree: Any) -> bytes:
     return json.dumps(tree).encode()
 
 
 # -- the fence -------------------------------------------------------------------------------------
-class TooLong(BaseException):
+class TimeLimitExceeded(BaseException):
     """Of BaseException, so that no `except Exception` takes it for the input's fault."""
 
 
-class Escaped(Exception):
+class SandboxEscape(Exception):
     """What was written, run or connected to outside the folder."""
 
 
-WRITES = {
+WRITE_EVENTS = {
     "os.mkdir",
     "os.remove",
     "os.rename",
@@ -180,30 +180,30 @@ WRITES = {
     "os.chmod",
     "os.utime",
 }
-NEVER = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class"}
-_inside: list[Path] = []
-_seen: list[str] = []
+FORBIDDEN_EVENTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class"}
+_allowed_folders: list[Path] = []
+_violations: list[str] = []
 
 
-def _watch(event: str, args: tuple[Any, ...]) -> None:
-    if not _inside:
+def _audit_hook(event: str, args: tuple[Any, ...]) -> None:
+    if not _allowed_folders:
         return
-    if event in NEVER:
-        _seen.append(f"{event} {args!r:.200}")
-    elif event in WRITES or (event == "open" and _writing(args)):
+    if event in FORBIDDEN_EVENTS:
+        _violations.append(f"{event} {args!r:.200}")
+    elif event in WRITE_EVENTS or (event == "open" and _opens_for_writing(args)):
         paths = (
             [(args[0], args[2]), (args[1], args[3])]
             if event == "os.rename"
             else [(args[0], None if event == "open" else args[-1])]
         )
-        _seen.extend(f"{event} {path}" for path, beside in paths if not _allowed(path, beside))
+        _violations.extend(f"{event} {path}" for path, beside in paths if not _is_allowed(path, beside))
 
 
-def _writing(args: tuple[Any, ...]) -> bool:
+def _opens_for_writing(args: tuple[Any, ...]) -> bool:
     return isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
 
-def _allowed(path: Any, beside: Any) -> bool:
+def _is_allowed(path: Any, beside: Any) -> bool:
     """beside: the descriptor of the folder that a path starts from, where there is one."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         return True  # a descriptor: opened before
@@ -211,35 +211,35 @@ def _allowed(path: Any, beside: Any) -> bool:
     if isinstance(beside, int) and beside >= 0 and not os.path.isabs(where):
         where = os.path.join(os.readlink(f"/proc/self/fd/{beside}"), where)
     where = os.path.realpath(where)
-    return where.startswith((*(str(p) for p in _inside), "/dev/null", "/proc/")) or "__pycache__" in where
+    return where.startswith((*(str(p) for p in _allowed_folders), "/dev/null", "/proc/")) or "__pycache__" in where
 
 
 @contextmanager
-def fence(folder: Path, seconds: float, *also: Path) -> Iterator[None]:
+def sandbox(folder: Path, seconds: float, *also: Path) -> Iterator[None]:
     """also: other folders that may be written to. Seconds of this process's CPU: others on the machine do not count."""
-    if not _HOOKED:
-        sys.addaudithook(_watch)
-        _HOOKED.append(True)
+    if not _HOOK_INSTALLED:
+        sys.addaudithook(_audit_hook)
+        _HOOK_INSTALLED.append(True)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    old = signal.signal(signal.SIGPROF, _too_long)
+    old = signal.signal(signal.SIGPROF, _raise_time_limit)
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, before[1]))
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    _seen.clear()
-    _inside[:] = [folder.resolve(), *(path.resolve() for path in also)]
+    _violations.clear()
+    _allowed_folders[:] = [folder.resolve(), *(path.resolve() for path in also)]
     try:
         yield
     finally:
-        _inside.clear()
+        _allowed_folders.clear()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, old)
         resource.setrlimit(resource.RLIMIT_AS, before)
-    if _seen:
-        raise Escaped("; ".join(_seen))
+    if _violations:
+        raise SandboxEscape("; ".join(_violations))
 
 
-_HOOKED: list[bool] = []
+_HOOK_INSTALLED: list[bool] = []
 
 
-def _too_long(*_: Any) -> None:
-    raise TooLong
+def _raise_time_limit(*_: Any) -> None:
+    raise TimeLimitExceeded

@@ -23,7 +23,7 @@ API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-
 FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 
-class Served:
+class LocalServer:
     """A server on a port of this machine while it is a context; `handler` answers, its `hub` is this."""
 
     handler: type[BaseHTTPRequestHandler]
@@ -40,7 +40,7 @@ class Served:
         self._server.server_close()
 
 
-class HubStandIn(Served):
+class FakeHub(LocalServer):
     """gated: ids that nobody may read without leave; private: ids that only this token opens."""
 
     def __init__(self, token: str = ""):
@@ -57,13 +57,13 @@ class HubStandIn(Served):
         return hashlib.sha1(f"{kind} {name} {branch}".encode()).hexdigest()
 
 
-class _Refused(Exception):
+class _HttpError(Exception):
     def __init__(self, status: int, code: str):
         self.status, self.code = status, code
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: HubStandIn
+class _ReadHandler(BaseHTTPRequestHandler):
+    hub: FakeHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -83,8 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
             elif found := FILE.match(path):
                 self._file(*found.groups())
             else:
-                raise _Refused(404, "EntryNotFound")
-        except _Refused as refused:
+                raise _HttpError(404, "EntryNotFound")
+        except _HttpError as refused:
             self._send(b"{}", refused.status, {"X-Error-Code": refused.code, "X-Error-Message": refused.code})
 
     def _folder(self, kind: str, name: str, revision: str) -> tuple[Path, str]:
@@ -92,17 +92,17 @@ class _Handler(BaseHTTPRequestHandler):
         branches = hub.repos.get((kind, name))
         opened = hub.token and self.headers.get("Authorization") == f"Bearer {hub.token}"
         if branches is None or (name in hub.private and not opened):
-            raise _Refused(401, "RepoNotFound")
+            raise _HttpError(401, "RepoNotFound")
         if name in hub.gated:
-            raise _Refused(403, "GatedRepo")
+            raise _HttpError(403, "GatedRepo")
         for branch, folder in branches.items():
             if revision in (branch, hub.commit(kind, name, branch)):
                 return folder, hub.commit(kind, name, branch)
-        raise _Refused(404, "RevisionNotFound")
+        raise _HttpError(404, "RevisionNotFound")
 
     def _api(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None, body: str) -> None:
         folder, commit = self._folder(kind, name, revision or "main")
-        files = [_described(p, folder) for p in sorted(folder.rglob("*")) if p.is_file()]
+        files = [_file_entry(p, folder) for p in sorted(folder.rglob("*")) if p.is_file()]
         if what == "tree":
             answer: object = [f for f in files if not below or f["path"].startswith(f"{below}/")]
         elif what == "paths-info":
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         folder, commit = self._folder(kind or "models", name, revision)
         path = folder / inside
         if not path.is_file():
-            raise _Refused(404, "EntryNotFound")
+            raise _HttpError(404, "EntryNotFound")
         whole, status = path.read_bytes(), 200
         etag = hashlib.sha256(whole).hexdigest()
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
@@ -139,10 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _described(path: Path, folder: Path) -> dict[str, object]:
+def _file_entry(path: Path, folder: Path) -> dict[str, object]:
     content = path.read_bytes()
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     return {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": oid}
 
 
-HubStandIn.handler = _Handler
+FakeHub.handler = _ReadHandler

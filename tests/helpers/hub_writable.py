@@ -16,14 +16,14 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from helpers.hub_standin import Served
+from helpers.hub_standin import LocalServer
 
 READ = re.compile(r"/api/models/([^/]+/[^/]+)(?:/tree/([^/]+))?$")
 REPO = re.compile(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/([^/]+)$")
 BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
-class WritableHub(Served):
+class WritableHub(LocalServer):
     """taken: organisations that the token may not write to."""
 
     def __init__(self, token: str):
@@ -40,7 +40,7 @@ class WritableHub(Served):
         return self.repos[repo][branch]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _WriteHandler(BaseHTTPRequestHandler):
     hub: WritableHub
     protocol_version = "HTTP/1.1"
 
@@ -159,4 +159,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-WritableHub.handler = _Handler
+WritableHub.handler = _WriteHandler

@@ -11,7 +11,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="too slow under the interpreter")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-HALF = [torch.bfloat16, torch.float16]
+HALF_DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [  # B, G, J, T, F, V, queries and keys (of the delta rule keys) shared by the groups
     (2, 8, 1, 1000, 128, 64, True),
     (1, 2, 3, 517, 64, 65, False),
@@ -21,7 +21,7 @@ SIZES = [  # B, G, J, T, F, V, queries and keys (of the delta rule keys) shared 
 ]
 
 
-def loops_with_tensors(monkeypatch) -> None:
+def patch_tensor_loops(monkeypatch) -> None:
     """Loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
     from triton.runtime import interpreter
 
@@ -45,7 +45,7 @@ def log_gates(kind: str, *shape: int) -> torch.Tensor:
     }[kind]
 
 
-def tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates="mild") -> list[torch.Tensor]:
+def random_tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates="mild") -> list[torch.Tensor]:
     """q_BGJTF, k_BGTF, v_BGTV, gates_BGT; queries and keys expanded over the groups where shared; strided as models
     have them."""
     torch.manual_seed(T + 7)
@@ -56,8 +56,8 @@ def tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates="mild")
     return [q.to(dtype), k.to(dtype), v.to(dtype), log_gates(gates, B, T, G).transpose(1, 2)]
 
 
-def misses(ours: Callable, exact: Callable, leaves: list[torch.Tensor]) -> list[float]:
-    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `exact` in float64."""
+def relative_errors(ours: Callable, exact: Callable, leaves: list[torch.Tensor]) -> list[float]:
+    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `accumulation_dtype` in float64."""
     torch.manual_seed(1)
     results = []
     for call, dtype in ((ours, None), (exact, torch.float64)):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def _child(work: Callable[[], None]) -> int:
+def _fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -29,7 +29,7 @@ def _child(work: Callable[[], None]) -> int:
     return pid
 
 
-def _finished(pid: int, seconds: float | None) -> bool:
+def _wait_or_kill(pid: int, seconds: float | None) -> bool:
     """Whether the child ended by itself, well, within that time; else it is killed."""
     until = time.monotonic() + (seconds if seconds is not None else 1e9)
     while time.monotonic() < until:
@@ -43,16 +43,16 @@ def _finished(pid: int, seconds: float | None) -> bool:
     return False
 
 
-def run(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0) -> list[Path]:
+def convert_with_kills(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0) -> list[Path]:
     """Every finished output; the first was not interrupted, the others were, `kills` times in all."""
     chance, began = random.Random(seed), time.monotonic()
     outs = [folder / "whole"]
-    _finished(_child(lambda: convert(outs[0], False)), None)
+    _wait_or_kill(_fork(lambda: convert(outs[0], False)), None)
     whole = time.monotonic() - began
     killed, spared, out = 0, 0, folder / "out-0"
     while killed < kills and spared < 20:
         resume = out.with_name(out.name + ".partial").exists()
-        done = _finished(_child(lambda out=out, resume=resume: convert(out, resume)), whole * chance.uniform(0, 0.5))
+        done = _wait_or_kill(_fork(lambda out=out, resume=resume: convert(out, resume)), whole * chance.uniform(0, 0.5))
         if done or out.exists():  # killed when all was written: it had finished
             spared += 1
             outs += [out] if resume else []
@@ -61,7 +61,7 @@ def run(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, se
             killed += 1
             print("killed", flush=True)
     resume = out.with_name(out.name + ".partial").exists()
-    _finished(_child(lambda: convert(out, resume)), None)
+    _wait_or_kill(_fork(lambda: convert(out, resume)), None)
     return [*outs, out]
 
 
@@ -69,10 +69,10 @@ CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os
 
 
 def states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
-    """What a SIGKILL would leave of `home` before each of its file operations: copies in `folder`, one for each that
+    """What a SIGKILL would leave of `home` before each of its file operations: copies in `pretrain_folder`, one for each that
     differs from the one before. `work` runs in a child, once; since: how the path ends whose renaming it begins after."""
-    pid = _child(lambda: watched(work, home, folder, since))
-    assert _finished(pid, None)
+    pid = _fork(lambda: watched(work, home, folder, since))
+    assert _wait_or_kill(pid, None)
     return sorted(folder.iterdir())
 
 

@@ -53,7 +53,7 @@ class Instruction(NamedTuple):
         return found
 
 
-def parsed(code: str) -> tuple[list[Instruction], dict[str, int]]:
+def parse_instructions(code: str) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions, and where labels stand."""
     lines, labels = [], {}
     for line in code.splitlines():
@@ -65,7 +65,7 @@ def parsed(code: str) -> tuple[list[Instruction], dict[str, int]]:
     return lines, labels
 
 
-def after(at: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
+def successors(at: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
     """Where it may go on from an instruction."""
     one = lines[at]
     ends = one.name.startswith(("EXIT", "RET")) and not one.guarded
@@ -75,9 +75,9 @@ def after(at: int, lines: list[Instruction], labels: dict[str, int]) -> list[int
     return [place for place in [*places, *([at + 1] if falls and not ends else [])] if place < len(lines)]
 
 
-def unwritten(code: str) -> list[str]:
+def unwritten_reads(code: str) -> list[str]:
     """Instructions that some way through the code leads to with a uniform register nothing has written."""
-    lines, labels = parsed(code)
+    lines, labels = parse_instructions(code)
     before: dict[int, set[int]] = {0: set(range(63))}
     work, found = [0], {}
     while work:
@@ -86,14 +86,14 @@ def unwritten(code: str) -> list[str]:
         if blank:
             found[at] = f"UR{min(blank)} in {lines[at].name} {lines[at].operands}"
         left = before[at] - lines[at].writes()
-        for place in after(at, lines, labels):
+        for place in successors(at, lines, labels):
             if place not in before or not left <= before[place]:
                 before[place] = before.get(place, set()) | left
                 work.append(place)
     return [found[at] for at in sorted(found)]
 
 
-def disassembled(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -101,7 +101,7 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-class Hopper:
+class FakeHopperDriver:
     """Triton's driver of a GPU that is not there: loads nothing, launches nothing, and keeps machine code."""
 
     def __init__(self) -> None:
@@ -143,12 +143,12 @@ def two(x, y, z, w, out, T, F, V, BT: tl.constexpr, BF: tl.constexpr, BV: tl.con
     tl.store(out + t[:, None] * V + v[None, :], total, mask=(v < V)[None, :])
 
 
-def products() -> None:
+def compile_two() -> None:
     numbers = torch.empty(256, 18, dtype=torch.bfloat16)
     two[(1,)](numbers, numbers, numbers, numbers, numbers.float(), 256, 18, 3, BT=64, BF=32, BV=16)
 
 
-def mixing() -> None:
+def compile_mixing() -> None:
     """Narrow heads, in a block of more than a tile."""
     from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_causal
 
@@ -159,35 +159,35 @@ def mixing() -> None:
     out.sum().backward()
 
 
-def mlr() -> None:
+def compile_mlr() -> None:
     """Three levels, with biases."""
     from surgery.mixers import AttentionShape
-    from surgery.mixers.common.kv_layout import Frame
-    from surgery.mixers.common.softmax import Term, attend
+    from surgery.mixers.common.kv_layout import KVLayout
+    from surgery.mixers.common.softmax import ScoreTerm, attend
 
     ranks, extents, length = (32, 16, 16), (1024, 256), 2048
     q, k, v = (torch.randn(1, 1, 1, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     biases = torch.zeros(len(extents), 1, 1, requires_grad=True)
     parts = zip(q.split(ranks, -1), k[:, :, 0].split(ranks, -1), (None, *extents), (None, *biases))
-    terms = [Term(a, b, extent, "sliding", bias) for a, b, extent, bias in parts]
+    terms = [ScoreTerm(a, b, extent, "sliding", bias) for a, b, extent, bias in parts]
     shape = AttentionShape(64, 1, 1, 64, 64, 0.125, True, None, None)
-    attend(terms, v[:, :, 0], Frame(torch.tensor([length]), length, length, False), shape).sum().backward()
+    attend(terms, v[:, :, 0], KVLayout(torch.tensor([length]), length, length, False), shape).sum().backward()
 
 
 def main(names: list[str]) -> None:
-    from surgery.core.dispatch import choose
+    from surgery.core.dispatch import use_kernels
     from surgery.kernels import ptxas as assembler
 
-    gpu = Hopper()
+    gpu = FakeHopperDriver()
     triton.runtime.driver.set_active(gpu)
-    nvidia = assembler.knobs()
-    if names != ["two"] and nvidia.ptxas.version == assembler.WRONG:
-        assembler.take(nvidia, next(assembler.sound(nvidia)))
-    with choose("kernel"):
+    nvidia = assembler.nvidia_knobs()
+    if names != ["two"] and nvidia.ptxas.version == assembler.BROKEN_VERSION:
+        assembler.set_ptxas(nvidia, next(assembler.sound_ptxas_paths(nvidia)))
+    with use_kernels("kernel"):
         for name in names:
-            {"two": products, "mixing": mixing, "mlr": mlr}[name]()
+            {"two": compile_two, "mixing": compile_mixing, "mlr": compile_mlr}[name]()
     for name, cubin in gpu.made:
-        for what in unwritten(disassembled(cubin)):
+        for what in unwritten_reads(disassemble(cubin)):
             print(f"{name}: {what}")
     print(f"{len(gpu.made)} kernels, ptxas {nvidia.ptxas.version}")
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Mask, Rows
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
 from surgery.mixers.masks.delta_rule import dense_scores
 
 SHAPE = AttentionShape(dim=6, heads=4, groups=2, key=5, value=3, scaling=1.0)
 
 
-def masked(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> Mask:
+def make_mask(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> Mask:
     """With parameters that are no longer where they started."""
     torch.manual_seed(3)
     mask = MASKS[config](config, shape).to(dtype)
@@ -25,8 +25,8 @@ def masked(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.flo
     return mask
 
 
-def some_rows(mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3) -> Rows:
-    """Packed rows: what is written behind their `count` tokens is zero."""
+def random_rows(mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3) -> MaskInputs:
+    """Packed rows: what is written behind their `format_count` tokens is zero."""
     torch.manual_seed(length)
     shape, batch, dtype = mask.shape, len(start), torch.float64
     groups = shape.groups
@@ -40,19 +40,19 @@ def some_rows(mask: Mask, scores: str, length: int, start: list[int], count: lis
         signals[name] = signals[name] * real_BT.view(batch, length, *[1] * (signals[name].dim() - 2))
     k, v = (x * real_BT[:, None, :, None] for x in (k, v))
     beta = None if beta is None else beta * real_BT[:, None]
-    return Rows(q, k, v, beta, torch.tensor(start), torch.tensor(count), signals)
+    return MaskInputs(q, k, v, beta, torch.tensor(start), torch.tensor(count), signals)
 
 
-def to(rows: Rows, dtype: torch.dtype) -> Rows:
+def to_dtype(rows: MaskInputs, dtype: torch.dtype) -> MaskInputs:
     parts = {
         name: None if x is None else x.to(dtype) for name, x in vars(rows).items() if name.endswith(("F", "V", "BGT"))
     }
     return replace(rows, **parts, signals={name: x.to(dtype) for name, x in rows.signals.items()})
 
 
-def piece(rows: Rows, a: int, b: int) -> Rows:
+def slice_rows(rows: MaskInputs, a: int, b: int) -> MaskInputs:
     """Tokens a .. b of every row."""
-    return Rows(
+    return MaskInputs(
         rows.q_BGJTF[:, :, :, a:b],
         rows.k_BGTF[:, :, a:b],
         rows.v_BGTV[:, :, a:b],
@@ -63,23 +63,23 @@ def piece(rows: Rows, a: int, b: int) -> Rows:
     )
 
 
-def definition(mask: Mask, rows: Rows) -> torch.Tensor:
+def dense_output(mask: Mask, rows: MaskInputs) -> torch.Tensor:
     """(A . M) V."""
     scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
     return (scores * mask.dense(rows.start_B, rows.v_BGTV.shape[2], rows.signals)) @ rows.v_BGTV.unsqueeze(2)
 
 
-def in_pieces(mask: Mask, rows: Rows, cuts: list[int], chunk: int, state=None) -> tuple[torch.Tensor, dict]:
+def run_in_pieces(mask: Mask, rows: MaskInputs, cuts: list[int], chunk: int, state=None) -> tuple[torch.Tensor, dict]:
     """chunk 0: by single steps."""
     batch, features, values = len(rows.start_B), rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1]
     state, outs = state or mask.empty(batch, features, values, "cpu"), []
     for a, b in itertools.pairwise(cuts):
-        out, state = mask.chunked(piece(rows, a, b), state, chunk) if chunk else mask.step(piece(rows, a, b), state)
+        out, state = mask.chunked(slice_rows(rows, a, b), state, chunk) if chunk else mask.step(slice_rows(rows, a, b), state)
         outs.append(out)
     return torch.cat(outs, 3), state
 
 
-def miss(out: torch.Tensor, expected: torch.Tensor, rows: Rows) -> float:
+def relative_error(out: torch.Tensor, expected: torch.Tensor, rows: MaskInputs) -> float:
     """Relative distance over real tokens."""
     real = (torch.arange(out.shape[3]) < rows.count_B.unsqueeze(1))[:, None, None, :, None]
     return float(((out - expected) * real).norm() / (expected * real).norm().clamp_min(1e-30))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.checkpoint.safetensors_io import Entry, write_shard
-from surgery.checkpoint.source import INDEX
+from surgery.checkpoint.safetensors_io import TensorSource, write_shard
+from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME
 from surgery.core.files import write_json
 
 # layers, width, MLP width, heads, key/value heads, vocabulary, tied
@@ -26,7 +26,7 @@ SHAPES = {
 }
 
 
-def config_of(shape: str) -> dict:
+def make_config(shape: str) -> dict:
     layers, width, mlp, heads, groups, vocabulary, tied = SHAPES[shape]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -64,7 +64,7 @@ def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     }
 
 
-def shards(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
+def shard_shapes(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
     """Name -> shape, a shard a layer and one for the rest."""
     for i in range(config["num_hidden_layers"]):
         yield {f"model.layers.{i}.{name}.weight": shape for name, shape in layer_shapes(config).items()}
@@ -73,33 +73,33 @@ def shards(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
     yield rest if config["tie_word_embeddings"] else {**rest, "lm_head.weight": table}
 
 
-def make(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0) -> None:
+def write_checkpoint(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0) -> None:
     """Weights of variance 1/in with a spectrum that decays, as trained ones do; norms of one. layers: other
     than the shape's."""
-    config = config_of(shape)
+    config = make_config(shape)
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     out.mkdir(parents=True)
     weight_map: dict[str, str] = {}
 
     def write(i: int, shapes: dict[str, tuple[int, ...]]) -> int:
         generator = torch.Generator().manual_seed(seed * 1000 + i)
-        entries = [Entry.of(k, random_weight(s, generator)) for k, s in shapes.items()]
+        entries = [TensorSource.of(k, random_weight(s, generator)) for k, s in shapes.items()]
         write_shard(out / shard_name(i), entries)
         return sum(e.nbytes for e in entries)
 
     def shard_name(i: int) -> str:
         return f"model-{i + 1:05d}-of-{config['num_hidden_layers'] + 1:05d}.safetensors"
 
-    every = list(shards(config))
+    every = list(shard_shapes(config))
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         total = sum(pool.map(write, range(len(every)), every))
     for i, shapes in enumerate(every):
         weight_map.update(dict.fromkeys(shapes, shard_name(i)))
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(out / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
     (out / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, config["vocab_size"], (tokens // length, length), generator=generator)
-    write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [Entry.of("input_ids", ids)])
+    write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [TensorSource.of("input_ids", ids)])
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -117,4 +117,4 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=0, help="other than the shape's")
     arguments = parser.parse_args()
-    make(arguments.out, arguments.shape, arguments.tokens, layers=arguments.layers)
+    write_checkpoint(arguments.out, arguments.shape, arguments.tokens, layers=arguments.layers)

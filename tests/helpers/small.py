@@ -65,7 +65,7 @@ FAMILIES = (
     "llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "gpt_neox",
     "bert", "vit", "t5", "t5-gated",
 )  # fmt: skip
-GENERATING = tuple(f for f in FAMILIES if f not in ("bert", "vit"))
+GENERATIVE_FAMILIES = tuple(f for f in FAMILIES if f not in ("bert", "vit"))
 
 
 def tiny_inputs(family: str, rows: int, length: int = 24, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -79,13 +79,13 @@ def tiny_inputs(family: str, rows: int, length: int = 24, seed: int = 1) -> dict
     return inputs
 
 
-def recipe_of(**keys):
-    from surgery.planning.recipe import validated
+def make_recipe(**keys):
+    from surgery.planning.recipe import validate_recipe
 
-    return validated({k: str(v) if isinstance(v, Path) else v for k, v in keys.items()}, "test")
+    return validate_recipe({k: str(v) if isinstance(v, Path) else v for k, v in keys.items()}, "test")
 
 
-def outputs_of(model, inputs):
+def model_outputs(model, inputs):
     with torch.inference_mode():
         return model(**inputs)[0]
 

@@ -9,16 +9,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from surgery.mixers import MIXERS, Mixer, MixerConfig, State
+from surgery.mixers import MIXERS, Mixer, MixerConfig, MixerState
 
 
 @dataclass(frozen=True)
-class Exact(MixerConfig):
+class ExactConfig(MixerConfig):
     name: ClassVar[str] = "test-exact"
 
 
 @dataclass(frozen=True)
-class Decayed(MixerConfig):
+class DecayedConfig(MixerConfig):
     name: ClassVar[str] = "test-decayed"
     half_life: int = 6
     rotated: bool = True
@@ -27,7 +27,7 @@ class Decayed(MixerConfig):
 class ExactMixer(Mixer):
     """Softmax over all keys seen; the state is the keys, the values and which of them are real."""
 
-    config_type = Exact
+    config_type = ExactConfig
 
     def empty_state(self, batch, device):
         shape = self.shape
@@ -36,7 +36,7 @@ class ExactMixer(Mixer):
             "v": torch.zeros(batch, shape.groups, 0, shape.value, device=device),
             "valid": torch.zeros(batch, 0, dtype=torch.bool, device=device),
         }
-        return State(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
+        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
 
     def mix(self, inputs, state=None):
         B, _, T, _ = inputs.q_BHTK.shape
@@ -48,7 +48,7 @@ class ExactMixer(Mixer):
         if state is not None:
             k = torch.cat([state.tensors["k"], k], dim=2)
             v = torch.cat([state.tensors["v"], v], dim=2)
-            after = State(
+            after = MixerState(
                 state.seen_B + valid.sum(1),
                 {"k": k, "v": v, "valid": torch.cat([state.tensors["valid"], valid], dim=1)},
             )
@@ -69,7 +69,7 @@ class ExactMixer(Mixer):
 class DecayedMixer(Mixer):
     """state = decay state + k v^T, out = q state, decay = exp(-rate); padding leaves the state as it is."""
 
-    config_type = Decayed
+    config_type = DecayedConfig
 
     def __init__(self, config, shape):
         super().__init__(config, shape)
@@ -82,7 +82,7 @@ class DecayedMixer(Mixer):
     def empty_state(self, batch, device):
         shape = self.shape
         sums = torch.zeros(batch, shape.groups, shape.key, shape.value, device=device)
-        return State(torch.zeros(batch, dtype=torch.int64, device=device), {"sums": sums})
+        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), {"sums": sums})
 
     def mix(self, inputs, state=None):
         B, _, T, _ = inputs.q_BHTK.shape
@@ -103,7 +103,7 @@ class DecayedMixer(Mixer):
             )
         gate = torch.sigmoid(self.gate(inputs.x_BTD)).float().transpose(1, 2)[..., None]
         out = (torch.stack(outs, dim=2) * self.shape.scaling * gate).to(inputs.q_BHTK.dtype)
-        after = None if state is None else State(state.seen_B + valid.sum(1), {"sums": sums})
+        after = None if state is None else MixerState(state.seen_B + valid.sum(1), {"sums": sums})
         return out, after
 
     def dense(self, inputs):
@@ -111,21 +111,21 @@ class DecayedMixer(Mixer):
 
 
 @contextmanager
-def registered():
+def register_test_mixers():
     """Known to MIXERS while a test module runs, and to no other test's walk over the registry."""
     before = dict(MIXERS._by_config), dict(MIXERS._by_name)
-    for config, mixer in ((Exact, ExactMixer), (Decayed, DecayedMixer)):
+    for config, mixer in ((ExactConfig, ExactMixer), (DecayedConfig, DecayedMixer)):
         MIXERS.register(config)(mixer)
     try:
         yield
     finally:
-        for config in (Exact, Decayed):
+        for config in (ExactConfig, DecayedConfig):
             MIXERS._by_config.pop(config)
             MIXERS._by_name.pop(config.name)
     assert set(before[1]) <= set(MIXERS._by_name)
 
 
-def lively(family: str, **changes):
+def random_model(family: str, **changes):
     """A tiny model whose layers matter, in evaluation mode."""
     from helpers.small import tiny_config
 
@@ -143,12 +143,12 @@ def lively(family: str, **changes):
     return model
 
 
-def with_mixers(family: str, config: MixerConfig, layers=None, **changes):
+def random_model_with_mixers(family: str, config: MixerConfig, layers=None, **changes):
     """The same with that mixer in the layers of those numbers, or in all; its parameters stirred."""
     from surgery.architectures.attention import attention_paths
     from surgery.modeling.attention import install
 
-    model = lively(family, **changes)
+    model = random_model(family, **changes)
     paths = attention_paths(model)
     install(model, {paths[i]: config for i in (range(len(paths)) if layers is None else layers)})
     with torch.no_grad():

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.small import DECODER, recipe_of
+from helpers.small import DECODER, make_recipe
 
-EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+TINY_CHECKPOINT = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LM = {"kind": "lm", "trains": ["all"], "length": 16, "tokens": 128, "batch": 4, "rows": 2, "rate": 1e-2}
 LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens": 64, "batch": 4, "rows": 4}
 
@@ -22,37 +22,37 @@ LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens":
 def texts(tmp_path_factory) -> Path:
     """Documents to train on, a JSON line each."""
     path = tmp_path_factory.mktemp("texts") / "stories.jsonl"
-    parts = (EMBEDDED / "calibration.txt").read_text(encoding="utf-8").splitlines()
+    parts = (TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8").splitlines()
     stories = [part for part in parts if len(part) > 40][:150]
     path.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
     return path
 
 
-def conversion(folder: Path, name: str, *overrides: str) -> Path:
+def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
     from surgery.conversion.convert import convert
     from surgery.planning.recipe import load_recipe
 
     out = folder / name
-    quick = [f"calibration={EMBEDDED / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
-    convert(str(EMBEDDED), load_recipe(name, [*quick, "curvature=none", *overrides]), out)
+    quick = [f"calibration={TINY_CHECKPOINT / 'calibration.txt'}", "tokens=1024", "length=128", "allocate=uniform"]
+    convert(str(TINY_CHECKPOINT), load_recipe(name, [*quick, "curvature=none", *overrides]), out)
     return out
 
 
 @pytest.fixture(scope="session")
 def btt(tmp_path_factory) -> Path:
-    return conversion(tmp_path_factory.mktemp("btt"), "btt-half")
+    return convert_tiny(tmp_path_factory.mktemp("btt"), "btt-half")
 
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory) -> Path:
     """Attention with mixers."""
-    return conversion(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
+    return convert_tiny(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("words") / "text.txt"
-    path.write_text((EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    path.write_text((TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
     return path
 
 
@@ -64,12 +64,12 @@ def student(tmp_path_factory):
     from surgery.conversion.convert import convert
 
     folder = tmp_path_factory.mktemp("student")
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_CHECKPOINT)
     torch.manual_seed(0)
     shape = {**DECODER, "vocab_size": len(tokenizer), "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder / "source")
     tokenizer.save_pretrained(folder / "source")
-    convert(str(folder / "source"), recipe_of(structure="low_rank"), folder / "converted")
+    convert(str(folder / "source"), make_recipe(structure="low_rank"), folder / "converted")
     return folder / "converted"
 
 
@@ -79,17 +79,17 @@ def without_curves(monkeypatch) -> None:
     monkeypatch.setattr("surgery.training.runner.draw", lambda lines, path: False)
 
 
-def recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
-    from surgery.training.recipe import parse_healing
+def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
+    from surgery.training.recipe import parse_healing_recipe
 
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 4}
     common = {"length": 64, "batch": 4, "rows": 2, "tokens": 1024, "rate": 1e-4}
     told = {"precision": "float32", "log": 1, "checkpoint": 2, "data": data, "common": common}
     told |= {"evaluate": 0, "deliver": "last"}  # what the last step leaves is what tests compare
-    return parse_healing({**told, **keys, "stages": list(stages)})
+    return parse_healing_recipe({**told, **keys, "stages": list(stages)})
 
 
-def losses(folder: Path) -> list[tuple[int, int, float]]:
+def read_losses(folder: Path) -> list[tuple[int, int, float]]:
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [(line["stage"], line["step"], line["loss"]) for line in lines if "loss" in line]
 

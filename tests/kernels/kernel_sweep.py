@@ -40,9 +40,9 @@ DEVICE = "cuda" if CUDA else "cpu"
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as kernels are imported
 
-from helpers.canaries import guarded  # noqa: E402
+from helpers.canaries import guard_allocations  # noqa: E402
 
-from surgery.core.dispatch import choose, found, watched  # noqa: E402
+from surgery.core.dispatch import use_kernels, load_kernels, record_dispatch  # noqa: E402
 
 Leaves = dict[str, torch.Tensor]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -86,13 +86,13 @@ def run(
     copy: Callable = torch.clone,
     declined: bool = False,
 ) -> Leaves:
-    """Outputs and gradients by name; `weights`: the direction of each output, rows first."""
+    """Outputs and gradients by name; `masked_exp`: the direction of each output, rows first."""
     given = {}
     for name, x in leaves.items():
         x = x.detach()
         x = x.double() if exact and x.is_floating_point() else copy(x)
         given[name] = x.requires_grad_(case.gradients and x.is_floating_point())
-    with torch.set_grad_enabled(case.gradients), choose("reference" if exact else "kernel"), watched() as taken:
+    with torch.set_grad_enabled(case.gradients), use_kernels("reference" if exact else "kernel"), record_dispatch() as taken:
         outs = (case.call if exact or case.kernel is None else case.kernel)(given)
     assert exact or declined or set(case.names) <= taken, f"no kernel stood in for {set(case.names) - taken}"
     outs = [x for x in outs if x is not None]
@@ -152,7 +152,7 @@ def worst(case: Case, got: Leaves, want: Leaves, index: Any, shared: bool) -> fl
 def check(case: Case, guards: bool = True) -> tuple[int, float]:
     """(calls of the kernel, the largest miss beside its tolerance); AssertionError where something is wrong."""
     if guards:
-        with guarded() as buffers:
+        with guard_allocations() as buffers:
             batched = run(case, case.part(slice(None)), None, False, buffers.copy)
         buffers.check()
         del buffers
@@ -205,7 +205,7 @@ def spread(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def check_far(case: Case, guards: bool = True) -> tuple[int, float]:
-    """As `check`, of the same rows laid out far apart: along each axis but the last, outputs' gradients too."""
+    """As `check_datasets`, of the same rows laid out far apart: along each axis but the last, outputs' gradients too."""
     rows = case.part(slice(None))
     near = run(case, rows, None, False)
     most, calls, weights = 0.0, 1, weights_of(case, near)
@@ -503,7 +503,7 @@ def of_mixer(mixer: Any) -> Any:
 @cases("mixer")
 def _(grid: str) -> Iterator[Case]:
     """Attention whole, as models call it, and the case that was reported: 64 windows of 1,024 tokens."""
-    from surgery.mixers.base import AttentionShape, Inputs
+    from surgery.mixers.base import AttentionShape, MixerInputs
     from surgery.mixers.linear import LinearAttention
 
     shape = AttentionShape(dim=448, heads=7, groups=1, key=64, value=64, scaling=0.125)
@@ -523,7 +523,7 @@ def _(grid: str) -> Iterator[Case]:
             at = of_mixer(mixer_of(config, shape))
 
             def call(x: Leaves, at: Any = at) -> list[Any]:
-                return [at(x["q"]).mix(Inputs(x["q"], x["k"], x["v"], x["x"]), None)[0]]
+                return [at(x["q"]).mix(MixerInputs(x["q"], x["k"], x["v"], x["x"]), None)[0]]
 
             name = f"{B} x {T} tokens, {shape.heads} heads of {shape.groups} groups, window {window}"
             yield Case(f"{name}, {'with gradients' if training else 'inference'}", dtype, B * shape.groups * -(-T // 64),
@@ -534,7 +534,7 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("one_token")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.base import AttentionShape, Inputs, State
+    from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
     from surgery.mixers.linear import LinearAttention
 
     shape = AttentionShape(dim=64, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
@@ -548,8 +548,8 @@ def _(grid: str) -> Iterator[Case]:
             mixer = mixer_of(LinearAttention(mask=mask, scores=scores), shape)
             at, rows = of_mixer(mixer), inputs_of(B, 1, shape, F32)
             seen = torch.arange(B, device=DEVICE) % 16
-            with torch.no_grad(), choose("reference"):
-                before = mixer.mix(Inputs(*inputs_of(1, 15, shape, F32).values()), mixer.empty_state(1, DEVICE))[1]
+            with torch.no_grad(), use_kernels("reference"):
+                before = mixer.mix(MixerInputs(*inputs_of(1, 15, shape, F32).values()), mixer.empty_state(1, DEVICE))[1]
             ((state, past),) = before.tensors.items()
             rows |= {"seen": seen if mask == "hierarchical" else torch.full_like(seen, 15)}
             rows["state"] = normal(B, *past.shape[1:])
@@ -558,8 +558,8 @@ def _(grid: str) -> Iterator[Case]:
                 rows["state"] *= full_BL[..., None, None, None]
 
             def call(x: Leaves, at: Any = at, state: str = state) -> list[Any]:
-                inputs = Inputs(x["q"], x["k"], x["v"], x["x"])
-                out, after = at(x["q"]).mix(inputs, State(x["seen"], {state: x["state"]}, 15))
+                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"])
+                out, after = at(x["q"]).mix(inputs, MixerState(x["seen"], {state: x["state"]}, 15))
                 return [out, after.seen_B, *after.tensors.values()]
 
             yield Case(f"{B} rows, {mask}, {scores}", F32, B * shape.groups, rows, call, names=("one_token",),
@@ -598,8 +598,8 @@ CACHES = {
 
 def softmax(table: list[Any], step: bool) -> Iterator[Case]:
     from surgery.mixers.base import AttentionShape
-    from surgery.mixers.common.kv_layout import Frame
-    from surgery.mixers.common.softmax import Term, attend
+    from surgery.mixers.common.kv_layout import KVLayout
+    from surgery.mixers.common.softmax import ScoreTerm, attend
 
     for B, G, J, T, S, ranks, extents, V, dtype, more in table:
         torch.manual_seed(B + T)
@@ -613,12 +613,12 @@ def softmax(table: list[Any], step: bool) -> Iterator[Case]:
 
         def call(x: Leaves, T: int = T, S: int = S, ranks: Any = ranks, extents: Any = extents, form: str = form,
                  holes: bool = holes, shape: Any = shape) -> list[Any]:  # fmt: skip
-            frame = Frame(x["end"] if holes else x["end"][:1], T, S, holes)
+            frame = KVLayout(x["end"] if holes else x["end"][:1], T, S, holes)
             terms = []
             for q, k, extent, at in zip(x["q"].split(ranks, -1), x["k"].split(ranks, -1), (None, *extents), range(9)):
                 bias = x["bias"][..., at - 1] if at else None
                 slots = S if extent is None or form == "nested" or not step else min(S, extent + T + 2)
-                terms.append(Term(q, k[:, :, S - slots :], extent, form, bias))
+                terms.append(ScoreTerm(q, k[:, :, S - slots :], extent, form, bias))
             out = attend(terms, x["v"], frame, shape)
             return [out * (frame.positions(S - T, S) >= 0)[:, None, :, None]]
 
@@ -639,7 +639,7 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("slots")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.common.kv_layout import placed
+    from surgery.mixers.common.kv_layout import write_slots
 
     sizes = {
         "full": [(64, 8, 1, 512, BF16), (3001, 7, 2, 65, F32)],
@@ -654,7 +654,7 @@ def _(grid: str) -> Iterator[Case]:
         def call(x: Leaves, ranks: Any = ranks, size: int = size) -> list[Any]:
             rooms = [torch.empty_like(x[f"room {i}"]).copy_(x[f"room {i}"]) for i in range(len(ranks))]
             news = [*x["new"].split(ranks[:-1], -1), x["value"]]
-            placed(
+            write_slots(
                 news[0] if x["new"].dtype == torch.float64 else x["new"],
                 rooms,
                 [size - 3 + i for i in range(len(ranks))],
@@ -696,7 +696,7 @@ def block_rows(B: int, G: int, J: int, T: int, F: int, V: int, dtype: torch.dtyp
 
 @cases("toeplitz")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_both_ways, toeplitz_causal
+    from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_bidirectional, toeplitz_causal
 
     for B, G, J, T, F, V, R, block, dtype in sizes_of(BLOCKS, grid):
         for way in ("whole", "goes on", "both ways"):
@@ -707,7 +707,7 @@ def _(grid: str) -> Iterator[Case]:
             def call(x: Leaves, T: int = T, block: int = block, way: str = way) -> list[Any]:
                 given = x["q"], x["k"], x["v"], x["rate"], x["weight"]
                 if way == "both ways":
-                    return [toeplitz_both_ways(*given, block)]
+                    return [toeplitz_bidirectional(*given, block)]
                 count, state = torch.full_like(x["start"], T), x.get("state")  # states come out where one went in
                 return [*toeplitz_causal(*given, state, x["start"], count, block, block)][: 1 if state is None else 2]
 
@@ -736,7 +736,7 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("block_scan")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_both
+    from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_bidirectional
 
     sizes = {
         "full": [(64, 4, 2, 65, 16, 17, 4, BF16), (4000, 16, 1, 5, 8, 9, 3, F32), (2, 3, 4, 1000, 32, 32, 8, F32)],
@@ -751,7 +751,7 @@ def _(grid: str) -> Iterator[Case]:
 
             def call(x: Leaves, both: bool = both) -> list[Any]:
                 if both:
-                    return [block_scan_both(x["x"], x["rate"], x["weight"])]
+                    return [block_scan_bidirectional(x["x"], x["rate"], x["weight"])]
                 return [*block_scan(x["x"], x["rate"], x["weight"], x["first"], x["count"])]
 
             yield Case(f"{B} x {G} x {J} heads, {M} blocks of {F} x {V}{', both ways' if both else ''}", dtype, B * G * J * M,
@@ -760,7 +760,7 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("blocks")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.mixers.masks.block_mixing import blocks_both_ways, blocks_from_zero, grown
+    from surgery.mixers.masks.block_mixing import blocks_bidirectional, blocks_from_zero, pad_blocks
 
     for B, G, J, T, F, V, _, block, dtype in sizes_of(BLOCKS, grid):
         for both in (False, True):
@@ -768,10 +768,10 @@ def _(grid: str) -> Iterator[Case]:
 
             def call(x: Leaves, block: int = block, both: bool = both, count: int = count) -> list[Any]:
                 if both:
-                    return [blocks_both_ways(x["q"], x["k"], x["v"], x["matrix"], block)]
+                    return [blocks_bidirectional(x["q"], x["k"], x["v"], x["matrix"], block)]
                 out, sums = blocks_from_zero(x["q"], x["k"], x["v"], x["matrix"].tril(), block, block, True)
                 assert sums is not None
-                return [out, grown(sums, count)]  # one may hold the empty block behind the last token, the other not
+                return [out, pad_blocks(sums, count)]  # one may hold the empty block behind the last token, the other not
 
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', both ways' if both else ''}", dtype,
                        B * G * J * count, block_rows(B, G, J, T, F, V, dtype), call,
@@ -799,7 +799,7 @@ LINEARS = {
 def linears(grid: str, way: str) -> Iterator[Case]:
     from surgery.structures.btt import btt_linear
 
-    found()
+    load_kernels()
     for N, c, d, b, a, s, inputs, out, dtype, step in sizes_of(LINEARS, grid):
         if way == "dense" and max(a, d) > 128:
             continue
@@ -841,7 +841,7 @@ def interpreted() -> Iterator[None]:
         yield
         return
     import pytest
-    from helpers.kernel_rows import loops_with_tensors
+    from helpers.kernel_rows import patch_tensor_loops
     from triton.runtime import interpreter
 
     from surgery.kernels import mlr_attention
@@ -851,13 +851,13 @@ def interpreted() -> Iterator[None]:
         return range(*(int(a.handle.data.item()) if hasattr(a, "handle") else int(a) for a in args))
 
     with pytest.MonkeyPatch.context() as patch:
-        loops_with_tensors(patch)
+        patch_tensor_loops(patch)
         patch.setattr(interpreter, "range", bounds, raising=False)
-        tiles = mlr_attention.Tiles(16, 16, 4, 1, run=2, hold=True)
+        tiles = mlr_attention.AttentionTiles(16, 16, 4, 1, run=2, hold=True)
         patch.setattr(mlr_attention, "forward_tiles", lambda *_: tiles)
         patch.setattr(mlr_attention, "backward_tiles", lambda *_: (tiles, tiles))
-        patch.setattr(mlr_attention_decode, "TILE", 16)
-        patch.setattr(mlr_attention_decode, "PROGRAMS", 6)
+        patch.setattr(mlr_attention_decode, "TILE_SLOTS", 16)
+        patch.setattr(mlr_attention_decode, "TARGET_PROGRAMS", 6)
         # An integer that does not fit its 32 bits is an error; tensors on a CPU are not copied back to where they are.
         options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
         patch.setattr(interpreter.interpreter_builder, "options", options)
@@ -883,7 +883,7 @@ def sweep(
 ) -> Total:
     """One line a case. After a failure on a GPU the process is left: what follows an illegal access means nothing."""
     total, began = Total(), time.monotonic()
-    found()
+    load_kernels()
     with interpreted():
         for op in only:
             for case in CASES[op](grid):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.small import tiny_inputs
-from helpers.small_mixers import with_mixers
+from helpers.small_mixers import random_model_with_mixers
 
 from surgery.mixers import mixer_config
 from surgery.modeling import cuda_graph as captured
-from surgery.modeling.cache import MixerLayer
+from surgery.modeling.cache import MixerCacheLayer
 
 CUDA = torch.cuda.is_available()
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -23,21 +23,21 @@ MIXERS = [
 @pytest.fixture
 def graphs(monkeypatch):
     """Counts what is recorded."""
-    made, real = [], captured.recorded
+    made, real = [], captured.record_graph
 
     def recorded(step):
         made.append(step)
         return real(step) if CUDA else step
 
-    monkeypatch.setattr(captured, "recorded", recorded)
+    monkeypatch.setattr(captured, "record_graph", recorded)
     if not CUDA:
-        monkeypatch.setattr(captured, "here", lambda model: True)
+        monkeypatch.setattr(captured, "is_on_one_gpu", lambda model: True)
     return made
 
 
 def model_of(config, layers=None):
     torch.manual_seed(0)
-    model = with_mixers("llama", mixer_config(config), layers).eval()
+    model = random_model_with_mixers("llama", mixer_config(config), layers).eval()
     return model.to("cuda" if CUDA else "cpu")
 
 
@@ -61,7 +61,7 @@ def test_the_same_tokens(config, graphs):
     assert len(graphs) == 1 and torch.equal(tokens, right)
     assert (ours - logits).abs().max() < 1e-5 * logits.abs().max()
     for one, other in zip(cache.layers, plain.layers):
-        assert type(one) is MixerLayer and one.seen == other.seen and one.state.most == other.state.most
+        assert type(one) is MixerCacheLayer and one.seen == other.seen and one.state.most == other.state.most
         assert torch.equal(one.state.seen_B, other.state.seen_B)
 
 
@@ -80,6 +80,6 @@ def test_what_cannot_be_captured_runs_step_by_step(monkeypatch, graphs):
 
     model = model_of(MIXERS[0])
     right = generated(model)[0]
-    monkeypatch.setattr(captured, "recorded", refused)
+    monkeypatch.setattr(captured, "record_graph", refused)
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert torch.equal(generated(model, cache_implementation="static")[0], right)

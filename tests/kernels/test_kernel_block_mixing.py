@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.kernel_rows import loops_with_tensors
-from helpers.mask_rows import definition, masked, miss, piece, some_rows, to
+from helpers.kernel_rows import patch_tensor_loops
+from helpers.mask_rows import dense_output, make_mask, relative_error, slice_rows, random_rows, to_dtype
 
-from surgery.core.dispatch import choose, found, watched
-from surgery.mixers.masks.block_mixing import Blocks, blocks_both_ways, blocks_from_zero
+from surgery.core.dispatch import use_kernels, load_kernels, record_dispatch
+from surgery.mixers.masks.block_mixing import Blocks, blocks_bidirectional, blocks_from_zero
 from surgery.mixers.masks.toeplitz_block_mixing import (
     ToeplitzBlocks,
     block_scan,
-    block_scan_both,
-    toeplitz_both_ways,
+    block_scan_bidirectional,
+    toeplitz_bidirectional,
     toeplitz_causal,
     toeplitz_step,
 )
@@ -28,8 +28,8 @@ TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.5e-2, 3e-2), torch.
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    loops_with_tensors(monkeypatch)
-    found()
+    patch_tensor_loops(monkeypatch)
+    load_kernels()
 
 
 def relative(x, expected):
@@ -50,9 +50,9 @@ def judged(run, inputs, dtype, kept=(), rounding=0.0):
         rounded = x.to(torch.float32 if n in kept else dtype)
         exact.append(rounded.double().requires_grad_())
         quick.append(rounded.clone().requires_grad_())
-    with choose("reference"):
+    with use_kernels("reference"):
         expected = run(*exact)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         outs = run(*quick)
     pairs = [(f"out {n}", out, want) for n, (out, want) in enumerate(zip(outs, expected))]
     wanted = [torch.randn_like(x) for x in outs]
@@ -96,7 +96,7 @@ def test_scan(dtype, shape):
 def test_scan_of_ragged_rows(shape):
     inputs = [x.to(DEVICE) for x in sums_of(*shape)]
     count_B = torch.tensor([shape[3] - 3, 0], device=DEVICE)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert block_scan(*inputs, count_B)[0][1].abs().max() == 0
     judged(lambda *given: block_scan(*given, count_B), inputs, torch.float32, kept=(1, 2, 3))
 
@@ -107,7 +107,7 @@ def test_scan_of_extreme_rates(rates, both):
     inputs = [x.to(DEVICE) for x in sums_of(1, 1, 1, 40, 4, 5, 3, rates)]
     rounding = 2**-24 * float(inputs[1].max()) * 40  # of rate x blocks, whose differences are exponents
     if both:
-        judged(lambda *given: [block_scan_both(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding)
+        judged(lambda *given: [block_scan_bidirectional(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding)
     else:
         judged(block_scan, inputs, torch.float32, kept=(1, 2, 3), rounding=rounding)
 
@@ -115,7 +115,7 @@ def test_scan_of_extreme_rates(rates, both):
 @pytest.mark.parametrize("dtype, shape", CASES + ON_CARD)
 def test_scan_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in sums_of(*shape)[:3]]
-    judged(lambda *given: [block_scan_both(*given)], inputs, dtype, kept=(1, 2))
+    judged(lambda *given: [block_scan_bidirectional(*given)], inputs, dtype, kept=(1, 2))
 
 
 def test_scan_without_a_state_of_a_view():
@@ -163,7 +163,7 @@ def test_causal_attention(dtype, shape):
 @pytest.mark.parametrize("dtype, shape", FEW + ON_CARD_TOKENS)
 def test_attention_both_ways(dtype, shape):
     inputs = [x.to(DEVICE) for x in tokens_of(*shape[:-1])[:5]]
-    judged(lambda *given: [toeplitz_both_ways(*given, shape[-1])], inputs, dtype, kept=(3, 4))
+    judged(lambda *given: [toeplitz_bidirectional(*given, shape[-1])], inputs, dtype, kept=(3, 4))
 
 
 def test_attention_of_views():
@@ -184,7 +184,7 @@ def test_attention_of_views():
 def test_more_than_2_31_numbers():
     x = torch.randn(1, 9, 65536, 64, 64, device=DEVICE, dtype=torch.bfloat16)
     kernel = [part.to(DEVICE) for part in kernel_of(4, 9, 1)]
-    with choose("kernel"), torch.no_grad():
+    with use_kernels("kernel"), torch.no_grad():
         whole, last = block_scan(x, *kernel)
         alone, last_alone = block_scan(x[:, 8:], *(part[:, 8:] for part in kernel))
         again, _ = block_scan(x, *kernel)
@@ -198,7 +198,7 @@ def test_free_mixing(dtype, shape):
     (_, groups, per_group, length), block = q.shape[:4], shape[-1]
     count = -(-length // block) + 1
     matrix = torch.rand(groups, per_group, count, count, device=DEVICE).softmax(-1)
-    judged(lambda *given: [blocks_both_ways(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
+    judged(lambda *given: [blocks_bidirectional(*given, block)], (q, k, v, matrix), dtype, kept=(3,))
 
     def causal(q, k, v, matrix):
         out, sums = blocks_from_zero(q, k, v, matrix.tril(), block, 16, True)
@@ -229,9 +229,9 @@ def test_steps(shape):
     start_B = torch.tensor([16, 17, 32], device=DEVICE).repeat(batch)[:batch]
     count_B = torch.tensor([1, 1, 0], device=DEVICE).repeat(batch)[:batch]
     v = v * count_B[:, None, None, None]
-    with choose("kernel"):
+    with use_kernels("kernel"):
         outs = toeplitz_step(q, k, v, *kernel, state, start_B, count_B, 16)
-    with choose("reference"):
+    with use_kernels("reference"):
         expected = toeplitz_step(*(x.double() for x in (q, k, v, *kernel, state)), start_B, count_B, 16)
     for out, want in zip(outs, expected):
         assert relative(out, want) < 1e-5
@@ -240,19 +240,19 @@ def test_steps(shape):
 @pytest.mark.parametrize("config", [ToeplitzBlocks(block=16, components=3), Blocks(block=16, count=6)])
 def test_masks_take_them(config):
     """In pieces, rows at their own positions, a normaliser's column of ones beside the values."""
-    mask = masked(config)
+    mask = make_mask(config)
     begin = [0, 0] if isinstance(config, Blocks) else [19, 0]
-    rows = some_rows(mask, "kernel", 37, begin, [37, 20], features=5, values=17)
-    with choose("reference"):
-        expected = definition(mask, rows)
-    mask, quick = mask.float().to(DEVICE), on_device(to(rows, torch.float32))
+    rows = random_rows(mask, "kernel", 37, begin, [37, 20], features=5, values=17)
+    with use_kernels("reference"):
+        expected = dense_output(mask, rows)
+    mask, quick = mask.float().to(DEVICE), on_device(to_dtype(rows, torch.float32))
     state = mask.empty(2, 5, 17, DEVICE)
-    with torch.no_grad(), choose("kernel"), watched() as names:
-        first, state = mask.chunked(piece(quick, 0, 21), state, 8)
-        second, state = mask.chunked(piece(quick, 21, 36), state, 8)
-        third, _ = mask.step(piece(quick, 36, 37), state)
+    with torch.no_grad(), use_kernels("kernel"), record_dispatch() as names:
+        first, state = mask.chunked(slice_rows(quick, 0, 21), state, 8)
+        second, state = mask.chunked(slice_rows(quick, 21, 36), state, 8)
+        third, _ = mask.step(slice_rows(quick, 36, 37), state)
     assert names >= ({"toeplitz_causal", "toeplitz_step"} if any(begin) else {"blocks_from_zero"})
-    assert miss(torch.cat([first, second, third], 3).cpu(), expected.detach(), rows) < 1e-5
+    assert relative_error(torch.cat([first, second, third], 3).cpu(), expected.detach(), rows) < 1e-5
 
 
 def on_device(rows):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.kernel_rows import loops_with_tensors
+from helpers.kernel_rows import patch_tensor_loops
 
-from surgery.core.dispatch import choose, found
-from surgery.kernels.launch import Launch
+from surgery.core.dispatch import use_kernels, load_kernels
+from surgery.kernels.launch import CachedLaunch
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
 
@@ -19,8 +19,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    loops_with_tensors(monkeypatch)
-    found()
+    patch_tensor_loops(monkeypatch)
+    load_kernels()
 
 
 def relative(x, expected):
@@ -81,7 +81,7 @@ def test_small(shape, dtype):
 @pytest.mark.parametrize("pays", [0, 1e9], ids=["pairs", "dense"])
 @pytest.mark.parametrize("shape", [SMALL[0], SMALL[2]], ids=str)
 def test_either_way_to_the_cores_gradients(shape, pays, monkeypatch):
-    monkeypatch.setattr("surgery.kernels.btt.DENSE_PAYS", pays)
+    monkeypatch.setattr("surgery.kernels.btt.DENSE_ADVANTAGE", pays)
     judged(*drawn(*shape), 1e-5)
 
 
@@ -114,7 +114,7 @@ def test_large(shape, dtype):
 def test_a_ring_goes_round_the_same_every_time():
     """Many slabs, over and over: programs that wait for each other give the same bits."""
     x, right, left, bias, dy = drawn(65536, 32, 32, 32, 32, 1, dtype=torch.bfloat16)
-    with torch.no_grad(), choose("kernel"):
+    with torch.no_grad(), use_kernels("kernel"):
         first = btt_linear(x, right, left, bias, 1024)
         assert all(torch.equal(btt_linear(x, right, left, bias, 1024), first) for _ in range(20))
     judged(x, right, left, bias, dy, 1e-2)
@@ -125,7 +125,7 @@ def test_strides_and_leading_dims(N):
     x, right, left, bias, _ = drawn(2 * N, 2, 16, 16, 3, 2)
     views = x.T.contiguous().T.view(2, N, 32), x.view(2, N, 32)[:, :, 1:], x.view(N, 2, 32).transpose(0, 1)[:, ::2]
     for view in views:
-        with choose("kernel"):
+        with use_kernels("kernel"):
             y = btt_linear(view, right.mT.contiguous().mT, left, bias, 47)
         expected = btt_linear(view.double(), right.double(), left.double(), bias.double()[:47], 47)
         assert y.shape == expected.shape and relative(y, expected) < 1e-5
@@ -138,7 +138,7 @@ def test_only_what_is_asked_for():
     for choice in ("reference", "kernel"):
         for wanted in ((0,), (1,), (2,)):
             inputs = [t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate((x, right, left))]
-            with choose(choice):
+            with use_kernels(choice):
                 y = btt_linear(*inputs, None, 48)
             (gradient,) = torch.autograd.grad(y, [inputs[i] for i in wanted], dy)
             assert relative(gradient, expected.setdefault(wanted, gradient)) < 1e-5
@@ -150,7 +150,7 @@ def test_a_linear_takes_it():
     linear = STRUCTURES[config](30, 20, config).to(DEVICE)
     torch.nn.init.normal_(linear.bias)
     x = torch.randn(2, 9, 30, device=DEVICE)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         y = linear(x)
     assert relative(y, x.double() @ linear.dense().double().mT + linear.bias.double()) < 1e-5
 
@@ -160,7 +160,7 @@ def test_autocast():
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     x, right, left, bias, dy = drawn(20, 2, 16, 3, 16, 2)
     inputs = [t.requires_grad_() for t in (x, right, left, bias)]
-    with choose("kernel"), torch.autocast(DEVICE, dtype):
+    with use_kernels("kernel"), torch.autocast(DEVICE, dtype):
         y = btt_linear(*inputs, 48)
     assert y.dtype == dtype
     expected = btt_linear(*(t.double() for t in inputs), 48)
@@ -209,7 +209,7 @@ class Compiled:
 
 def test_a_launch_finds_its_kernel_once_for_each_dtype_and_alignment():
     kernel, x = Compiled(), torch.zeros(64)
-    launch = Launch(kernel, (3,), (7,), {"B": 16, "num_warps": 4})
+    launch = CachedLaunch(kernel, (3,), (7,), {"B": 16, "num_warps": 4})
     for tensor in (x, x, x[1:], x[1:], x[4:], x.half()):
         launch(tensor)
     assert [args[0].data_ptr() for _, args, _ in kernel.found] == [
@@ -222,7 +222,7 @@ def test_a_launch_finds_its_kernel_once_for_each_dtype_and_alignment():
 
 def test_a_launch_that_triton_refuses_is_found_again():
     kernel = Compiled(refuses=True)
-    launch = Launch(kernel, (3,), (7,), {"B": 16})
+    launch = CachedLaunch(kernel, (3,), (7,), {"B": 16})
     for _ in range(4):
         launch(torch.zeros(4))
     assert len(kernel.found) == 4 and not kernel.again
@@ -230,7 +230,7 @@ def test_a_launch_that_triton_refuses_is_found_again():
 
 def test_what_it_declines():
     x, right, left, bias, _ = drawn(4, 2, 16, 2, 16, 1)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert btt_linear.stand_in(x.double(), right, left, bias, 32) is None
         assert btt_linear.stand_in(x[:0], right, left, bias, 32) is None
         assert btt_linear(x[:0], right, left, bias, 32).shape == (0, 32)

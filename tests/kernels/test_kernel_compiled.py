@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE
 
-from surgery.core.dispatch import choose, watched
+from surgery.core.dispatch import use_kernels, record_dispatch
 from surgery.mixers.masks.log_linear import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -49,7 +49,7 @@ def test_one_graph(mask, delta, state):
     given = drawn(delta, state, tree)
     run = lambda *args: call(tree, *args)  # noqa: E731
     torch.compiler.reset()
-    with choose("kernel"), watched() as taken:
+    with use_kernels("kernel"), record_dispatch() as taken:
         right, slopes = gradients(run, given)
         assert taken
         ours, back = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), given)
@@ -65,10 +65,10 @@ def nodes():
     level = torch.rand(2, 21, 1, 2, 6, device=DEVICE).requires_grad_()
     start, tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE), (q, k, v)
     first = first.detach()[:, 0].clone().requires_grad_()
-    yield ssd.COMPILED.node, (*tokens, gates, first, start.int(), None, 32, True)
-    yield log_linear.COMPILED.node, (*tokens, gates, level, start, 1, start, None, 16, False)
-    yield gated_delta.COMPILED.node, (*tokens, beta, gates, first, None, 32)
-    yield log_linear_delta.COMPILED.node, (*tokens, beta, gates, level, None, None, None, start, None, 32, 2, 1)
+    yield ssd.SSD_OP.node, (*tokens, gates, first, start.int(), None, 32, True)
+    yield log_linear.LOG_LINEAR_OP.node, (*tokens, gates, level, start, 1, start, None, 16, False)
+    yield gated_delta.GATED_DELTA_OP.node, (*tokens, beta, gates, first, None, 32)
+    yield log_linear_delta.LOG_LINEAR_DELTA_OP.node, (*tokens, beta, gates, level, None, None, None, start, None, 32, 2, 1)
 
 
 @pytest.mark.parametrize("which", range(4))

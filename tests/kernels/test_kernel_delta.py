@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE, SIZES, gpu
 
-from surgery.core.dispatch import choose, watched
+from surgery.core.dispatch import use_kernels, record_dispatch
 from surgery.mixers.masks.log_linear import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -50,7 +50,7 @@ def run(call, leaves, dtype, choice):
     leaves = {
         n: t.detach().to(dtype[n] if isinstance(dtype, dict) else dtype).requires_grad_() for n, t in leaves.items()
     }
-    with choose(choice):
+    with use_kernels(choice):
         outs = [o for o in call(leaves) if o is not None]
     torch.manual_seed(1)
     total = sum((o.double() * torch.randn(o.shape, dtype=torch.float64).to(DEVICE)).sum() for o in outs)
@@ -61,7 +61,7 @@ def run(call, leaves, dtype, choice):
 
 def judge(call, leaves, tolerance, kernel=None):
     right = run(call, leaves, torch.float64, "reference")
-    with watched() as taken:
+    with record_dispatch() as taken:
         ours = run(kernel or call, leaves, {n: t.dtype for n, t in leaves.items()}, "kernel")
     assert taken or kernel
     errors = {}
@@ -137,8 +137,8 @@ def test_levels_in_groups(monkeypatch):
     """Where there is little memory."""
     from surgery.kernels.log_linear_delta import plan as launch
 
-    monkeypatch.setattr(launch, "FORWARD", 0)
-    monkeypatch.setattr(launch, "BACKWARD", 0)
+    monkeypatch.setattr(launch, "FORWARD_MEMORY_SHARE", 0)
+    monkeypatch.setattr(launch, "BACKWARD_MEMORY_SHARE", 0)
     check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
 
 

@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from surgery.core.dispatch import choose, found
+from surgery.core.dispatch import use_kernels, load_kernels
 from surgery.kernels import tuning as measured
 from surgery.kernels.mlr_attention import sdpa as attend_library
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.kv_layout import Frame
-from surgery.mixers.common.softmax import Term, attend
+from surgery.mixers.common.kv_layout import KVLayout
+from surgery.mixers.common.softmax import ScoreTerm, attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, G, J, T, DIMS = 2, 2, 3, 20, (16, 8, 8)
@@ -20,7 +20,7 @@ B, G, J, T, DIMS = 2, 2, 3, 20, (16, 8, 8)
 
 @pytest.fixture(autouse=True)
 def kernels():
-    found()
+    load_kernels()
 
 
 def drawn(dtype=torch.bfloat16, extents=(T + 5, T), form="sliding", bias=True):
@@ -29,11 +29,11 @@ def drawn(dtype=torch.bfloat16, extents=(T + 5, T), form="sliding", bias=True):
     v = torch.randn(B, G, T, sum(DIMS), device=DEVICE).to(dtype)
     biases = [None, *(torch.randn(G, J, device=DEVICE) if bias else None for _ in extents)]
     parts = zip(q.to(dtype).split(DIMS, -1), k.to(dtype).split(DIMS, -1), (None, *extents), biases)
-    return [Term(a, b, e, form, bias) for a, b, e, bias in parts], v
+    return [ScoreTerm(a, b, e, form, bias) for a, b, e, bias in parts], v
 
 
 def frame(queries=T, slots=T, holes=False):
-    return Frame(torch.tensor([slots], device=DEVICE), queries, slots, holes)
+    return KVLayout(torch.tensor([slots], device=DEVICE), queries, slots, holes)
 
 
 def shape(window=None, softcap=None):
@@ -45,13 +45,13 @@ def test_it_is_the_same_attention(dtype, tolerance):
     terms, v = drawn(dtype)
     assert attend_library.accepts(terms, v, frame(), shape(window=T))
     leaves = [x.requires_grad_() for term in terms for x in (term.q_BGJTR, term.k_BGSR)] + [v.requires_grad_()]
-    got = attend_library.library_attend(terms, v, frame(), shape(window=T))
+    got = attend_library.sdpa_attend(terms, v, frame(), shape(window=T))
     wide = [x.detach().double().requires_grad_() for x in leaves]
     exact = [
         term._replace(q_BGJTR=wide[2 * i], k_BGSR=wide[2 * i + 1], bias_GJ=term.bias_GJ.double() if i else None)
         for i, term in enumerate(terms)
     ]
-    with choose("reference"):
+    with use_kernels("reference"):
         want = attend(exact, wide[-1], frame(), shape(window=T))
     grad = torch.randn_like(got)
     grads = torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, wide, grad.double())
@@ -83,18 +83,18 @@ def test_a_bias_that_learns_gets_a_gradient_from_the_kernels():
 
 def test_it_is_taken_where_it_was_measured_to_win(monkeypatch):
     terms, v = drawn()
-    monkeypatch.setattr(measured, "place", lambda *_: measured.Place((9, 0), "bfloat16"))
+    monkeypatch.setattr(measured, "device_key", lambda *_: measured.DeviceKey((9, 0), "bfloat16"))
     for original, way in ((1.0, "original"), (3.0, None)):
         rows = [{"op": "mlr", "pass": "forward", "sizes": {"lanes": 12, "tokens": T, "levels": 1}, "kernel": 2.0}]
         rows[0]["original"] = original
-        monkeypatch.setattr(measured, "rows_of", lambda place, rows=rows: rows)
-        measured.choice.cache_clear()
-        wins = measured.fastest("mlr", measured.Reading(attend_library.asked, attend_library.key), "original")
+        monkeypatch.setattr(measured, "device_rows", lambda place, rows=rows: rows)
+        measured.fastest_measured.cache_clear()
+        wins = measured.is_fastest("mlr", measured.CallReader(attend_library.tuning_query, attend_library.tuning_key), "original")
         assert wins(terms, v, frame(), shape()) == (way == "original")
-    measured.choice.cache_clear()
+    measured.fastest_measured.cache_clear()
 
 
 def test_asked_for_a_kernel_it_is_ours():
     terms, v = drawn()
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert attend.stand_in(terms, v, frame(), shape()).way == "kernel"

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.canaries import guarded
-from helpers.kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, misses, tokens
+from helpers.canaries import guard_allocations
+from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, relative_errors, random_tokens
 
-from surgery.core.dispatch import choose
+from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
 from surgery.mixers.masks.log_linear import log_linear
 
@@ -32,7 +32,7 @@ LARGE = [*zip(SIZES, ([0, 37], [1000], [0], [77], [64]), ([1000, 900], [517], [3
 def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=16) -> float:
     (*shape, shared), start, count = case
     B, G, J, T, F, V = shape
-    leaves = tokens(*shape, shared=shared, dtype=dtype, gates=gates)
+    leaves = random_tokens(*shape, shared=shared, dtype=dtype, gates=gates)
     start_B, count_B = (torch.tensor(x, device=DEVICE) for x in (start, count))
     real_BT = torch.arange(T, device=DEVICE) < count_B.unsqueeze(1)
     leaves.append(torch.rand(B, T, G, J, levels, device=DEVICE) + 0.1)
@@ -49,15 +49,15 @@ def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=
         return out * real, after
 
     def ours(*given):
-        with choose("kernel"):
+        with use_kernels("kernel"):
             assert log_linear.stand_in(*given[:3], None, *given[3:5], start_B, None, count_B, chunk)
             return call(*given)
 
     def exact(*given):
-        with choose("reference"):
+        with use_kernels("reference"):
             return call(*given)
 
-    return max(misses(ours, exact, leaves))
+    return max(relative_errors(ours, exact, leaves))
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -72,8 +72,8 @@ def test_gates_of_any_size(gates):
 
 def test_in_parts(monkeypatch):
     """Of features and values, where all do not fit."""
-    monkeypatch.setattr(ssd_launch, "MOST_FEATURES", 32)
-    monkeypatch.setattr(ssd_launch, "MOST_VALUES", 16)
+    monkeypatch.setattr(ssd_launch, "MAX_FEATURES", 32)
+    monkeypatch.setattr(ssd_launch, "MAX_VALUES", 16)
     assert worst(((1, 2, 1, 37, 24, 17, True), [5], [37])) < TOLERANCE[torch.float32]
 
 
@@ -86,7 +86,7 @@ def test_sequences_in_one_row():
     from surgery.kernels.log_linear import log_linear_chunks
 
     ends = [0, 5, 5, 58, 90]
-    leaves = tokens(1, 2, 1, ends[-1], 16, 16)
+    leaves = random_tokens(1, 2, 1, ends[-1], 16, 16)
     leaves.append(torch.rand(1, ends[-1], 2, 1, 9, device=DEVICE) + 0.1)
     cu_seqlens = torch.tensor(ends, device=DEVICE)
     zero_B = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -102,23 +102,23 @@ def test_sequences_in_one_row():
     def ours(*x):
         return [log_linear_chunks(*x, cu_seqlens=cu_seqlens, chunk=16)]
 
-    assert max(misses(ours, alone, leaves)) < 1e-5
+    assert max(relative_errors(ours, alone, leaves)) < 1e-5
 
 
 def test_log_linear_rows_keep_to_their_places():
     """Issue 17, 1: rows whose number of chunks is no multiple of 8 shared places with the next group's first rows, and the last
     group's ran past the end."""
-    from surgery.kernels.log_linear.states import grown
+    from surgery.kernels.log_linear.states import launch_build_slots
 
     B, G, T, F, chunk = 5, 1, 225, 16, 16  # at most 15 chunks, so that rows would drift by 7 places in 8
-    _, k, v, gates = tokens(B, G, 1, T, F, F, gates="none")
+    _, k, v, gates = random_tokens(B, G, 1, T, F, F, gates="none")
     q = k.unsqueeze(2)
     start_B = torch.arange(B, device=DEVICE) % 3 * chunk
-    lay = ssd_launch.Lay.rows(start_B, T, chunk)
+    lay = ssd_launch.ChunkTable.rows(start_B, T, chunk)
     assert lay.count % 8 == 7 and lay.units(3) == B * 3
-    with guarded() as buffers:
-        of = ssd_launch.Tokens.of(q, k, v, ssd_launch.gate_sums(lay, gates))
-        slots, *_ = grown(lay, of, start_B, 0)
+    with guard_allocations() as buffers:
+        of = ssd_launch.TokenTensors.of(q, k, v, ssd_launch.gate_sums(lay, gates))
+        slots, *_ = launch_build_slots(lay, of, start_B, 0)
     buffers.check()
     for row in range(B):  # a slot behind chunk e - 1 has the last lowest-bit(e) chunks
         first = int(start_B[row]) // chunk
@@ -144,11 +144,11 @@ def test_log_linear_places_are_one_sequence_s_own():
         if packed:
             lengths = [draw.choice([0, 1, chunk, draw.randint(0, 3000)]) for _ in range(seqs)]
             ends = torch.tensor([0, *itertools.accumulate(lengths)])
-            lay = ssd_launch.Lay.packed(ends, int(ends[-1]), chunk)
+            lay = ssd_launch.ChunkTable.packed(ends, int(ends[-1]), chunk)
             assert lay.first_of is not None
             bases = lay.first_of.tolist()
         else:
-            lay = ssd_launch.Lay.rows(torch.tensor(starts), lengths[0], chunk)
+            lay = ssd_launch.ChunkTable.rows(torch.tensor(starts), lengths[0], chunk)
             bases = [seq * lay.count for seq in range(seqs)]
         firsts = [start // chunk for start in starts]
         counts = [-(-(start % chunk + n) // chunk) if n else 0 for start, n in zip(starts, lengths)]
@@ -176,7 +176,7 @@ def test_log_linear_places_are_one_sequence_s_own():
 
 @gpu
 @pytest.mark.parametrize("gates", ["mild", "wild", "any"])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("case", LARGE)
 def test_half_precision(case, dtype, gates):
     assert worst(case, dtype, gates, chunk=64) < TOLERANCE[dtype]
@@ -193,7 +193,7 @@ def test_twice_the_same():
     """Whatever the order in which programs run."""
     from surgery.kernels.log_linear import log_linear_chunks
 
-    leaves = tokens(1, 8, 1, 20000, 128, 64, shared=True, dtype=torch.bfloat16)
+    leaves = random_tokens(1, 8, 1, 20000, 128, 64, shared=True, dtype=torch.bfloat16)
     leaves.append(torch.rand(1, 20000, 8, 1, 20, device=DEVICE))
     runs = []
     for _ in range(2):

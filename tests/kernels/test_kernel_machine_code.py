@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.machine_code import unwritten
+from helpers.machine_code import unwritten_reads
 
 from surgery.kernels import ptxas as assembler
 
@@ -35,14 +35,14 @@ def compiled(folder, *names):
 
 
 def test_kernels_read_what_was_written(tmp_path):
-    assert assembler.knobs() is not None
+    assert assembler.nvidia_knobs() is not None
     found, last = compiled(tmp_path, "mixing", "mlr")
     assert found == [] and int(last.split()[0]) >= 8
 
 
 def test_what_ptxas_does_wrong_is_seen(tmp_path):
     found, last = compiled(tmp_path, "two")
-    assert bool(found) == last.endswith(assembler.WRONG), (found, last)
+    assert bool(found) == last.endswith(assembler.BROKEN_VERSION), (found, last)
 
 
 def test_reads_are_followed_along_every_way():
@@ -57,7 +57,7 @@ def test_reads_are_followed_along_every_way():
         EXIT ;
         UMOV UR9, UR10 ;
     """
-    assert unwritten(code) == ["UR4 in LDG.E R2, desc[UR4][R2.64]"]
+    assert unwritten_reads(code) == ["UR4 in LDG.E R2, desc[UR4][R2.64]"]
 
 
 # -- which ptxas is taken --------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: assembler.HOPPER)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(assembler, "knobs", lambda: nvidia)
-    monkeypatch.setattr(assembler, "take", lambda _, path: taken.append(path))
+    monkeypatch.setattr(assembler, "nvidia_knobs", lambda: nvidia)
+    monkeypatch.setattr(assembler, "set_ptxas", lambda _, path: taken.append(path))
     monkeypatch.setattr(assembler.shutil, "which", lambda _: None)
     for name in ("TRITON_PTXAS_PATH", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -85,19 +85,19 @@ def hopper(monkeypatch):
 
 
 def test_the_one_beside_is_taken(hopper):
-    assert assembler.settled() and hopper.taken == ["beside"]
+    assert assembler.use_sound_ptxas() and hopper.taken == ["beside"]
 
 
 def test_a_right_one_stays(hopper):
     hopper.nvidia.ptxas.version = "12.4"
-    assert assembler.settled() and hopper.taken == []
+    assert assembler.use_sound_ptxas() and hopper.taken == []
 
 
 def test_the_machine_s_own_where_triton_has_none(hopper, monkeypatch):
     """But none of a newer CUDA than torch's, whose driver need not load what it makes."""
     del hopper.nvidia.ptxas_blackwell
     monkeypatch.setenv("CUDA_HOME", "/good")
-    assert assembler.settled() and hopper.taken == ["/good/bin/ptxas"]
+    assert assembler.use_sound_ptxas() and hopper.taken == ["/good/bin/ptxas"]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -107,5 +107,5 @@ def test_without_a_right_one_kernels_stay_off(hopper, monkeypatch, named):
     else:
         del hopper.nvidia.ptxas_blackwell
     with pytest.warns(UserWarning, match="ptxas 12.8, which compiles them wrongly"):
-        assert not assembler.settled()
+        assert not assembler.use_sound_ptxas()
     assert hopper.taken == []

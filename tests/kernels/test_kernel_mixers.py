@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.kernel_rows import CUDA, DEVICE, gpu, loops_with_tensors
+from helpers.kernel_rows import CUDA, DEVICE, gpu, patch_tensor_loops
 
-from surgery.core.dispatch import choose
-from surgery.mixers.base import AttentionShape, Inputs
+from surgery.core.dispatch import use_kernels
+from surgery.mixers.base import AttentionShape, MixerInputs
 from surgery.mixers.linear import LinearAttention, LinearMixer
 
 SIZE, LENGTH = (64, 300) if CUDA else (16, 40)
@@ -21,7 +21,7 @@ SHAPE = AttentionShape(dim=32, heads=4, groups=2, key=SIZE, value=SIZE, scaling=
 
 @pytest.fixture(autouse=True)
 def loops(monkeypatch):
-    loops_with_tensors(monkeypatch)
+    patch_tensor_loops(monkeypatch)
 
 
 def both(mask: str, dtype: torch.dtype, **options):
@@ -40,16 +40,16 @@ def both(mask: str, dtype: torch.dtype, **options):
     def run(mixer: LinearMixer, parts: list[torch.Tensor]) -> torch.Tensor:
         state, outs = mixer.empty_state(2, DEVICE), []
         for a, b in [(0, 13), (13, LENGTH), (LENGTH, LENGTH + 1), (LENGTH + 1, total)]:
-            inputs = Inputs(*(x[:, :, a:b] for x in parts[:3]), parts[3][:, a:b], valid_BT[:, a:b])
+            inputs = MixerInputs(*(x[:, :, a:b] for x in parts[:3]), parts[3][:, a:b], valid_BT[:, a:b])
             out_BHTV, state = mixer.mix(inputs, state)
             outs.append(out_BHTV)
-        whole, _ = mixer.mix(Inputs(*parts, valid_BT), None)
+        whole, _ = mixer.mix(MixerInputs(*parts, valid_BT), None)
         return torch.cat([*outs, whole], 2)
 
     with torch.no_grad():
-        with choose("kernel"):
+        with use_kernels("kernel"):
             ours = run(mixer, parts)
-        with choose("reference"):
+        with use_kernels("reference"):
             exact = run(copy.deepcopy(mixer).double(), [x.double() for x in parts])
     real = valid_BT.repeat(1, 2)[:, None, :, None]
     return ours.double() * real, exact * real

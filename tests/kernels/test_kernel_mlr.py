@@ -11,12 +11,12 @@ pytest.importorskip("triton")
 
 import itertools
 
-from surgery.core.dispatch import choose, watched
-from surgery.kernels.mlr_attention.plan import Plan
-from surgery.mixers import MIXERS, AttentionShape, Inputs
+from surgery.core.dispatch import use_kernels, record_dispatch
+from surgery.kernels.mlr_attention.plan import MLRPlan
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs
 from surgery.mixers.common import kv_layout as slots
-from surgery.mixers.common.kv_layout import Frame, Room, appended, kept
-from surgery.mixers.common.softmax import Term, attend
+from surgery.mixers.common.kv_layout import KVLayout, KVBuffer, append_slots, last_slots
+from surgery.mixers.common.softmax import ScoreTerm, attend
 from surgery.mixers.mlr import MLR
 from surgery.mixers.sliding_window import Window
 
@@ -35,7 +35,7 @@ def small_tiles(monkeypatch):
     from surgery.kernels import mlr_attention
     from surgery.kernels.mlr_attention import decode as mlr_attention_decode
 
-    monkeypatch.setattr(mlr_attention, "FIXED", 0)
+    monkeypatch.setattr(mlr_attention, "FIXED_MAX_SLOTS", 0)
     if DEVICE == "cuda":
         return
 
@@ -43,11 +43,11 @@ def small_tiles(monkeypatch):
         return range(*(int(a.handle.data.item()) if hasattr(a, "handle") else int(a) for a in args))
 
     monkeypatch.setattr(interpreter, "range", bounds, raising=False)
-    tiles = mlr_attention.Tiles(16, 16, 4, 1, run=2, hold=True)
+    tiles = mlr_attention.AttentionTiles(16, 16, 4, 1, run=2, hold=True)
     monkeypatch.setattr(mlr_attention, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(mlr_attention, "backward_tiles", lambda *_: (tiles, tiles))
-    monkeypatch.setattr(mlr_attention_decode, "TILE", 16)
-    monkeypatch.setattr(mlr_attention_decode, "PROGRAMS", 6)
+    monkeypatch.setattr(mlr_attention_decode, "TILE_SLOTS", 16)
+    monkeypatch.setattr(mlr_attention_decode, "TARGET_PROGRAMS", 6)
 
 
 def error(got, want):
@@ -63,7 +63,7 @@ class Case:
         torch.manual_seed(0)
         S, R = S or T, sum(ranks)
         self.ranks, self.extents, self.form, self.G = ranks, extents, form, G
-        self.frame = Frame(torch.tensor(ends or [S], device=DEVICE), T, S, ends is not None)
+        self.frame = KVLayout(torch.tensor(ends or [S], device=DEVICE), T, S, ends is not None)
         self.shape = AttentionShape(8, G * J, G, R, V, 0.3, True, window, cap)
         self.q, self.k, self.v = (torch.randn(B, *size, device=DEVICE) for size in ((G, J, T, R), (G, S, R), (G, S, V)))
         self.bias = torch.randn(G, J, len(ranks) - 1, device=DEVICE) if bias and extents else None
@@ -74,7 +74,7 @@ class Case:
     def terms(self, q, k, bias):
         biases = (None, *([None] * len(self.extents) if bias is None else bias.unbind(-1)))
         parts = zip(q.split(self.ranks, -1), k.split(self.ranks, -1), (None, *self.extents), biases)
-        return [Term(a, b, e, self.form, bias) for a, b, e, bias in parts]
+        return [ScoreTerm(a, b, e, self.form, bias) for a, b, e, bias in parts]
 
     def gradients(self, dtype, choice):
         """[out, dq, dk, dv, dbias]."""
@@ -82,7 +82,7 @@ class Case:
         leaves = [x.double() if choice == "reference" and x is not None else x for x in given]
         leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
         q, k, v, bias = leaves
-        with choose(choice):
+        with use_kernels(choice):
             assert choice == "reference" or attend.stand_in(self.terms(q, k, bias), v, self.frame, self.shape)
             out = attend(self.terms(q, k, bias), v, self.frame, self.shape)
         grads = torch.autograd.grad(out, [x for x in leaves if x is not None], self.weight.to(dtype).to(out.dtype))
@@ -159,7 +159,7 @@ def test_far_scores_of_any_size():
 
 
 def test_levels_that_all_pairs_have_are_one():
-    plan = Plan((32, 8, 6, 2), (64, 30, 12), False, None, None, 1.0, False)
+    plan = MLRPlan((32, 8, 6, 2), (64, 30, 12), False, None, None, 1.0, False)
     assert plan.merged(30)[0][:2] == ((46, 2), (12,)) and plan.merged(65) == (plan, 0)
     windowed = plan._replace(window=12)
     assert windowed.merged(1000) == (windowed._replace(ranks=(48,), extents=()), 3)
@@ -188,7 +188,7 @@ def test_more_heads_than_a_grid_holds(monkeypatch):
     check(case)
     assert grids and max(grid[1] for grid in grids) == 2
     monkeypatch.setattr(mlr_attention, "LANES", 1)  # one row alone has more
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert attend.stand_in(case.terms(case.q, case.k, case.bias), case.v, case.frame, case.shape) is None
 
 
@@ -267,20 +267,20 @@ def test_steps(config, options, padded):
     outs, state, cuts = [], mixer.empty_state(B, DEVICE), [0, 17, 22, *range(23, T + 1)]
     with torch.no_grad():
         for a, b in itertools.pairwise(cuts):
-            piece = Inputs(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], x[:, 0, a:b], valid[:, a:b])
-            with choose("kernel"):
+            piece = MixerInputs(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], x[:, 0, a:b], valid[:, a:b])
+            with use_kernels("kernel"):
                 out, state = mixer(piece, state)
             outs.append(out)
         wide = copy.deepcopy(mixer).double()
-        want = wide.dense(Inputs(q.double(), k.double(), v.double(), x[:, 0].double(), valid))
+        want = wide.dense(MixerInputs(q.double(), k.double(), v.double(), x[:, 0].double(), valid))
     real = valid[:, None, :, None]
     assert error(torch.cat(outs, 2) * real, want * real) < 1e-5
 
 
 def test_steps_into_rooms(monkeypatch):
     """What is new to long caches is written in one launch; shorter ones are copied."""
-    monkeypatch.setattr(slots, "LONG", 3)
-    with watched() as taken:
+    monkeypatch.setattr(slots, "MIN_BUFFER_SLOTS", 3)
+    with record_dispatch() as taken:
         test_steps(*MODELS[0], False)
     assert "placed" in taken
 
@@ -299,12 +299,12 @@ def test_steps_at_size(form, heads, groups):
     q, k, v = (torch.randn(2, n, total, 64, device=DEVICE, dtype=torch.bfloat16) for n in (heads, groups, groups))
     x = torch.zeros(2, total, 8, device=DEVICE)
     outs, state = [], mixer.empty_state(2, DEVICE)
-    with torch.no_grad(), choose("kernel"):
+    with torch.no_grad(), use_kernels("kernel"):
         for a, b in [(0, length), *((t, t + 1) for t in range(length, total))]:
-            out, state = mixer(Inputs(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], x[:, a:b]), state)
+            out, state = mixer(MixerInputs(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], x[:, a:b]), state)
             outs.append(out)
-    with torch.no_grad(), choose("reference"):
-        want, _ = mixer(Inputs(q.double(), k.double(), v.double(), x.double()))
+    with torch.no_grad(), use_kernels("reference"):
+        want, _ = mixer(MixerInputs(q.double(), k.double(), v.double(), x.double()))
     assert error(torch.cat(outs, 2)[:, :, length:], want[:, :, length:]) < 1e-2
     assert error(torch.cat(outs, 2), want) < 1e-2
 
@@ -329,7 +329,7 @@ def test_what_is_left_to_the_reference(options):
     case = Case(**{"B": 1, "G": 1, "J": 1, "T": 9, "ranks": (16, 16, 16), "extents": (40, 20), "V": 16, **options})
     terms = case.terms(case.q.to(dtype), case.k.to(dtype), None)
     cut = torch.zeros(1, 1, 9, 9, device=DEVICE) if mask else None
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert attend.stand_in(terms, case.v.to(dtype), case.frame, shape, cut, p) is None
 
 
@@ -341,7 +341,7 @@ def grown(slots, tokens, keep):
     for _ in range(tokens):
         new = torch.randn(1, 2, 1, 3)
         all_tokens = torch.cat([all_tokens, new], 2)
-        states.append(kept(appended(states[-1], new, None), keep))
+        states.append(last_slots(append_slots(states[-1], new, None), keep))
     return states, all_tokens
 
 
@@ -358,14 +358,14 @@ def test_old_states_stay_as_they_were():
     states, _ = grown(1100, 5, 2000)
     before = [state.clone() for state in states]
     twin = copy.deepcopy(states[3])
-    other = appended(states[3], torch.full((1, 2, 1, 3), 7.0), None)
-    appended(twin, torch.full((1, 2, 1, 3), 8.0), None)
-    appended(states[3].index_select(0, torch.tensor([0, 0])), torch.zeros(2, 2, 1, 3), None)
+    other = append_slots(states[3], torch.full((1, 2, 1, 3), 7.0), None)
+    append_slots(twin, torch.full((1, 2, 1, 3), 8.0), None)
+    append_slots(states[3].index_select(0, torch.tensor([0, 0])), torch.zeros(2, 2, 1, 3), None)
     assert all(torch.equal(a, b) for a, b in zip(before, states))
     assert other[0, 0, -1, 0] == 7 and torch.equal(other[:, :, :-1], before[3])
 
 
 def test_a_room_is_little_more_than_what_is_in_it():
     states, _ = grown(3200, 1, 5000)
-    assert isinstance(states[-1].room[0], Room)
+    assert isinstance(states[-1].room[0], KVBuffer)
     assert states[-1].untyped_storage().nbytes() <= 1.04 * states[-1].numel() * 4

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.kernel_rows import DEVICE, HALF, SIZES, TOLERANCE, gpu, log_gates, misses, tokens
+from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, log_gates, relative_errors, random_tokens
 
-from surgery.core.dispatch import choose
+from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
 from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -24,7 +24,7 @@ SMALL = [(1, 1, 1, 1, 16, 16, False), (2, 2, 1, 37, 16, 17, True), (1, 2, 2, 70,
 def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, chunk=16) -> float:
     *shape, shared = sizes
     B, G, J, _, F, V = shape
-    leaves = tokens(*shape, shared=shared, dtype=dtype, gates=gates)
+    leaves = random_tokens(*shape, shared=shared, dtype=dtype, gates=gates)
     leaves += [torch.randn(B, 1, G, F, V, device=DEVICE)] if first else []
     leaves += [torch.rand(1, G, J, device=DEVICE)] if weight else []
 
@@ -35,15 +35,15 @@ def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, ch
         return semiseparable(q, k, v, None, g.unsqueeze(1), rest.pop() if weight else None, state, chunk)
 
     def ours(*given):
-        with choose("kernel"):
+        with use_kernels("kernel"):
             assert semiseparable.stand_in(given[0], *given[1:3], None, given[3].unsqueeze(1), None, None, chunk)
             return call(*given)
 
     def exact(*given):
-        with choose("reference"):
+        with use_kernels("reference"):
             return call(*given)
 
-    return max(misses(ours, exact, leaves))
+    return max(relative_errors(ours, exact, leaves))
 
 
 @pytest.mark.parametrize("sizes", SMALL)
@@ -58,8 +58,8 @@ def test_gates_of_any_size(gates):
 
 def test_in_parts(monkeypatch):
     """Of features and values, where all do not fit."""
-    monkeypatch.setattr(ssd_launch, "MOST_FEATURES", 32)
-    monkeypatch.setattr(ssd_launch, "MOST_VALUES", 16)
+    monkeypatch.setattr(ssd_launch, "MAX_FEATURES", 32)
+    monkeypatch.setattr(ssd_launch, "MAX_VALUES", 16)
     assert worst((1, 2, 1, 37, 24, 17, True)) < TOLERANCE[torch.float32]
 
 
@@ -72,7 +72,7 @@ def test_sequences_in_one_row():
     from surgery.kernels.ssd import ssd
 
     ends = [0, 5, 5, 38, 54]
-    leaves = tokens(1, 2, 1, ends[-1], 16, 16)
+    leaves = random_tokens(1, 2, 1, ends[-1], 16, 16)
     leaves.append(torch.randn(len(ends) - 1, 2, 16, 16, device=DEVICE))
     cu_seqlens = torch.tensor(ends, device=DEVICE)
 
@@ -88,12 +88,12 @@ def test_sequences_in_one_row():
             states.append(state[0])
         return torch.cat(outs, 3), torch.cat(states)
 
-    assert max(misses(lambda *x: ssd(*x, cu_seqlens, 16), alone, leaves)) < 1e-5
+    assert max(relative_errors(lambda *x: ssd(*x, cu_seqlens, 16), alone, leaves)) < 1e-5
 
 
 @gpu
 @pytest.mark.parametrize("gates", ["mild", "wild", "any"])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_half_precision(sizes, dtype, gates):
     assert worst(sizes, dtype, gates, chunk=64) < TOLERANCE[dtype]
@@ -107,9 +107,9 @@ def test_float32(sizes):
 
 def test_gates_shared_by_all():
     """B and G of the log-gates are 1, as those of linear attention."""
-    q, k, v, _ = tokens(2, 2, 1, 20, 16, 16)
+    q, k, v, _ = random_tokens(2, 2, 1, 20, 16, 16)
     gates = log_gates("mild", 1, 1, 1, 20)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         out, _ = semiseparable(q, k, v, None, gates, None, None, 16)
     exact, _ = semiseparable.reference(*(x.double() for x in (q, k, v)), None, gates.double(), None, None, 16)
     assert (out - exact).norm() < 1e-6 * exact.norm()

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE
 
-from surgery.core.dispatch import choose
+from surgery.core.dispatch import use_kernels
 from surgery.mixers.masks.log_linear import log_linear_step
 from surgery.mixers.masks.semiseparable import semiseparable_step
 
@@ -26,7 +26,7 @@ def token(B, G, J, F, V, delta, shared):
 
 
 def close(op, *args):
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert op.stand_in(*args)
         ours = op(*args)
     exact = op.reference(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args))

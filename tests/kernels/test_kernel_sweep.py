@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.canaries import Overrun, guarded
+from helpers.canaries import Overrun, guard_allocations
 from kernels.kernel_sweep import CASES, DEVICE, F32, Case, check, sweep
 
 from kernels import kernel_sweep
@@ -100,7 +100,7 @@ def test_the_sweep_finds(kernel):
 def test_guards_see_every_side_and_are_taken_away():
     originals = torch.empty, torch.zeros_like, torch.Tensor.new_empty
     for offset in (-1, 12):
-        with guarded() as buffers:
+        with guard_allocations() as buffers:
             x = torch.zeros(2, 3, device=DEVICE).new_empty(3, 4).T
             assert (
                 x.stride() == (1, 4) and torch.zeros_like(x).eq(0).all() and torch.empty(2, device=DEVICE).isnan().all()

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE
 
-from surgery.core.dispatch import choose
-from surgery.mixers import MIXERS, AttentionShape, Inputs, State
+from surgery.core.dispatch import use_kernels
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState
 from surgery.mixers.linear import LinearAttention, one_token
 
 SHAPE = AttentionShape(dim=40, heads=4, groups=2, key=24, value=17, scaling=24**-0.5)
@@ -28,15 +28,15 @@ def mixer_of(config: LinearAttention):
     return mixer.to(DEVICE)
 
 
-def tokens(batch: int, length: int, valid_BT=None, dtype=torch.float64) -> Inputs:
+def tokens(batch: int, length: int, valid_BT=None, dtype=torch.float64) -> MixerInputs:
     torch.manual_seed(length)
     sizes = [(4, length, 24), (2, length, 24), (2, length, 17), (length, 40)]
     drawn = (torch.randn(batch, *size, dtype=torch.float64).to(dtype).to(DEVICE) for size in sizes)
-    return Inputs(*drawn, None if valid_BT is None else torch.tensor(valid_BT, device=DEVICE))
+    return MixerInputs(*drawn, None if valid_BT is None else torch.tensor(valid_BT, device=DEVICE))
 
 
-def narrowed(state: State) -> State:
-    return State(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.most)
+def narrowed(state: MixerState) -> MixerState:
+    return MixerState(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.most)
 
 
 def miss(a, b) -> float:
@@ -57,7 +57,7 @@ def test_token(mask, scores):
         for step_B1 in ([[True], [False], [True]], None):
             inputs = tokens(3, 1, step_B1)
             right, after = one_token.reference(inputs.q_BHTK, mixer, inputs, state)
-            with choose("kernel"):
+            with use_kernels("kernel"):
                 given = tokens(3, 1, step_B1, torch.float32)
                 assert one_token.stand_in(given.q_BHTK, mixer.float(), given, narrowed(state))
                 ours, left = mixer.mix(given, narrowed(state))
@@ -76,9 +76,9 @@ def test_half_precision_and_strides():
     state = mixer.mix(tokens(1, 5), mixer.empty_state(1, DEVICE))[1]
     inputs = tokens(1, 1, dtype=torch.float16 if DEVICE == "cpu" else torch.bfloat16)
     inputs.q_BHTK = inputs.q_BHTK.transpose(1, 2).contiguous().transpose(1, 2)
-    exact = Inputs(*(x.double() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)))
+    exact = MixerInputs(*(x.double() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD)))
     right, after = one_token.reference(exact.q_BHTK, mixer, exact, state)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         ours, left = mixer.float().mix(inputs, narrowed(state))
     assert ours.dtype == inputs.v_BGTV.dtype and miss(ours, right) < 5e-3
     assert all(miss(left.tensors[n], t) < 1e-5 for n, t in after.tensors.items())
@@ -90,5 +90,5 @@ def test_what_is_left_to_the_reference(options):
     mixer = mixer_of(LinearAttention(**options)).float()
     inputs = tokens(1, 1, dtype=torch.float32)
     state = mixer.empty_state(1, DEVICE)
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert one_token.stand_in(inputs.q_BHTK, mixer, inputs, state) is None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from surgery.core.dispatch import choose, kernel_for, op, watched
+from surgery.core.dispatch import use_kernels, register_kernel, dispatched, record_dispatch
 
 
-@op
+@dispatched
 def double(x, times=2):
     return x * times
 
 
-@kernel_for(double, accepts=lambda x, **_: x.dtype == torch.float32, wins=lambda x, **_: x.numel() > 4)
+@register_kernel(double, accepts=lambda x, **_: x.dtype == torch.float32, wins=lambda x, **_: x.numel() > 4)
 def double_quickly(x, times=2):
     return x + x + 0.5  # so that one sees who answered
 
@@ -25,10 +25,10 @@ def test_the_reference_serves_the_cpu():
 
 
 def test_a_choice_of_kernels_holds_inside_and_ends():
-    with choose("kernel"):
+    with use_kernels("kernel"):
         assert torch.equal(double(SMALL), 2 * SMALL + 0.5)
         assert torch.equal(double(SMALL.double()), 2 * SMALL.double())  # not accepted
-        with choose("reference"):
+        with use_kernels("reference"):
             assert torch.equal(double(SMALL), 2 * SMALL)
         assert torch.equal(double(x=SMALL), 2 * SMALL + 0.5)
     assert torch.equal(double(SMALL), 2 * SMALL)
@@ -41,13 +41,13 @@ def test_what_is_measured_to_lose_is_not_taken(monkeypatch):
 
 
 def test_ways_that_are_not_ours_speak_first_and_are_no_kernels(monkeypatch):
-    @op
+    @dispatched
     def triple(x):
         return 3 * x
 
-    kernel_for(triple, accepts=lambda x: True)(lambda x: 3 * x + 0.5)
-    kernel_for(triple, accepts=lambda x: True, wins=lambda x: x.numel() > 4, way="original")(lambda x: 3 * x + 1)
-    with choose("kernel"):
+    register_kernel(triple, accepts=lambda x: True)(lambda x: 3 * x + 0.5)
+    register_kernel(triple, accepts=lambda x: True, wins=lambda x: x.numel() > 4, way="original")(lambda x: 3 * x + 1)
+    with use_kernels("kernel"):
         assert torch.equal(triple(LARGE), 3 * LARGE + 0.5)
     monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)
     assert torch.equal(triple(LARGE), 3 * LARGE + 1) and torch.equal(triple(SMALL), 3 * SMALL + 0.5)
@@ -58,9 +58,9 @@ def test_an_op_says_what_it_is():
 
 
 def test_what_kernels_took_can_be_watched():
-    with watched() as used:
+    with record_dispatch() as used:
         double(LARGE)
         assert not used
-        with choose("kernel"):
+        with use_kernels("kernel"):
             double(SMALL)
         assert used == {"double"}

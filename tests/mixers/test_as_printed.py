@@ -13,27 +13,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.checkpoint.source import open_source
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
 from surgery.core.errors import SurgeryError
-from surgery.mixers import AttentionShape, Inputs
+from surgery.mixers import AttentionShape, MixerInputs
 from surgery.mixers.features.favor import Favor, FavorMap
 from surgery.mixers.features.lara import Lara, LaraMap
 from surgery.mixers.linear import LinearAttention, LinearMixer
 from surgery.mixers.masks.base import MASKS
-from surgery.planning.attention_recipe import Hybrid
+from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import load_recipe
-from surgery.recipes.papers.mup.models import Sizes, model_of
+from surgery.recipes.papers.mup.models import SweepSizes, make_gpt2
 from surgery.structures import STRUCTURES, Metric
 from surgery.structures.base import MuP, config_from_dict
 from surgery.structures.btt import BTT
 from surgery.structures.kronecker import Kronecker
 from surgery.structures.low_rank import LowRank
 from surgery.structures.monarch import Monarch
-from surgery.training.optim import RULES, Fans
-from surgery.training.pretrain.initialize import unit_low_rank
-from surgery.training.pretrain.recipe import load_pretrain
+from surgery.training.optim import RATE_RULES, Fans
+from surgery.training.pretrain.initialize import init_unit_low_rank
+from surgery.training.pretrain.recipe import load_pretrain_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = AttentionShape(dim=6, heads=4, groups=2, key=5, value=3, scaling=5**-0.5)
@@ -79,11 +79,11 @@ def test_published_monarch_is_kept_in_checkpoints_and_recipes(checkpoints):
         assert STRUCTURES[Monarch].resolve(config_from_dict(config.to_dict()), out, in_) == config
         exact = STRUCTURES[config].project(random(out, in_).float(), config)
         assert exact.dense().shape == (out, in_)
-    plan = make_plan(Skeleton(open_source(str(checkpoints("llama")))), load_recipe("monarch-half", ["blocks=4"]))
+    plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("monarch-half", ["blocks=4"]))
     assert {cut.first.blocks for cut in plan.replaced()} == {(4, 4)}
     assert all(cut.first.rank == -(-min(cut.out, cut.in_) // 16) for cut in plan.replaced())
     with pytest.raises(SurgeryError, match="blocks"):
-        make_plan(Skeleton(open_source(str(checkpoints("llama")))), load_recipe("btt-half", ["blocks=4"]))
+        make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("btt-half", ["blocks=4"]))
     with pytest.raises(SurgeryError, match="must be 2 to 8"):
         STRUCTURES[Monarch].resolve(Monarch(blocks=9), 8, 8)
     with pytest.raises(SurgeryError, match="rank 1"):
@@ -102,7 +102,7 @@ def test_rates_are_table_2_without_its_half():
     for config, rates in printed:
         config = STRUCTURES[config].fit(config, d, d, d * d)
         fans = STRUCTURES[config](d, d, config, bias=False).mup()
-        ours = {name: RULES["adamw"](Fans(mup.fan_in, mup.fan_out, d, d), d) for name, mup in fans.items()}
+        ours = {name: RATE_RULES["adamw"](Fans(mup.fan_in, mup.fan_out, d, d), d) for name, mup in fans.items()}
         assert {name: rate / 2 for name, rate in ours.items()} == rates
 
 
@@ -135,12 +135,12 @@ def test_kronecker_starts_from_the_plain_svd():
 
 def test_low_rank_starts():
     """E.2: V has variance 1 / in; section 3.2, for a rank below in: rank / in^2."""
-    assert load_pretrain("gpt2").new.low_rank_start == "spectral"
-    assert load_pretrain("gpt2", ["low_rank_start=unit"]).new.low_rank_start == "unit"
-    before = model_of("low_rank", 64, 50, Sizes(head=16, length=16), seed=0)
+    assert load_pretrain_recipe("gpt2").new.low_rank_start == "spectral"
+    assert load_pretrain_recipe("gpt2", ["low_rank_start=unit"]).new.low_rank_start == "unit"
+    before = make_gpt2("low_rank", 64, 50, SweepSizes(head=16, length=16), seed=0)
     after = copy.deepcopy(before)
     torch.manual_seed(0)
-    unit_low_rank(after)
+    init_unit_low_rank(after)
     for name, module in before.named_modules():
         if hasattr(module, "right"):
             rank, in_ = module.right.shape
@@ -150,7 +150,7 @@ def test_low_rank_starts():
 
 
 def test_queries_do_not_start_at_zero():
-    model = model_of("dense", 64, 50, Sizes(head=16, length=16), seed=0)
+    model = make_gpt2("dense", 64, 50, SweepSizes(head=16, length=16), seed=0)
     layer = model.transformer.h[0]
     assert (
         layer.attn.c_attn.weight[:, :64].any() and not layer.attn.c_proj.weight.any() and not model.lm_head.weight.any()
@@ -160,9 +160,9 @@ def test_queries_do_not_start_at_zero():
 # -- Customizing the Inductive Biases of Softmax Attention -----------------------------------------------
 def test_global_and_window_layers_in_turn(checkpoints):
     seats = [SimpleNamespace(index=i) for i in range(6)]
-    assert Hybrid(keep=0.5, by="every").fixed(seats) == {1, 3, 5}
+    assert HybridRecipe(keep=0.5, by="every").fixed(seats) == {1, 3, 5}
     turns = ["attention.hybrid={keep: 0.5, by: every}"]
-    plan = make_plan(Skeleton(open_source(str(checkpoints("llama")))), load_recipe("sliding-window", turns))
+    plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("sliding-window", turns))
     assert [(seat.index, seat.config.name) for seat in plan.seats.values()] == [(0, "window")]
 
 
@@ -203,7 +203,7 @@ def test_tbm_eq_4_cancels():
     mask = {"name": "toeplitz_blocks", "block": 4, "components": 2}
     mixer = LinearMixer(LinearAttention(mask=mask, features="elu", normalise=True), SHAPE)
     q, k, v = (random(1, n, 20, w, seed=n + w).float() for n, w in ((4, 5), (2, 5), (2, 3)))
-    out = mixer.mix(Inputs(q, k, v, random(1, 20, 6).float()))[0]
+    out = mixer.mix(MixerInputs(q, k, v, random(1, 20, 6).float()))[0]
     root, h = SHAPE.scaling**0.5, 3
     phi_q, phi_k = (F.elu(x.double() * root) + 1 for x in (q[0, h], k[0, 1]))
     kernel = (

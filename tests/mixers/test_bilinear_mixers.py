@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.pieces import error, in_pieces
+from helpers.pieces import relative_error, run_in_pieces
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, AttentionShape, Inputs, mixer_config
-from surgery.mixers.bilinear import from_bilinear
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
+from surgery.mixers.bilinear import fit_bilinear
 from surgery.mixers.bilinear_btt import BilinearBTT
 from surgery.mixers.bilinear_mlr import BilinearMLR
 from surgery.mixers.common import softmax as engine
-from surgery.mixers.common.kv_layout import Frame
+from surgery.mixers.common.kv_layout import KVLayout
 from surgery.mixers.mlr import MLR
 
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
@@ -49,7 +49,7 @@ def made(config, shape=SHAPE):
 def drawn(batch=3, length=23, shape=SHAPE, valid=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    return Inputs(
+    return MixerInputs(
         draw(batch, shape.heads, length, shape.key),
         draw(batch, shape.groups, length, shape.key),
         draw(batch, shape.groups, length, shape.value),
@@ -77,7 +77,7 @@ def by_matrix(mixer, inputs):
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.norm == "none"], ids=str)
 def test_a_score_is_x_m_x(config):
     mixer, inputs = made(config), drawn()
-    assert error(mixer.mix(inputs)[0], by_matrix(mixer, inputs)) < 1e-12
+    assert relative_error(mixer.mix(inputs)[0], by_matrix(mixer, inputs)) < 1e-12
 
 
 # -- eqs. 39 and 40, written from the paper ------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ def test_norm_qk_is_equations_39_and_40(config, shape, causal):
                 score = score.masked_fill(torch.ones(11, 11).triu(1) > 0, -torch.inf)
             outs.append(score.softmax(-1) @ inputs.v_BGTV[row, group])
     wanted = torch.stack(outs).view(2, shape.heads, 11, shape.value)
-    assert error(mixer.mix(inputs)[0], wanted) < 1e-12
-    assert error(mixer.dense(inputs), wanted) < 1e-12
+    assert relative_error(mixer.mix(inputs)[0], wanted) < 1e-12
+    assert relative_error(mixer.dense(inputs), wanted) < 1e-12
 
 
 def scores(mixer, inputs):
@@ -170,13 +170,13 @@ def test_every_level_of_norm_qk_is_normalised_on_its_own():
         torch.manual_seed(1)
         mixer.left1.data += torch.randn_like(mixer.left1)
         mixer.right1.data += torch.randn_like(mixer.right1)
-    assert error(scores(alone["qk"], inputs), 8 * scores(alone["layer"], inputs)) < 1e-12
+    assert relative_error(scores(alone["qk"], inputs), 8 * scores(alone["layer"], inputs)) < 1e-12
     assert scores(alone["qk"], inputs).abs().max() <= 8
     for norm in ("qk", "layer"):
         mixer = made(BilinearMLR((4, 2), base="own", norm=norm), shape)
         before = scores(mixer, inputs)
         mixer.left2.data *= 2
-        changed = error(scores(mixer, inputs), before)
+        changed = relative_error(scores(mixer, inputs), before)
         assert changed < 1e-4 if norm == "qk" else changed > 0.05
 
 
@@ -202,13 +202,13 @@ def test_configs_of_older_checkpoints_mean_what_they_did(name):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
-    monkeypatch.setattr(engine, "QUERIES", 9)
+    monkeypatch.setattr(engine, "QUERIES_PER_PASS", 9)
     mixer, inputs = made(config), drawn(valid=valid)
     whole = mixer.dense(inputs)
-    assert error(mixer.mix(inputs)[0], whole, inputs.valid_BT) < 1e-12
+    assert relative_error(mixer.mix(inputs)[0], whole, inputs.valid_BT) < 1e-12
     for lengths in ([23], [1] * 23, [10, 1, 1, 11]):
-        out, state = in_pieces(mixer, inputs, lengths)
-        assert error(out, whole, inputs.valid_BT) < 1e-12
+        out, state = run_in_pieces(mixer, inputs, lengths)
+        assert relative_error(out, whole, inputs.valid_BT) < 1e-12
     if valid is None:
         live = sum(t[0].numel() for t in state.tensors.values())
         assert mixer.cost(config, SHAPE, 23).cache == live
@@ -219,7 +219,7 @@ def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
 def test_both_orders_of_contraction_agree(config):
     split, query = (made(replace(config, contraction=order)) for order in ("split", "query"))
     inputs = drawn()
-    assert error(split.mix(inputs)[0], query.mix(inputs)[0]) < 1e-12
+    assert relative_error(split.mix(inputs)[0], query.mix(inputs)[0]) < 1e-12
     kept = [m.empty_state(1, "cpu").tensors["keys1"].shape for m in (split, query)]
     assert kept[0][1:] == (2, 0, split.dims(split.config, SHAPE)) and kept[1][1:] == (1, 0, 24)
     auto = MIXERS[config](config, SHAPE)
@@ -234,7 +234,7 @@ def test_beside_rope_the_start_is_exact_and_learns(config):
     mixer, inputs = MIXERS[config](config, SHAPE).double(), drawn()
     before = MIXERS[MLR](MLR((8,)), SHAPE).mix(inputs)[0]
     out = mixer.mix(inputs)[0]
-    assert error(out, before) < 1e-14
+    assert relative_error(out, before) < 1e-14
     rate = 1e-2
     for _ in range(2):  # the zero factor moves first, then what it multiplies
         mixer.zero_grad()
@@ -243,7 +243,7 @@ def test_beside_rope_the_start_is_exact_and_learns(config):
             for parameter in mixer.parameters():
                 parameter -= rate * parameter.grad
     assert all(p.grad.abs().max() > 0 for p in mixer.parameters())
-    assert error(mixer.mix(inputs)[0], before) > 1e-6
+    assert relative_error(mixer.mix(inputs)[0], before) > 1e-6
 
 
 @pytest.mark.parametrize("config", [BilinearMLR((8, 3, 2)), BilinearBTT(rank=2)], ids=["mlr", "btt"])
@@ -313,17 +313,17 @@ def test_item_4_6_fans_are_those_of_the_paper():
 def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(kind, norm, side):
     """The factors of one side train, at the rates that a recipe with base_width gives them. At eq. 38's rate the keys'
     features are moved by 1 each, and W_Q with its c s of them has a norm of sqrt(s) against LN(M x')."""
-    from surgery.training.optim import make_groups, make_optimiser
-    from surgery.training.recipe import parse_healing
+    from surgery.training.optim import make_groups, make_optimizer
+    from surgery.training.recipe import parse_healing_recipe
 
     told = {"kind": "lm", "tokens": 64, "length": 32, "batch": 1, "rate": 1e-4, "optimiser": {"base_width": 64}}
-    stage = parse_healing({"stages": [told]}).stages[0]
+    stage = parse_healing_recipe({"stages": [told]}).stages[0]
     moved = {}
     for width, rank in SIZES:
         mixer, inputs = begun(kind, norm, width, rank)
         model = torch.nn.ModuleDict({"attention": torch.nn.ModuleDict({"mixer": mixer})})
         names = {n for n, _ in model.named_parameters() if n.rpartition(".")[2].startswith(side)}
-        steps = make_optimiser(make_groups(model, names, stage), stage.optimiser)
+        steps = make_optimizer(make_groups(model, names, stage), stage.optimiser)
         before = scores(mixer, inputs)[0, :, 20, 7]
         before.sum().neg().backward()
         steps.step()
@@ -336,7 +336,7 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
 def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_factors():
     """`pretrain` makes them with fresh_model; weight_norm cores holds the factors' size, as it does that of cores."""
     from surgery.recipes.papers.mup.bilinear_norms import FORMS, model_of
-    from surgery.training.weight_norm import fold, normalise, rms
+    from surgery.training.weight_norm import fold_core_norms, add_core_norms, rms
 
     for form, fans in (
         ("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}),
@@ -347,14 +347,14 @@ def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_fa
         mixer, names = model.get_submodule(path), {f"{path}.{name}" for name in fans}
         sizes = {name: rms(getattr(mixer, name)).item() for name in fans}
         assert sizes == pytest.approx({name: fan_in**-0.5 for name, fan_in in fans.items()}, rel=0.1)
-        trained = normalise(model, names)
+        trained = add_core_norms(model, names)
         assert all(f"{path}.parametrizations.{name}.original" in trained for name in fans) and not names & trained
         with torch.no_grad():
             for name in fans:
                 mixer.parametrizations[name].original.mul_(5)
         held = {name: rms(getattr(mixer, name)).item() for name in fans}
         assert held == pytest.approx(sizes)
-        fold(model)
+        fold_core_norms(model)
         assert names <= {name for name, _ in model.named_parameters()}
 
 
@@ -379,8 +379,8 @@ def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
         (term,) = mixer.terms(inputs, mixer.remembered(inputs))
         term = term._replace(q_BGJTR=term.q_BGJTR.bfloat16(), k_BGSR=term.k_BGSR.bfloat16())
         each = term._replace(k_BGSR=term.k_BGSR.expand(-1, shape.groups, -1, -1))
-        for accepts in (mlr_attention.can, attend_library.accepts):
-            frame = Frame(torch.tensor([23]), 23, 23, holes=False)
+        for accepts in (mlr_attention.accepts, attend_library.accepts):
+            frame = KVLayout(torch.tensor([23]), 23, 23, holes=False)
             assert accepts([each._replace(scale_BGJS=None)], values, frame, shape)
             assert not accepts([term._replace(scale_BGJS=None)], values, frame, shape)
             assert accepts([each], values, frame, shape) == (config.norm == "none")
@@ -392,7 +392,7 @@ def test_gradients():
         leaves = [x.requires_grad_() for x in (inputs.x_BTD, inputs.q_BHTK, *mixer.parameters())]
 
         def through(x, q, *_, mixer=mixer, inputs=inputs):
-            return in_pieces(mixer, replace(inputs, x_BTD=x, q_BHTK=q), [4, 1, 2])[0].sum((0, 1))
+            return run_in_pieces(mixer, replace(inputs, x_BTD=x, q_BHTK=q), [4, 1, 2])[0].sum((0, 1))
 
         assert torch.autograd.gradcheck(through, leaves, fast_mode=True)
 
@@ -417,13 +417,13 @@ def attention_of(weight_q, weight_k, bias_q, x_BTD, inputs):
 def test_enough_rank_is_exact(config):
     weight_q, weight_k, bias_q, x_ND = pretrained()
     mixer = MIXERS[config](config, STILL).double()
-    left = from_bilinear(mixer, weight_q, weight_k, x_ND.mT @ x_ND / 400, x_ND.mean(0), bias_q)
+    left = fit_bilinear(mixer, weight_q, weight_k, x_ND.mT @ x_ND / 400, x_ND.mean(0), bias_q)
     inputs = drawn(3, shape=STILL)
     x_BTD = x_ND[:69].view(3, 23, 24) / 8
     if config.name == "bilinear_btt":  # J = 2 heads share right factors of rank 8 = K: exact too
         assert left < 1e-12
     assert (
-        error(mixer.mix(replace(inputs, x_BTD=x_BTD))[0], attention_of(weight_q, weight_k, bias_q, x_BTD, inputs))
+        relative_error(mixer.mix(replace(inputs, x_BTD=x_BTD))[0], attention_of(weight_q, weight_k, bias_q, x_BTD, inputs))
         < 1e-4
     )
 
@@ -440,9 +440,9 @@ def test_more_structure_never_fits_worse_and_descent_helps(small, large):
     weight_q, weight_k, _, x_ND = pretrained()
     moment = x_ND.mT @ x_ND / 400
     fits = [
-        from_bilinear(MIXERS[c](c, STILL).double(), weight_q, weight_k, moment, x_ND.mean(0)) for c in (small, large)
+        fit_bilinear(MIXERS[c](c, STILL).double(), weight_q, weight_k, moment, x_ND.mean(0)) for c in (small, large)
     ]
-    still = from_bilinear(MIXERS[large](large, STILL).double(), weight_q, weight_k, moment, x_ND.mean(0), steps=0)
+    still = fit_bilinear(MIXERS[large](large, STILL).double(), weight_q, weight_k, moment, x_ND.mean(0), steps=0)
     assert fits[1] < fits[0] < 1 and fits[1] <= still
 
 
@@ -454,7 +454,7 @@ def test_the_metric_is_calibrated():
     found = []
     for moment, mean in ((x_ND.mT @ x_ND / 400, x_ND.mean(0)), (torch.eye(24).double(), None)):
         mixer = MIXERS[BilinearMLR](BilinearMLR((3, 1), base="own"), STILL).double()
-        from_bilinear(mixer, weight_q, weight_k, moment, mean)
+        fit_bilinear(mixer, weight_q, weight_k, moment, mean)
         found.append((x_ND @ (target - mixer.matrix_HDD()) @ centred.mT).square().sum().item())
     assert found[0] < 0.5 * found[1]
 
@@ -491,6 +491,6 @@ def test_shapes_are_refused_with_the_reason():
             MIXERS[config].refuse(config, SHAPE)
     mixer = MIXERS[BilinearMLR](BilinearMLR((8, 2)), SHAPE)
     with pytest.raises(SurgeryError, match="use base 'kept', which starts exact"):
-        from_bilinear(mixer, *(torch.zeros(1),) * 3)
+        fit_bilinear(mixer, *(torch.zeros(1),) * 3)
     for config in CONFIGS.values():
         assert mixer_config(config.to_dict()) == config

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import AttentionShape, plain
+from surgery.mixers.base import AttentionShape, to_plain
 from surgery.mixers.features.base import FEATURES, FeatureMap
 from surgery.mixers.features.cosformer import CosFormer
-from surgery.mixers.features.favor import CEILING, Favor
+from surgery.mixers.features.favor import MAX_EXPONENT, Favor
 from surgery.mixers.features.hedgehog import Hedgehog
 from surgery.mixers.features.lara import Lara
-from surgery.mixers.features.random_draws import orthogonal
+from surgery.mixers.features.random_draws import draw_orthogonal
 from surgery.mixers.features.rfa import RFA
-from surgery.mixers.linear import nested
+from surgery.mixers.linear import parse_nested_config
 
 SHAPE = AttentionShape(dim=24, heads=6, groups=2, key=5, value=7, scaling=5**-0.5)
 NAMES = ["cosformer", "elu", "favor", "hedgehog", "identity", "lara", "relu", "rfa"]
 
 
 def made(name: str, shape: AttentionShape = SHAPE, **options) -> FeatureMap:
-    config = nested(FEATURES, {"name": name, **options})
+    config = parse_nested_config(FEATURES, {"name": name, **options})
     return FEATURES[config](config, shape).double()
 
 
@@ -57,7 +57,7 @@ def test_laws(name):
             alone = of(x[:, :, t : t + 1], at[:, t : t + 1])
             torch.testing.assert_close(alone, of(x, at)[:, :, t : t + 1], rtol=1e-12, atol=1e-12)
     assert not phi.positive or bool((products(phi, q, k, at) >= 0).all())
-    assert nested(FEATURES, plain(phi.config)) == phi.config
+    assert parse_nested_config(FEATURES, to_plain(phi.config)) == phi.config
     with torch.device("meta"):
         skeleton = FEATURES[phi.config](phi.config, SHAPE)
     assert {n: t.shape for n, t in skeleton.state_dict().items()} == {n: t.shape for n, t in phi.state_dict().items()}
@@ -95,7 +95,7 @@ def test_estimates_are_unbiased(config, sharp):
     q, k = 0.3 * q[:1], 0.3 * k[:1]
     estimates = []
     for seed in range(400):
-        phi = made(**{**plain(config), "seed": 2 * seed})
+        phi = made(**{**to_plain(config), "seed": 2 * seed})
         estimates.append(products(phi, q, k, at[:1]))
     if sharp:
         q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
@@ -129,18 +129,18 @@ def test_favor_keys_stay_inside_float32():
     phi = made("favor", features=8).float()
     phi.w_GFK.fill_(30.0)
     key = phi.keys(torch.full((1, 2, 1, 5), 30.0), torch.zeros(1, 1, dtype=torch.long))
-    assert torch.isfinite(key @ key.mT).all() and key.max() <= math.exp(CEILING)
+    assert torch.isfinite(key @ key.mT).all() and key.max() <= math.exp(MAX_EXPONENT)
 
 
 def test_orthogonal_draws():
     """Orthogonal within runs of K, lengths of Gaussian rows, and less variance than independent ones."""
-    w_GFK = orthogonal(0, 2, 8, 5).double()
+    w_GFK = draw_orthogonal(0, 2, 8, 5).double()
     unit = w_GFK / w_GFK.norm(dim=-1, keepdim=True)
     gram = unit[:, :5] @ unit[:, :5].mT
     torch.testing.assert_close(gram, torch.eye(5).double().expand(2, -1, -1), rtol=0, atol=1e-6)
-    many = orthogonal(1, 1, 5000, 5)[0]
+    many = draw_orthogonal(1, 1, 5000, 5)[0]
     torch.testing.assert_close(many.square().mean(0), torch.ones(5), rtol=0, atol=0.1)
-    assert torch.equal(orthogonal(3, 2, 8, 5), orthogonal(3, 2, 8, 5))
+    assert torch.equal(draw_orthogonal(3, 2, 8, 5), draw_orthogonal(3, 2, 8, 5))
 
 
 def test_cosformer_is_the_paper_s():
@@ -156,14 +156,14 @@ def test_hedgehog_starts_as_softmax_of_both_signs():
     phi, (_, k, at) = made("hedgehog"), tokens()
     torch.testing.assert_close(phi.keys(k, at), torch.cat([k.softmax(-1), (-k).softmax(-1)], -1))
     assert [p.shape[0] for p in phi.parameters()] == [6, 2]
-    assert Hedgehog() == nested(FEATURES, "hedgehog")
+    assert Hedgehog() == parse_nested_config(FEATURES, "hedgehog")
 
 
 def test_refusals():
     with pytest.raises(SurgeryError, match="did you mean 'favor'"):
-        nested(FEATURES, "favour")
+        parse_nested_config(FEATURES, "favour")
     with pytest.raises(SurgeryError, match="no option 'feature'; did you mean 'features'"):
-        nested(FEATURES, {"name": "favor", "feature": 3})
+        parse_nested_config(FEATURES, {"name": "favor", "feature": 3})
     with pytest.raises(SurgeryError, match="'both' is neither"):
         Favor(queries="both")  # type: ignore[arg-type]
     with pytest.raises(SurgeryError, match="length 0 must be"):

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, AttentionShape, Inputs, State, mixer_config
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState, mixer_config
 from surgery.mixers.features.base import FEATURES
-from surgery.mixers.linear import BOTH_WAYS, SIGNED, LinearAttention, LinearMixer, unit
+from surgery.mixers.linear import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAttention, LinearMixer, l2_normalize
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.chunking import affine
 
@@ -53,7 +53,7 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
     """Normalised wherever that has a meaning, unless said."""
     if "normalise" not in options:
         phi = FEATURES[FEATURES.config_type(features)]
-        may = (phi.positive or phi.least > 0) and mask not in SIGNED and options.get("scores") != "delta"
+        may = (phi.positive or phi.least > 0) and mask not in SIGNED_MASKS and options.get("scores") != "delta"
         options["normalise"] = may
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
@@ -81,26 +81,26 @@ def made(config: LinearAttention, shape: AttentionShape = SHAPE, dtype: torch.dt
     return mixer
 
 
-def drawn(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> Inputs:
+def drawn(length: int, batch: int = 3, valid_BT: Tensor | None = None, seed: int = 0) -> MixerInputs:
     torch.manual_seed(seed)
     sizes = [(SHAPE.heads, length, 6), (SHAPE.groups, length, 6), (SHAPE.groups, length, 5), (length, 12)]
-    return Inputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
+    return MixerInputs(*(torch.randn(batch, *size, dtype=torch.float64) for size in sizes), valid_BT)
 
 
-def piece(inputs: Inputs, start: int, end: int) -> Inputs:
+def piece(inputs: MixerInputs, start: int, end: int) -> MixerInputs:
     q, k, v, x, valid = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, inputs.valid_BT
     cut = slice(start, end)
-    return Inputs(q[:, :, cut], k[:, :, cut], v[:, :, cut], x[:, cut], None if valid is None else valid[:, cut])
+    return MixerInputs(q[:, :, cut], k[:, :, cut], v[:, :, cut], x[:, cut], None if valid is None else valid[:, cut])
 
 
-def row(inputs: Inputs, b: int) -> Inputs:
+def row(inputs: MixerInputs, b: int) -> MixerInputs:
     """The real tokens of one row, alone."""
     real = slice(None) if inputs.valid_BT is None else inputs.valid_BT[b]
     q, k, v, x = inputs.q_BHTK[b], inputs.k_BGTK[b], inputs.v_BGTV[b], inputs.x_BTD[b]
-    return Inputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real])
+    return MixerInputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real])
 
 
-def pieces(mixer: LinearMixer, inputs: Inputs, ends: list[int], state: State | None = None) -> tuple[Tensor, State]:
+def pieces(mixer: LinearMixer, inputs: MixerInputs, ends: list[int], state: MixerState | None = None) -> tuple[Tensor, MixerState]:
     state, outs = state or mixer.empty_state(len(inputs.x_BTD), "cpu"), []
     for start, end in zip([0, *ends], ends):
         out, state = mixer.mix(piece(inputs, start, end), state)
@@ -130,7 +130,7 @@ def scores_by_loops(mixer: LinearMixer, q_HTF: Tensor, k_GTF: Tensor, beta_TG: T
     return a_HTT
 
 
-def by_loops(mixer: LinearMixer, inputs: Inputs) -> Tensor:
+def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     """One row without padding: far tokens by (A . M), near ones and sinks by softmax, as the config's words say."""
     config, length = mixer.config, inputs.x_BTD.shape[1]
     q_HTK, k_GTK, v_GTV, x_1TD = inputs.q_BHTK[0], inputs.k_BGTK[0], inputs.v_BGTV[0], inputs.x_BTD
@@ -139,7 +139,7 @@ def by_loops(mixer: LinearMixer, inputs: Inputs) -> Tensor:
     k_GTF = mixer.feature_map.keys(k_GTK[None] * SHAPE.scaling**0.5, at_1T)[0]
     beta_TG = None
     if config.scores == "delta":
-        q_HTF, k_GTF, beta_TG = unit(q_HTF), unit(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
+        q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
     count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
     lag, write = slice(length - count, None), slice(sinks, sinks + count)
     far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
@@ -220,14 +220,14 @@ def test_laws(config):
             torch.cat([a[..., :12, :], b[..., 12:, :]], -2)
             for a, b in zip(vars(inputs).values(), list(vars(later).values())[:4])
         ]
-        close(mixer.mix(Inputs(*mixed, valid_BT))[0][:, :, :12], whole[:, :, :12])
+        close(mixer.mix(MixerInputs(*mixed, valid_BT))[0][:, :, :12], whole[:, :, :12])
         close(pieces(mixer, inputs, [1, 5, 6, 13, length])[0], whole)
         mixer.config = replace(config, chunk=3)
         close(mixer.mix(inputs)[0], whole)
         states_are_values(mixer, inputs, whole)
 
 
-def states_are_values(mixer: LinearMixer, inputs: Inputs, whole: Tensor) -> None:
+def states_are_values(mixer: LinearMixer, inputs: MixerInputs, whole: Tensor) -> None:
     out, state = pieces(mixer, inputs, [9])
     before = {name: t.clone() for name, t in state.tensors.items()}
     rest, _ = mixer.mix(piece(inputs, 9, 19), state)
@@ -258,12 +258,12 @@ def test_both_ways(config):
 
 
 @pytest.mark.parametrize("scores", ["kernel", "delta"])
-@pytest.mark.parametrize("mask", [n for n in MASK_NAMES if n not in BOTH_WAYS])
+@pytest.mark.parametrize("mask", [n for n in MASK_NAMES if n not in BIDIRECTIONAL_MASKS])
 def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
     """What a token adds to its own output is what a causal pass loses without its value."""
     config, length = config_of(mask, scores=scores), 9
     causal, inputs = made(config), drawn(length, 1)
-    turned = Inputs(*(t.flip(1 if t.dim() == 3 else 2) for t in list(vars(inputs).values())[:4]))
+    turned = MixerInputs(*(t.flip(1 if t.dim() == 3 else 2) for t in list(vars(inputs).values())[:4]))
     with torch.no_grad():
         back = causal.mix(turned)[0]
         truth = causal.mix(inputs)[0] + back.flip(2)
@@ -278,7 +278,7 @@ def test_both_ways_is_a_pass_each_way_less_the_token_itself(mask, scores):
 @pytest.mark.parametrize("extra", [{}, {"window": 4, "sinks": 2}], ids=["linear", "hybrid"])
 def test_normalised_rows_sum_to_one(features, extra):
     """v = 1 comes out as 1, where all scores are positive. (relu and cosFormer may see nothing at all.)"""
-    for mask in [n for n in MASK_NAMES if n not in SIGNED]:
+    for mask in [n for n in MASK_NAMES if n not in SIGNED_MASKS]:
         mixer, inputs = made(config_of(mask, features, **extra)), drawn(17, 2)
         out = mixer.mix(replace(inputs, v_BGTV=torch.ones_like(inputs.v_BGTV)))[0]
         close(out, torch.ones_like(out), 1e-9)
@@ -298,8 +298,8 @@ def test_gradients_by_finite_differences(config):
     leaves += [state.tensors[n].double().requires_grad_() for n in names] + list(parameters.values())
 
     def out(*t: Tensor) -> Tensor:
-        begun = State(state.seen_B, dict(zip(names, t[4 : 4 + len(names)])))
-        return mixer.mix(Inputs(*t[:4], rest.valid_BT), begun)[0]
+        begun = MixerState(state.seen_B, dict(zip(names, t[4 : 4 + len(names)])))
+        return mixer.mix(MixerInputs(*t[:4], rest.valid_BT), begun)[0]
 
     assert torch.autograd.gradcheck(out, leaves, fast_mode=True)
 
@@ -312,10 +312,10 @@ def test_against_float64(config, dtype, tolerance):
     wide, half = ([t.to(dtype).to(d) for t in list(vars(inputs).values())[:4]] for d in (torch.float64, dtype))
     mixer.to(dtype).double()
     with torch.no_grad():
-        truth = mixer.dense(Inputs(*wide))
+        truth = mixer.dense(MixerInputs(*wide))
         mixer.to(dtype)
-        out, state = pieces(mixer, Inputs(*half), [33, 38, 39, 40])
-        at_once, _ = mixer.mix(Inputs(*half))
+        out, state = pieces(mixer, MixerInputs(*half), [33, 38, 39, 40])
+        at_once, _ = mixer.mix(MixerInputs(*half))
     assert out.dtype == at_once.dtype == dtype
     close(out.double(), truth, tolerance)
     close(at_once.double(), truth, tolerance)
@@ -376,7 +376,7 @@ def test_linear_attention_and_the_delta_rule_are_their_recurrences():
         s, z = s + phi_k[:, :, None] * v[:, None], z + phi_k
         groups = torch.tensor([0, 0, 1, 1])
         out.append(torch.einsum("hk,hkv->hv", phi_q, s[groups]) / (phi_q * z[groups]).sum(-1, keepdim=True))
-        k, q = unit(k * SHAPE.scaling**0.5), unit(q * SHAPE.scaling**0.5)
+        k, q = l2_normalize(k * SHAPE.scaling**0.5), l2_normalize(q * SHAPE.scaling**0.5)
         turn = torch.eye(6) - beta_TG[t, :, None, None] * k[:, :, None] * k[:, None]
         d = gate_TG[t, :, None, None] * d @ turn + beta_TG[t, :, None, None] * v[:, :, None] * k[:, None]
         out_delta.append(torch.einsum("hvk,hk->hv", d[groups], q) * delta.linear_weight_H[:, None])
@@ -409,7 +409,7 @@ def test_lengths_around_a_chunk():
 
 
 def test_autocast_leaves_the_sums_alone():
-    inputs = Inputs(*(t.float() for t in list(vars(drawn(70)).values())[:4]))
+    inputs = MixerInputs(*(t.float() for t in list(vars(drawn(70)).values())[:4]))
     mixer = made(config_of("gates", "elu", window=4), dtype=torch.float32)
     truth = mixer.mix(inputs)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from surgery.calibration.attention_samples import Window
+from surgery.calibration.attention_samples import AttentionSample
 from surgery.conversion.mixer_init.base import relative_error
-from surgery.conversion.mixer_init.linear import SHARPNESS, WEIGHTS, LinearStart, sharpened_by, solved, weighed
+from surgery.conversion.mixer_init.linear import SHARPNESS, WEIGHTS, LinearInit, sharpened_by, solve_least_squares, weighed
 from surgery.core.errors import SurgeryError
-from surgery.mixers import AttentionShape, Inputs
+from surgery.mixers import AttentionShape, MixerInputs
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import LinearAttention, LinearMixer
 from surgery.mixers.masks.base import MASKS
-from surgery.planning.attention_recipe import Attention
+from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.recipe import load_recipe, shipped_recipes
 
 SHAPE = AttentionShape(dim=16, heads=4, groups=2, key=8, value=8, scaling=8**-0.5)
@@ -32,13 +32,13 @@ class Rows:
         self.rows = []
         for _ in range(count):
             draw = lambda *size: torch.randn(1, *size, generator=generator)  # noqa: E731
-            inputs = Inputs(
+            inputs = MixerInputs(
                 2 * draw(SHAPE.heads, length, SHAPE.key),
                 2 * draw(SHAPE.groups, length, SHAPE.key),
                 draw(SHAPE.groups, length, SHAPE.value),
                 draw(length, SHAPE.dim),
             )
-            self.rows.append(Window(inputs, inputs, target(inputs)))
+            self.rows.append(AttentionSample(inputs, inputs, target(inputs)))
 
     def __len__(self):
         return len(self.rows)
@@ -66,9 +66,9 @@ def softmax(inputs, window=None, sinks=0):
 def started(config, target=softmax, steps=2):
     torch.manual_seed(0)
     seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
-    settings = Attention(mixer="linear", steps=steps)
+    settings = AttentionRecipe(mixer="linear", steps=steps)
     held = Rows(target, seed=1)
-    return LinearStart().start(seat, settings, Rows(target, seed=0), held), held
+    return LinearInit().start(seat, settings, Rows(target, seed=0), held), held
 
 
 def own_window(held, norm):
@@ -149,6 +149,6 @@ def test_item_4_4_least_squares_does_not_depend_on_the_weight_before_it(mask):
     for weight in (1.0, 0.25):
         torch.manual_seed(0)
         errors.append(
-            relative_error(solved(LinearMixer(LinearAttention(linear_weight=weight, **near), SHAPE), fit, 0), fit)
+            relative_error(solve_least_squares(LinearMixer(LinearAttention(linear_weight=weight, **near), SHAPE), fit, 0), fit)
         )
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)

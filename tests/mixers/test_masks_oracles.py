@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.mask_rows import SHAPE, definition, in_pieces, masked, miss, some_rows
+from helpers.mask_rows import SHAPE, dense_output, run_in_pieces, make_mask, relative_error, random_rows
 
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.delta_rule import dense_scores
@@ -18,15 +18,15 @@ EITHER = pytest.mark.parametrize("scores", ["kernel", "delta"])
 
 
 def chosen(name: str, **options):
-    return masked(MASKS.config_type(name)(**options))
+    return make_mask(MASKS.config_type(name)(**options))
 
 
 def both_forms(mask, rows, expected):
     """The mask's chunks and steps give what the equations do."""
     for chunk in (8, 64):
-        assert miss(mask.chunked(rows, None, chunk)[0], expected, rows) < 1e-13
-    assert miss(in_pieces(mask, rows, list(range(rows.v_BGTV.shape[2] + 1)), 0)[0], expected, rows) < 1e-13
-    assert miss(definition(mask, rows), expected, rows) < 1e-13
+        assert relative_error(mask.chunked(rows, None, chunk)[0], expected, rows) < 1e-13
+    assert relative_error(run_in_pieces(mask, rows, list(range(rows.v_BGTV.shape[2] + 1)), 0)[0], expected, rows) < 1e-13
+    assert relative_error(dense_output(mask, rows), expected, rows) < 1e-13
 
 
 def heads(rows):
@@ -48,7 +48,7 @@ def moved(state_FV, k_F, v_V, beta, alpha):
 @EITHER
 def test_gates_are_the_recurrences_of_ssd_and_gated_delta(scores):
     mask = chosen("gates")
-    rows = some_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
+    rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
     for at, q, k, v, beta in heads(rows):
         alpha = rows.signals["gate"][at[0], :, at[1]].exp()
@@ -63,7 +63,7 @@ def test_gates_are_the_recurrences_of_ssd_and_gated_delta(scores):
 def test_gates_are_ssd_s_quadratic_form():
     """Dao and Gu 2024, eq. 6: L_ts = a_t .. a_s+1, Y = (L . C B^T) X; products taken one by one."""
     mask = chosen("gates")
-    rows = some_rows(mask, "kernel", 17, [0], [17])
+    rows = random_rows(mask, "kernel", 17, [0], [17])
     alpha = rows.signals["gate"].exp()[0]
     mask_BGJTT = mask.dense(rows.start_B, 17, rows.signals)
     for g in range(SHAPE.groups):
@@ -86,7 +86,7 @@ def test_decay_is_retention():
 @torch.no_grad()
 def test_delta_scores_are_products_of_reflections():
     """A_ts = q_t (I - b_t k_t k_t^T) .. (I - b_s+1 k_s+1 k_s+1^T) b_s k_s."""
-    rows = some_rows(chosen("ones"), "delta", 12, [0], [12])
+    rows = random_rows(chosen("ones"), "delta", 12, [0], [12])
     scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
     for at, q, k, _, beta in heads(rows):
         for t in range(12):
@@ -117,7 +117,7 @@ def buckets(t: int) -> dict[int, range]:
 def test_hierarchical_entries_are_lambdas_of_fenwick_buckets(options):
     mask = chosen("hierarchical", **options)
     start, length = 21, 50
-    rows = some_rows(mask, "kernel", length, [start], [length])
+    rows = random_rows(mask, "kernel", length, [start], [length])
     gates = mask.gates.dense(rows.start_B, length, rows.signals).expand(1, 2, 1, -1, -1)
     given = mask.dense(rows.start_B, length, rows.signals)
     expected = torch.zeros_like(given)
@@ -135,7 +135,7 @@ def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
     """Section 3.2 and the appendix's `hattention`: at token t the states up to lssb(t) merge into level lssb(t) + 1,
     all pass the token, and the token is level 0; o_t = sum_l lambda_t^(l) q_t S_t^(l)."""
     mask = chosen("hierarchical", levels=5)
-    rows = some_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
+    rows = random_rows(mask, scores, LENGTH, [0, 0], [LENGTH, 30])
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
     for at, q, k, v, beta in heads(rows):
         b, g, j = at
@@ -160,7 +160,7 @@ def test_hierarchical_is_log_linear_attention_s_recurrence(scores):
 def test_blocks_are_explicit_sums_of_blocks(normalise):
     """MHLA: query t of block i reads sum_j<=i W_ij S_j, S_j = sum of k v^T in block j, up to t in its own."""
     mask = chosen("blocks", block=7, count=6, normalise=normalise)
-    rows = some_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
+    rows = random_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
     w = mask.weight_GJMM
     w = w.exp() if normalise == "softmax" else torch.log1p(w.exp())
     expected = torch.zeros(*rows.q_BGJTF.shape[:4], 3, dtype=torch.float64)
@@ -177,8 +177,8 @@ def test_blocks_are_explicit_sums_of_blocks(normalise):
 @torch.no_grad()
 def test_blocks_both_ways_mix_all_sums():
     config = MASKS.config_type("blocks")(block=7, count=6)
-    mask = masked(config, replace(SHAPE, causal=False))
-    rows = some_rows(mask, "kernel", LENGTH, [0], [LENGTH])
+    mask = make_mask(config, replace(SHAPE, causal=False))
+    rows = random_rows(mask, "kernel", LENGTH, [0], [LENGTH])
     out, _ = mask.chunked(rows, None, 16)
     for at, q, k, v, _ in heads(rows):
         w = mask.weight_GJMM[at[1], at[2]].softmax(-1)
@@ -195,7 +195,7 @@ def test_toeplitz_blocks_are_sums_of_exponentials(components):
     mask = chosen("toeplitz_blocks", block=7, components=components)
     softplus = torch.nn.functional.softplus
     a_RGJ, rate_RG = softplus(mask.amplitude_RGJ), softplus(mask.rate_RG)
-    rows = some_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
+    rows = random_rows(mask, "kernel", LENGTH, [0, 0], [LENGTH, 30])
     rows.q_BGJTF, rows.k_BGTF = rows.q_BGJTF.abs(), rows.k_BGTF.abs()
     ones = torch.nn.functional.pad(rows.v_BGTV, (0, 1), value=1.0)
     out = mask.chunked(replace(rows, v_BGTV=ones), None, 16)[0]
@@ -207,7 +207,7 @@ def test_toeplitz_blocks_are_sums_of_exponentials(components):
             kernel = (a_RGJ[:, at[1], at[2], None] * torch.exp(-rate_RG[:, at[1], None] * distance)).sum(0)
             weights = kernel * (k[: t + 1] @ q[t])
             expected[(*at, t)] = weights @ v[: t + 1] / weights.sum()
-    assert miss(quotient, expected, rows) < 1e-13
+    assert relative_error(quotient, expected, rows) < 1e-13
 
 
 @torch.no_grad()

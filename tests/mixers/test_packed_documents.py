@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.small_mixers import Decayed, Exact, registered, with_mixers
+from helpers.small_mixers import DecayedConfig, ExactConfig, register_test_mixers, random_model_with_mixers
 
 from surgery.architectures.attention import attention_paths
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.mixers.common.packed_documents import Documents, Known, borders
+from surgery.mixers.common.packed_documents import PackedDocuments, DocumentMemo, document_borders
 from surgery.modeling.attention import install
 
 LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row; with 32 tokens a row
@@ -43,12 +43,12 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def known():
-    with registered():
+    with register_test_mixers():
         yield
 
 
 def model_of(config, family="llama", layers=None, **changes):
-    return with_mixers(family, mixer_config(dict(config)), layers, **changes).double()
+    return random_model_with_mixers(family, mixer_config(dict(config)), layers, **changes).double()
 
 
 def packed(lengths=LENGTHS, seed=3):
@@ -117,8 +117,8 @@ def test_borders_in_a_mask_of_flex_attention():
     apart = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (number[b, q] == number[b, k]))
     plain = SimpleNamespace(mask_mod=lambda b, h, q, k: (q >= k) & (b >= 0))
     wanted = (positions == 0) & (torch.arange(32) > 0)
-    assert torch.equal(borders(positions, apart, None, x_BTD), wanted)
-    assert not borders(positions, plain, None, x_BTD).any()
+    assert torch.equal(document_borders(positions, apart, None, x_BTD), wanted)
+    assert not document_borders(positions, plain, None, x_BTD).any()
 
 
 @pytest.mark.parametrize("name", ["ssd", "log-linear", "mlr, nested"])
@@ -147,7 +147,7 @@ def test_very_unequal_documents_are_laid_out_in_groups():
     """Never more than twice the tokens, and a few calls."""
     lengths = [(100, *[1] * 60, *[2] * 20), (3, 150, 40, 7)]
     model, (ids, positions) = model_of(CONFIGS["delta"], max_position_embeddings=256), packed(lengths)
-    documents = Documents.of(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
+    documents = PackedDocuments.of(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
     assert sum(group.index_DU.numel() for group in documents.groups) <= 2 * ids.numel()
     assert 1 < len(documents.groups) <= 8
     got = model(ids, position_ids=positions, use_cache=False).logits
@@ -203,20 +203,20 @@ def test_what_is_remembered_is_of_this_call():
     mask, x = torch.ones(1, 1, 6, 6).tril().bool(), torch.zeros(1, 6, 2)
     mask[..., 3:, :3] = False
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    known = Known(Documents.of(borders(positions, mask, None, x))).remember(mask, positions)
-    assert known.documents is not None and Known.recalled(mask, positions) is known
-    assert Known.recalled(mask, positions.clone()) is None and Known.recalled(None, positions) is None
+    known = DocumentMemo(PackedDocuments.of(document_borders(positions, mask, None, x))).remember(mask, positions)
+    assert known.documents is not None and DocumentMemo.recalled(mask, positions) is known
+    assert DocumentMemo.recalled(mask, positions.clone()) is None and DocumentMemo.recalled(None, positions) is None
     positions += 1
-    assert Known.recalled(mask, positions) is None
+    assert DocumentMemo.recalled(mask, positions) is None
     alone = torch.arange(6)[None]
-    Known(None).remember(None, alone)
-    assert Known.recalled(None, alone).documents is None
+    DocumentMemo(None).remember(None, alone)
+    assert DocumentMemo.recalled(None, alone).documents is None
     alone += 1
-    assert Known.recalled(None, alone) is None
+    assert DocumentMemo.recalled(None, alone) is None
     with torch.inference_mode():
         untracked = torch.arange(6)[None]
-        Known(None).remember(None, untracked)
-        assert Known.recalled(None, untracked) is None
+        DocumentMemo(None).remember(None, untracked)
+        assert DocumentMemo.recalled(None, untracked) is None
 
 
 def test_inference_mode_and_calls_one_after_the_other():
@@ -267,13 +267,13 @@ def test_one_mask_for_all_rows():
 def test_two_kinds_of_mixers_in_one_model():
     """One that reads masks and one that does not share what is found out about a mask."""
     for kinds in (["mlr", "ssd"], ["ssd", "mlr"]):
-        model, (ids, positions) = model_of({"mixer": Exact.name}), packed()
+        model, (ids, positions) = model_of({"mixer": ExactConfig.name}), packed()
         paths = attention_paths(model)
         install(model, {path: mixer_config(dict(CONFIGS[kind])) for path, kind in zip(paths, kinds)})
         model.double()
         got = model(ids, position_ids=positions, use_cache=False).logits
         assert far(got, one_by_one(model, ids, LENGTHS)) < 1e-9
-    assert Decayed().name == "test-decayed"
+    assert DecayedConfig().name == "test-decayed"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

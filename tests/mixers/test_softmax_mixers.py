@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.pieces import cut, error, in_pieces
+from helpers.pieces import slice_inputs, relative_error, run_in_pieces
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, AttentionShape, Inputs, mixer_config
+from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common import softmax as engine
 from surgery.mixers.mlr import MLR
 from surgery.mixers.sliding_window import GlobalWindow, Window
@@ -43,7 +43,7 @@ def made(config, shape=SHAPE, dtype=torch.float64):
 def drawn(batch=2, length=23, shape=SHAPE, dtype=torch.float64, valid=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    return Inputs(
+    return MixerInputs(
         2 * draw(batch, shape.heads, length, shape.key),
         draw(batch, shape.groups, length, shape.key),
         draw(batch, shape.groups, length, shape.value),
@@ -61,7 +61,7 @@ def rows(inputs, row):
 
 @pytest.fixture(params=[5, 512])
 def queries(request, monkeypatch):
-    monkeypatch.setattr(engine, "QUERIES", request.param)
+    monkeypatch.setattr(engine, "QUERIES_PER_PASS", request.param)
 
 
 SHAPES = {
@@ -80,7 +80,7 @@ SHAPES = {
 @pytest.mark.parametrize("valid", [None, RAGGED])
 def test_mix_is_its_definition(config, shape, valid, queries):
     mixer, inputs = made(config, shape), drawn(4, shape=shape, valid=valid)
-    assert error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
+    assert relative_error(mixer.mix(inputs)[0], mixer.dense(inputs), inputs.valid_BT) < 1e-12
 
 
 @torch.no_grad()
@@ -110,18 +110,18 @@ def test_pieces_and_steps_are_the_whole(config, shape, valid, queries):
     mixer, inputs = made(config, shape), drawn(4, shape=shape, valid=valid)
     whole = mixer.dense(inputs)
     for lengths in ([23], [1] * 23, [10, 1, 1, 7, 4], [7, 16]):
-        out, state = in_pieces(mixer, inputs, lengths)
-        assert error(out, whole, inputs.valid_BT) < 1e-12
+        out, state = run_in_pieces(mixer, inputs, lengths)
+        assert relative_error(out, whole, inputs.valid_BT) < 1e-12
         assert state.seen_B.tolist() == ([23] * 4 if valid is None else inputs.valid_BT.sum(1).tolist())
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), MLR((8,))], ids=[*CONFIGS, "plain"])
 def test_ragged_rows_are_each_alone(config):
     mixer, inputs = made(config), drawn(4, valid=RAGGED)
-    out = in_pieces(mixer, inputs, [9, 14])[0]
+    out = run_in_pieces(mixer, inputs, [9, 14])[0]
     for row in range(4):
         alone = mixer.mix(rows(inputs, row))[0]
-        assert error(out[row : row + 1][:, :, inputs.valid_BT[row]], alone) < 1e-12
+        assert relative_error(out[row : row + 1][:, :, inputs.valid_BT[row]], alone) < 1e-12
     assert torch.isfinite(out).all()
 
 
@@ -133,29 +133,29 @@ def test_masks_of_the_library_are_kept(config, queries):
     allowed = (document[:, None] == document).tril()[None, None]
     got = mixer.mix(replace(inputs, mask_BHTS=allowed))[0]
     added = torch.zeros(4, 1, 23, 23).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    assert error(mixer.mix(replace(inputs, mask_BHTS=added))[0], got, inputs.valid_BT) < 1e-12
-    assert error(got, mixer.dense(replace(inputs, mask_BHTS=allowed)), inputs.valid_BT) < 1e-12
-    first = mixer.mix(cut(inputs, 0, 8))[0]
-    assert error(got[:, :, :8], first, inputs.valid_BT[:, :8]) < 1e-12
+    assert relative_error(mixer.mix(replace(inputs, mask_BHTS=added))[0], got, inputs.valid_BT) < 1e-12
+    assert relative_error(got, mixer.dense(replace(inputs, mask_BHTS=allowed)), inputs.valid_BT) < 1e-12
+    first = mixer.mix(slice_inputs(inputs, 0, 8))[0]
+    assert relative_error(got[:, :, :8], first, inputs.valid_BT[:, :8]) < 1e-12
 
 
 def test_states_are_values():
     """An old state goes on as if nothing had come after it; rows of a state are rows of a batch."""
     mixer, inputs = made(SLIDING), drawn(4, valid=RAGGED)
-    _, state = mixer.mix(cut(inputs, 0, 12), mixer.empty_state(4, "cpu"))
+    _, state = mixer.mix(slice_inputs(inputs, 0, 12), mixer.empty_state(4, "cpu"))
     kept = {name: t.clone() for name, t in state.tensors.items()}
-    once = mixer.mix(cut(inputs, 12, 23), state)[0]
+    once = mixer.mix(slice_inputs(inputs, 12, 23), state)[0]
     assert all(torch.equal(kept[name], t) for name, t in state.tensors.items())
-    assert torch.equal(once, mixer.mix(cut(inputs, 12, 23), state)[0])
+    assert torch.equal(once, mixer.mix(slice_inputs(inputs, 12, 23), state)[0])
     beams = torch.tensor([3, 0, 0, 2])
     again = mixer.mix(
         replace(
-            cut(inputs, 12, 23),
-            **{n: getattr(cut(inputs, 12, 23), n)[beams] for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD", "valid_BT")},
+            slice_inputs(inputs, 12, 23),
+            **{n: getattr(slice_inputs(inputs, 12, 23), n)[beams] for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD", "valid_BT")},
         ),
         state.rows(beams),
     )[0]
-    assert error(again, once[beams], inputs.valid_BT[beams][:, 12:]) < 1e-12
+    assert relative_error(again, once[beams], inputs.valid_BT[beams][:, 12:]) < 1e-12
 
 
 def key_numbers(state):
@@ -173,7 +173,7 @@ def test_live_key_cache(ranks, share):
         mixer = MIXERS[MLR](MLR(ranks, extents, form), shape)
         state, live = mixer.empty_state(1, "cpu"), []
         for t in range(length):
-            _, state = mixer.mix(cut(inputs, t, t + 1), state)
+            _, state = mixer.mix(slice_inputs(inputs, t, t + 1), state)
             live.append(key_numbers(state))
         full = 64 * length
         measured = sum(live) / sum(64 * (t + 1) for t in range(length)) if form == "nested" else live[-1] / full
@@ -184,7 +184,7 @@ def test_live_key_cache(ranks, share):
 def test_windows_keep_their_windows():
     for config, slots in ((Window(6), 5), (Window(4, sinks=3), 3)):
         mixer, inputs = made(config), drawn(4, valid=RAGGED)
-        tensors = in_pieces(mixer, inputs, [13, 1, 9])[1].tensors
+        tensors = run_in_pieces(mixer, inputs, [13, 1, 9])[1].tensors
         assert tensors["keys"].shape[2] == tensors["values"].shape[2] == slots
         assert tensors["sink_keys"].shape[2] == config.sinks
         assert mixer.cost(config, SHAPE, 23).cache == sum(t[0].numel() for t in tensors.values())
@@ -203,7 +203,7 @@ def test_costs_count_what_is_there(config):
 def test_ragged_states_are_tight():
     for config in LEVELS:
         mixer, inputs = made(config), drawn(4, valid=RAGGED)
-        state = in_pieces(mixer, inputs, [13, 10])[1]
+        state = run_in_pieces(mixer, inputs, [13, 10])[1]
         assert state.tensors["values"].shape[2] == 23 and key_numbers(state) > 0
         counts = inputs.valid_BT.sum(1)
         for level, extent in enumerate(config.extents, 1):
@@ -213,12 +213,12 @@ def test_ragged_states_are_tight():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_gradients_go_through_states(config, monkeypatch):
-    monkeypatch.setattr(engine, "QUERIES", 4)
+    monkeypatch.setattr(engine, "QUERIES_PER_PASS", 4)
     mixer, inputs = made(config), drawn(2, 11, valid=["00111111111", "11111111011"])
     valid = inputs.valid_BT[:, None, :, None]
 
     def through(q, k, v, *_):
-        out, _ = in_pieces(mixer, replace(inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v), [6, 1, 4])
+        out, _ = run_in_pieces(mixer, replace(inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v), [6, 1, 4])
         return torch.where(valid, out, 0.0).sum((0, 1))
 
     leaves = [x.requires_grad_() for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)] + list(mixer.parameters())
@@ -230,9 +230,9 @@ def test_gradients_go_through_states(config, monkeypatch):
 def test_small_dtypes(config, dtype, tolerance):
     inputs = drawn(4, dtype=dtype, valid=RAGGED)
     exact = replace(inputs, **{n: getattr(inputs, n).double() for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD")})
-    out, state = in_pieces(made(config, dtype=dtype), inputs, [12, 1, 10])
+    out, state = run_in_pieces(made(config, dtype=dtype), inputs, [12, 1, 10])
     assert out.dtype == dtype and all(t.dtype == dtype for t in state.tensors.values())
-    assert error(out.double(), made(config).dense(exact), inputs.valid_BT) < tolerance
+    assert relative_error(out.double(), made(config).dense(exact), inputs.valid_BT) < tolerance
 
 
 # -- one level is the library's attention -------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def one_level(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):
     shape = AttentionShape(32, query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], scaling)
     x_BTD = query.new_empty(query.shape[0], query.shape[2], 32)
     valid = None if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)  # what is real, beside the library's mask
-    out = MIXERS[MLR](MLR((key.shape[-1],)), shape).mix(Inputs(query, key, value, x_BTD, valid, mask))[0]
+    out = MIXERS[MLR](MLR((key.shape[-1],)), shape).mix(MixerInputs(query, key, value, x_BTD, valid, mask))[0]
     return out.transpose(1, 2), None
 
 
@@ -271,7 +271,7 @@ def test_one_level_is_bit_equal_to_the_library(groups, padded, dtype):
     theirs = llama("sdpa", groups).to(dtype)(ids, attention_mask=keep).logits
     assert torch.equal(ours[keep > 0], theirs[keep > 0])
     eager = llama("eager", groups).to(dtype)(ids, attention_mask=keep).logits
-    assert error(ours[keep > 0], eager[keep > 0]) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert relative_error(ours[keep > 0], eager[keep > 0]) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 @torch.no_grad()

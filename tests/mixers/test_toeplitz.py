@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conversion.test_mixer_convert import calibrated, converted
-from helpers.small import outputs_of, tiny_inputs
+from helpers.small import model_outputs, tiny_inputs
 
-from surgery.conversion.toeplitz import to_toeplitz
+from surgery.conversion.toeplitz import convert_to_toeplitz
 from surgery.core.errors import SurgeryError
-from surgery.mixers.masks.toeplitz_fit import fit_heads, fit_toeplitz, nonnegative
+from surgery.mixers.masks.toeplitz_fit import fit_heads, fit_toeplitz, nonnegative_lstsq
 from surgery.publish.summary import inspect
 
 
@@ -54,7 +54,7 @@ def test_nonnegative_least_squares_against_every_support():
         if (x >= 0).all():
             value = float((a @ x - y).square().sum())
             best = value if best is None else min(best, value)
-    found = nonnegative((a.mT @ a)[None], (a.mT @ y)[None], rounds=500)[0]
+    found = nonnegative_lstsq((a.mT @ a)[None], (a.mT @ y)[None], rounds=500)[0]
     assert float((a @ found - y).square().sum()) == pytest.approx(best, rel=1e-4)
 
 
@@ -62,15 +62,15 @@ def test_mhla_becomes_tbm(tmp_path):
     original, model, _ = converted(tmp_path, "llama", calibrated(tmp_path, "mhla"))
     told = inspect(str(tmp_path / "out"))["toeplitzness"]
     assert set(told) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
-    result = to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")
+    result = convert_to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")
     after = type(original).from_pretrained(tmp_path / "tbm").eval()
     assert after.model.layers[0].self_attn.mixer.config.mask.name == "toeplitz_blocks"
     inputs = tiny_inputs("llama", 2, 40, seed=3)
-    before = outputs_of(model, inputs)
-    gap = float((outputs_of(after, inputs) - before).norm() / before.norm())
+    before = model_outputs(model, inputs)
+    gap = float((model_outputs(after, inputs) - before).norm() / before.norm())
     assert gap < 0.05 and min(result["r2"].values()) > 0.5
-    assert outputs_of(after, tiny_inputs("llama", 1, 64 * 8, seed=3)).isfinite().all()  # beyond MHLA's blocks
+    assert model_outputs(after, tiny_inputs("llama", 1, 64 * 8, seed=3)).isfinite().all()  # beyond MHLA's blocks
     with pytest.raises(SurgeryError, match="mixes no blocks"):
-        to_toeplitz(str(tmp_path / "tbm"), tmp_path / "again")
+        convert_to_toeplitz(str(tmp_path / "tbm"), tmp_path / "again")
     with pytest.raises(SurgeryError, match="exists"):
-        to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")
+        convert_to_toeplitz(str(tmp_path / "out"), tmp_path / "tbm")

@@ -20,7 +20,7 @@ from helpers.quick_python import QuickPython
 from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
-from surgery.planning.recipe import Recipe, Rule, load_recipe
+from surgery.planning.recipe import ConversionRecipe, Rule, load_recipe
 from surgery.structures import STRUCTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ def rows(page: str) -> set[str]:
 
 
 def test_every_key_and_every_structure_is_explained():
-    assert rows("recipes.md") == set(Recipe.model_fields)
+    assert rows("recipes.md") == set(ConversionRecipe.model_fields)
     text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in text for key in Rule.model_fields)
     assert rows("structures.md") == set(STRUCTURES.names())
@@ -157,7 +157,7 @@ def test_every_key_and_every_structure_is_explained():
 
 def test_defaults_are_as_documented():
     text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    for key, field in Recipe.model_fields.items():
+    for key, field in ConversionRecipe.model_fields.items():
         if isinstance(field.default, (int, float, str)) and key != "description":
             cell = re.search(rf"^\| `{key}` \| (.*?) \|", text, re.M)
             assert cell and cell.group(1).strip('`"') == str(field.default), key

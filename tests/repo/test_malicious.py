@@ -8,32 +8,32 @@ import struct
 
 import pytest
 import torch
-from helpers.small import recipe_of
+from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import surgery
-from surgery.checkpoint.meta_model import Skeleton
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_header, read_tensor
-from surgery.checkpoint.source import INDEX, SINGLE, open_converted, open_source
+from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, open_converted_checkpoint, open_checkpoint
 from surgery.cli.demo import demo
-from surgery.cli.teacher_cache import written
+from surgery.cli.teacher_cache import build_teacher_cache
 from surgery.conversion import convert as conversion
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
-from surgery.conversion.toeplitz import to_toeplitz
-from surgery.core.config import put_text
+from surgery.conversion.toeplitz import convert_to_toeplitz
+from surgery.core.config import apply_override
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text, write_json
 from surgery.core.progress import Progress
 from surgery.eval.fetch import fetch
-from surgery.eval.model import load_from
-from surgery.eval.results.store import Store
+from surgery.eval.model import load_from_folder
+from surgery.eval.results.store import ResultStore
 from surgery.planning.recipe import load_recipe, parse_recipe
-from surgery.publish.hub.license import local_card
+from surgery.publish.hub.license import read_local_card
 from surgery.training import models
 from surgery.training.finetune import finetune
-from surgery.training.recipe import load_healing, parse_healing
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def with_config(source, **changes):
     ],
 )
 def test_an_index_points_beside_itself_only(source, shard):
-    shutil.copy(source / SINGLE, source.parent / "secret.safetensors")
-    (source / INDEX).write_text(json.dumps({"weight_map": {"w": shard}}))
+    shutil.copy(source / SAFE_WEIGHTS_NAME, source.parent / "secret.safetensors")
+    (source / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(SurgeryError, match=r"shards are .safetensors files beside the index|is not a shard index"):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
-@pytest.mark.parametrize("name", [SINGLE, "config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", INDEX])
+@pytest.mark.parametrize("name", [SAFE_WEIGHTS_NAME, "config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", SAFE_WEIGHTS_INDEX_NAME])
 @pytest.mark.parametrize("how", ["absolute", "relative"])
 def test_a_link_out_of_the_folder(source, name, how):
     """A companion is copied into OUT, and may be pushed from there."""
@@ -74,7 +74,7 @@ def test_a_link_out_of_the_folder(source, name, how):
         (outside / name).write_text("{}")
     (source / name).symlink_to(outside / name if how == "absolute" else f"../private/{name}")
     with pytest.raises(SurgeryError, match=f"{name} is a link to .*outside the checkpoint"):
-        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+        convert(str(source), make_recipe(structure="low_rank"), source.parent / "out")
     assert sorted(p.name for p in source.parent.iterdir()) == ["private", "source"]
 
 
@@ -87,7 +87,7 @@ def test_links_of_the_hub_s_cache_and_inside_the_folder_are_followed(source):
         (snapshot / path.name).symlink_to(f"../../blobs/{i}")
     (snapshot / "tokenizer.json").symlink_to("config.json")
     (source.parent / "named").symlink_to(snapshot)
-    assert open_source(str(snapshot)).tensors.keys() == open_source(str(source.parent / "named")).tensors.keys()
+    assert open_checkpoint(str(snapshot)).tensors.keys() == open_checkpoint(str(source.parent / "named")).tensors.keys()
 
 
 def stored(path, header, data=b""):
@@ -142,60 +142,60 @@ def test_a_dtype_nobody_knows(tmp_path):
 # -- which weights ---------------------------------------------------------------------------------
 def halved(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
     """The weights of a folder as two shards with an index, times `scale`; model.safetensors stays."""
-    tensors = {name: scale * tensor for name, tensor in load_file(folder / SINGLE).items()}
+    tensors = {name: scale * tensor for name, tensor in load_file(folder / SAFE_WEIGHTS_NAME).items()}
     half = len(tensors) // 2
     parts = [dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:])]
     for name, part in zip(names, parts):
         save_file(part, folder / name, metadata={"format": "pt"})
     weight_map = {tensor: name for name, part in zip(names, parts) for tensor in part}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def test_2_3_model_safetensors_beside_an_index(source):
     """transformers loads the single file. An index of that same file is no contradiction; any other is."""
-    tensors = list(read_header(source / SINGLE))
-    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SINGLE)}))
-    assert {t.file.name for t in open_source(str(source)).tensors.values()} == {SINGLE}
+    tensors = list(read_header(source / SAFE_WEIGHTS_NAME))
+    (source / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SAFE_WEIGHTS_NAME)}))
+    assert {t.file.name for t in open_checkpoint(str(source)).tensors.values()} == {SAFE_WEIGHTS_NAME}
     halved(source, scale=2.0)
-    for read in (open_source, open_converted):
+    for read in (open_checkpoint, open_converted_checkpoint):
         with pytest.raises(SurgeryError, match="names other weights; transformers would load the first"):
             read(str(source))
-    (source / SINGLE).unlink()
+    (source / SAFE_WEIGHTS_NAME).unlink()
     loaded = LlamaForCausalLM.from_pretrained(source).state_dict()
-    for name, info in open_source(str(source)).tensors.items():
+    for name, info in open_checkpoint(str(source)).tensors.items():
         assert torch.equal(read_tensor(info), loaded[name])
 
 
 def test_2_3_weights_that_the_config_names(source):
-    shutil.copy(source / SINGLE, source / "other.safetensors")
+    shutil.copy(source / SAFE_WEIGHTS_NAME, source / "other.safetensors")
     with_config(source, transformers_weights="other.safetensors")
     with pytest.raises(SurgeryError, match=r"names its weights by transformers_weights \('other.safetensors'\)"):
-        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+        convert(str(source), make_recipe(structure="low_rank"), source.parent / "out")
 
 
 def test_2_3_an_adapter_beside_whole_weights(source):
     (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     with pytest.raises(SurgeryError, match=r"would load the PEFT adapter .* of org/base: merge it first"):
-        convert(str(source), recipe_of(structure="low_rank"), source.parent / "out")
+        convert(str(source), make_recipe(structure="low_rank"), source.parent / "out")
 
 
 def test_2_3_a_distributed_checkpoint_beside_whole_weights(source):
-    shutil.copy(source / SINGLE, source / "shard-00000-model-00001-of-00002.safetensors")
+    shutil.copy(source / SAFE_WEIGHTS_NAME, source / "shard-00000-model-00001-of-00002.safetensors")
     with pytest.raises(SurgeryError, match="distributed checkpoint of torch"):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
 def test_2_3_a_tensor_in_two_shards_and_an_index_without_metadata(source):
     halved(source)
-    (source / SINGLE).unlink()
-    index = json.loads((source / INDEX).read_text())
-    (source / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]}))
+    (source / SAFE_WEIGHTS_NAME).unlink()
+    index = json.loads((source / SAFE_WEIGHTS_INDEX_NAME).read_text())
+    (source / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": index["weight_map"]}))
     with pytest.raises(SurgeryError, match='has no table "metadata"'):
-        open_source(str(source))
+        open_checkpoint(str(source))
     both = {**load_file(source / "a.safetensors"), **load_file(source / "b.safetensors")}
     save_file(both, source / "b.safetensors")
     with pytest.raises(SurgeryError, match="is in two shards"):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
 # -- configs ---------------------------------------------------------------------------------------
@@ -213,12 +213,12 @@ SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim", "interm
 @pytest.mark.parametrize("value", [10**12, 10**30, -(10**12), 1e300, float("inf"), float("nan")])
 def test_enormous_sizes(source, key, value):
     with pytest.raises(SurgeryError, match=f"{key} is .*no model is that large"):
-        open_source(str(with_config(source, **{key: value})))
+        open_checkpoint(str(with_config(source, **{key: value})))
 
 
 def test_enormous_sizes_further_in(source):
     with pytest.raises(SurgeryError, match="hidden_size is 1e"):
-        open_source(str(with_config(source, text_config=[{"hidden_size": 10**12}])))
+        open_checkpoint(str(with_config(source, text_config=[{"hidden_size": 10**12}])))
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -227,7 +227,7 @@ def test_sizes_that_are_none(source, key, value):
     if key == "head_dim" and value is None:
         pytest.skip("it is a default")
     with pytest.raises(SurgeryError):
-        convert(str(with_config(source, **{key: value})), recipe_of(structure="low_rank"), source.parent / "out")
+        convert(str(with_config(source, **{key: value})), make_recipe(structure="low_rank"), source.parent / "out")
     assert [p.name for p in source.parent.iterdir()] == ["source"]
 
 
@@ -251,20 +251,20 @@ def test_sizes_that_are_none(source, key, value):
 )
 def test_configs(source, changes):
     with pytest.raises(SurgeryError):
-        Skeleton(open_source(str(with_config(source, **changes))))
+        MetaModel(open_checkpoint(str(with_config(source, **changes))))
 
 
 @pytest.mark.parametrize("named", [["os"], ["logging"], ["Trainer"], ["AutoTokenizer"], ["pipeline"], [5], 5, "x"])
 def test_an_architecture_is_a_model_class_or_nothing(source, named):
     """Another name of the library's is not called; the config's own type decides, as where none is named."""
-    assert type(Skeleton(open_source(str(with_config(source, architectures=named)))).model).__name__ == "LlamaModel"
+    assert type(MetaModel(open_checkpoint(str(with_config(source, architectures=named)))).model).__name__ == "LlamaModel"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type":' * 50_000, "\ud800", "", "null", "\x00", "9" * 5000])
 def test_configs_that_are_no_table(source, text):
     (source / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(SurgeryError):
-        open_source(str(source))
+        open_checkpoint(str(source))
 
 
 # -- recipes ---------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("name", YAMLS)
-@pytest.mark.parametrize("load", [load_recipe, load_healing])
+@pytest.mark.parametrize("load", [load_recipe, load_healing_recipe])
 def test_recipes(tmp_path, name, load):
     text, says = YAMLS[name]
     (tmp_path / "r.yaml").write_text(text)
@@ -301,19 +301,19 @@ def test_one_value_of_a_recipe(name):
     with pytest.raises(SurgeryError, match="--set"):
         parse_recipe("", "here", [f"seed={value}"])
     with pytest.raises(SurgeryError, match="--set"):
-        put_text({}, f"seed={value}")
+        apply_override({}, f"seed={value}")
 
 
 @pytest.mark.parametrize("tokens", ["9" * 400 + "b", "9" * 5000, "1." + "9" * 5000 + "k", float("inf"), -1, [1]])
 def test_counts(tokens):
     with pytest.raises(SurgeryError, match="tokens"):
-        parse_healing({"stages": [{"kind": "lm", "tokens": tokens, "rate": 1e-4}]})
+        parse_healing_recipe({"stages": [{"kind": "lm", "tokens": tokens, "rate": 1e-4}]})
 
 
 @pytest.mark.parametrize("name", [name for name in YAMLS if name != "large"])
 def test_a_model_card_s_head(tmp_path, name):
     (tmp_path / "README.md").write_text(f"---\n{YAMLS[name][0]}\n---\n# A model\n")
-    assert local_card(tmp_path) == {}
+    assert read_local_card(tmp_path) == {}
 
 
 # -- tensors that are not there --------------------------------------------------------------------
@@ -323,9 +323,9 @@ def copied(converted, tmp_path):
 
 
 def changed_tensors(folder, change):
-    tensors = load_file(folder / SINGLE)
+    tensors = load_file(folder / SAFE_WEIGHTS_NAME)
     change(tensors)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def changed_table(folder, change):
@@ -355,8 +355,8 @@ def test_2_4_nothing_is_invented_in_a_converted_folder(copied, how):
     device = torch.device("cpu")
     for use in (
         lambda: surgery.load(copied),
-        lambda: load_from(copied, device, "float32", False),
-        lambda: models.load(models.opened(str(copied)), torch.float32),
+        lambda: load_from_folder(copied, device, "float32", False),
+        lambda: models.load_causal_lm(models.open_trainable(str(copied)), torch.float32),
         lambda: densify(str(copied), copied.parent / "dense"),
     ):
         with pytest.raises(SurgeryError, match=says):
@@ -367,8 +367,8 @@ def test_2_4_nothing_is_invented_in_a_converted_folder(copied, how):
 def test_2_4_nothing_is_invented_in_an_ordinary_folder(source):
     changed_tensors(source, lambda t: t.pop("model.norm.weight"))
     for use in (
-        lambda: convert(str(source), recipe_of(structure="low_rank"), source.parent / "out"),
-        lambda: load_from(source, torch.device("cpu"), "float32", False),
+        lambda: convert(str(source), make_recipe(structure="low_rank"), source.parent / "out"),
+        lambda: load_from_folder(source, torch.device("cpu"), "float32", False),
     ):
         with pytest.raises(SurgeryError, match=r"lacks tensor 'model.norm.weight'"):
             use()
@@ -379,28 +379,28 @@ def test_2_4_tensors_beyond_the_class_are_kept_and_named(source):
     """As bert-base-uncased has, whose file holds a second head."""
     changed_tensors(source, lambda t: t.update({"second.head.weight": torch.ones(2)}))
     out = source.parent / "out"
-    convert(str(source), recipe_of(structure="low_rank"), out)
+    convert(str(source), make_recipe(structure="low_rank"), out)
     table = json.loads((out / "config.json").read_text())["quantization_config"]
     assert table["unused"] == ["second.head.weight"]
     AutoModelForCausalLM.from_pretrained(out)
-    models.load(models.opened(str(out)), torch.float32)
+    models.load_causal_lm(models.open_trainable(str(out)), torch.float32)
     densify(str(out), source.parent / "dense")
-    assert "second.head.weight" in load_file(source.parent / "dense" / SINGLE)
+    assert "second.head.weight" in load_file(source.parent / "dense" / SAFE_WEIGHTS_NAME)
 
 
 # -- links -----------------------------------------------------------------------------------------
 def writers(source, converted, out):
     """Every command that writes a folder, by its function."""
-    recipe = load_healing("quick", ['data.sources=[{"path": "no.jsonl"}]'], True)
+    recipe = load_healing_recipe("quick", ['data.sources=[{"path": "no.jsonl"}]'], True)
     return {
-        "convert": lambda: convert(str(source), recipe_of(structure="low_rank"), out, resume=True),
+        "convert": lambda: convert(str(source), make_recipe(structure="low_rank"), out, resume=True),
         "densify": lambda: densify(str(converted), out),
         "finetune": lambda: finetune(str(converted), recipe, out, teacher=str(source), resume=True),
-        "toeplitz": lambda: to_toeplitz(str(converted), out),
-        "teacher-cache": lambda: written(
+        "toeplitz": lambda: convert_to_toeplitz(str(converted), out),
+        "teacher-cache": lambda: build_teacher_cache(
             str(source), recipe, out, 4, 4, resume=True, device="cpu", trust_remote_code=False, progress=None
         ),
-        "eval": lambda: Store(out).open(),
+        "eval": lambda: ResultStore(out).open(),
         "fetch": lambda: fetch(out, [], Progress()),
         "demo": lambda: demo(out, "btt-half", Progress(), print),
     }
@@ -439,19 +439,19 @@ def test_2_5_a_file_is_not_written_through_a_link_beside_it(tmp_path):
 
 # -- sources that change meanwhile -----------------------------------------------------------------
 def test_2_7_a_shard_that_vanishes_while_it_is_converted(source, monkeypatch):
-    out, write = source.parent / "out", conversion._Run._write
+    out, write = source.parent / "out", conversion.Conversion._write
 
     def vanishing(self, unit, *args, **said):
         write(self, unit, *args, **said)
         if unit == "model.layers.0":
-            (source / SINGLE).rename(source.parent / "away")
+            (source / SAFE_WEIGHTS_NAME).rename(source.parent / "away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(conversion._Run, "_write", vanishing)
+        patched.setattr(conversion.Conversion, "_write", vanishing)
         with pytest.raises(SurgeryError, match=r"cannot be read any longer .*No such file.*Put the file back"):
-            convert(str(source), recipe_of(structure="low_rank"), out)
-    (source.parent / "away").rename(source / SINGLE)
-    convert(str(source), recipe_of(structure="low_rank"), out, resume=True)
+            convert(str(source), make_recipe(structure="low_rank"), out)
+    (source.parent / "away").rename(source / SAFE_WEIGHTS_NAME)
+    convert(str(source), make_recipe(structure="low_rank"), out, resume=True)
 
 
 def test_2_7_sizes_have_units_that_suit_them():

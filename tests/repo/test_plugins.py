@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from surgery.architectures import anatomy_of
-from surgery.architectures.base import Anatomy, _added, add_family
+from surgery.architectures import get_architecture
+from surgery.architectures.base import Architecture, _plugin_families, add_family
 from surgery.core.errors import SurgeryError
 from surgery.core.registry import PLUGINS, load_plugins
 
@@ -30,19 +30,19 @@ def plugins(monkeypatch):
 
 
 def test_a_family_of_a_plugin(plugins, monkeypatch):
-    anatomy = Anatomy(model_types=("plugged",), layers=("blocks",), attention=("attn",), mlp=("mlp",), query="wq")
+    anatomy = Architecture(model_types=("plugged",), layers=("blocks",), attention=("attn",), mlp=("mlp",), query="wq")
     module = ModuleType("plugged_family")
     monkeypatch.setitem(sys.modules, "plugged_family", module)
     plugins("plugged_family")
-    assert anatomy_of("plugged") is None
+    assert get_architecture("plugged") is None
     add_family(anatomy)
     try:
-        assert anatomy_of("plugged") is anatomy and anatomy_of("llama") is not None
+        assert get_architecture("plugged") is anatomy and get_architecture("llama") is not None
     finally:
-        _added.clear()
+        _plugin_families.clear()
 
 
 def test_a_plugin_that_fails_is_named(plugins):
     plugins("no_such_module_of_a_plugin")
     with pytest.raises(SurgeryError, match=r"plugin no_such_module_of_a_plugin .* ModuleNotFoundError"):
-        anatomy_of("llama")
+        get_architecture("llama")

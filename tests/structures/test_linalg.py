@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import recipe_of, tiny_inputs
+from helpers.small import make_recipe, tiny_inputs
 from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
-from surgery.conversion.fit import Attempt, _fitted
+from surgery.conversion.fit import Candidate, _fit_result
 from surgery.core.errors import NumbersError, SurgeryError, naming
-from surgery.core.files import number_of
+from surgery.core.files import os_error_number
 from surgery.structures import linalg
 from surgery.structures.metric import spd_factor
 
@@ -122,8 +122,8 @@ def test_2_7_what_nobody_can_factor_is_said():
 def test_2_7_a_solver_s_error_code_is_not_the_disk_s(code):
     """`error code: 30` of eigh was told as a read-only file system, 28 would have been a full disk."""
     text = f"linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned (error code: {code})."
-    assert number_of(torch.linalg.LinAlgError(text)) is None
-    assert number_of(RuntimeError(f'IoError(Os {{ code: {code}, kind: StorageFull, message: "" }})')) == code
+    assert os_error_number(torch.linalg.LinAlgError(text)) is None
+    assert os_error_number(RuntimeError(f'IoError(Os {{ code: {code}, kind: StorageFull, message: "" }})')) == code
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -154,34 +154,34 @@ def text(tmp_path) -> str:
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_2_7_weights_of_1e30_are_named(changed, tmp_path, structure, calibrated):
     calibration = {"calibration": text(tmp_path)} if calibrated else {}
-    recipe = recipe_of(structure=structure, keep=0.5, **calibration)
+    recipe = make_recipe(structure=structure, keep=0.5, **calibration)
     with pytest.raises(SurgeryError, match=rf"{UP} holds numbers up to .*e\+\d\d; .*structure: dense"):
         convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
 
 
 def test_2_7_the_advice_given_there_works(changed, tmp_path):
-    recipe = recipe_of(structure="low_rank", keep=0.5, rules=[{"match": UP, "structure": "dense"}])
+    recipe = make_recipe(structure="low_rank", keep=0.5, rules=[{"match": UP, "structure": "dense"}])
     report = convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
     assert UP not in {record["name"] for record in report["modules"]}
 
 
 def test_2_7_activations_that_overflow_are_named(changed, tmp_path):
-    recipe = recipe_of(structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path))
+    recipe = make_recipe(structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path))
     with pytest.raises(SurgeryError, match=r"what reaches model\.layers\.0\.self_attn.q_proj.*overflows float32"):
         convert(changed("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
 
 
 def test_2_7_nan_is_named_by_tensor(changed, tmp_path):
     with pytest.raises(SurgeryError, match=rf"tensor '{UP}.weight' in model.safetensors holds .* NaN or Inf"):
-        convert(changed(f"{UP}.weight", float("nan")), recipe_of(structure="low_rank", keep=0.5), tmp_path / "out")
+        convert(changed(f"{UP}.weight", float("nan")), make_recipe(structure="low_rank", keep=0.5), tmp_path / "out")
 
 
 def test_2_7_a_fit_beyond_the_stored_dtype():
     """Float16 ends at 65,504: a refitted matrix beyond it was written as Inf."""
     cut: Any = SimpleNamespace(name=UP)
-    best = Attempt(None, torch.ones(2, 2), torch.full((2, 2), 1e5), 0.0, 0.0, True)
+    best = Candidate(None, torch.ones(2, 2), torch.full((2, 2), 1e5), 0.0, 0.0, True)
     with (
         pytest.raises(SurgeryError, match=rf"{UP}: its fit holds NaN or Inf in float16 \(numbers up to 6.6e\+04\)"),
         naming(UP),
     ):
-        _fitted(cut, best, torch.float16, 0.0)
+        _fit_result(cut, best, torch.float16, 0.0)

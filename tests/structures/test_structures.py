@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
-from surgery.core.registry import typed
-from surgery.modeling.modules import empty_standin
-from surgery.structures import STRUCTURES, Metric, damped
+from surgery.core.registry import validate_config
+from surgery.modeling.modules import build_module
+from surgery.structures import STRUCTURES, Metric, add_damping
 from surgery.structures.base import StructureConfig, config_from_dict
 from surgery.structures.btt import BTT, BTTLinear, btt_mvm
 from surgery.structures.kronecker import Kronecker
-from surgery.structures.low_rank import LowRank, orthonormal
+from surgery.structures.low_rank import LowRank, orthonormalize
 from surgery.structures.metric import add_moment_
 from surgery.structures.monarch import Monarch
 from surgery.structures.pivoted_low_rank import maximal_volume_rows
@@ -51,7 +51,7 @@ def moments(out: int, in_: int, seed: int) -> tuple[torch.Tensor, Metric]:
     torch.manual_seed(seed)
     mix_II = torch.randn(in_, in_) * torch.logspace(0, -1.5, in_)
     gram_OO = torch.randn(out, out)
-    metric = Metric(damped(mix_II @ mix_II.mT / in_, 0.01), damped(gram_OO @ gram_OO.mT / out, 0.05))
+    metric = Metric(add_damping(mix_II @ mix_II.mT / in_, 0.01), add_damping(gram_OO @ gram_OO.mT / out, 0.05))
     return torch.randn(out, in_), metric
 
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_s_table_has_grids_in_numbers(name, blocks):
     """Words that only a recipe may say end in a refusal, not in arithmetic with them."""
     entry = {"structure": name, "blocks": blocks, "rank": 1, "in_features": 32, "out_features": 32, "bias": False}
     with pytest.raises(SurgeryError):
-        empty_standin(entry, device="meta", dtype=torch.float32)
+        build_module(entry, device="meta", dtype=torch.float32)
 
 
 def test_pivots_have_small_coefficients():
@@ -331,7 +331,7 @@ def test_a_moment_by_halves(width):
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_orthonormal_columns_even_where_they_depend(rank):
     y = torch.randn(4, 20, rank) @ torch.randn(4, rank, 7)
-    q = orthonormal(y)
+    q = orthonormalize(y)
     assert torch.allclose(q.mT @ q, torch.eye(7).expand(4, 7, 7), atol=1e-5)
     assert torch.allclose(q @ (q.mT @ y), y, atol=1e-4)
 
@@ -346,4 +346,4 @@ def test_options_of_a_config_made_inside_a_function_are_trusted():
         name: ClassVar[str] = "local"
         kind: Kind | None = None
 
-    assert typed(Local, {"kind": 3}) == Local(kind=3)  # type: ignore[arg-type]
+    assert validate_config(Local, {"kind": 3}) == Local(kind=3)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers.small_training import EMBEDDED
+from helpers.small_training import TINY_CHECKPOINT
 
 from surgery.recipes.papers.healing import suites as healed_suites
 from surgery.recipes.papers.healing import tables as healed_shown
@@ -32,9 +32,9 @@ def test_a_column_for_each_conversion(tmp_path):
     second = [row("needle", "accuracy", {"base": 90.0, "converted": 90.0})]
     (tmp_path / "b.json").write_text(json.dumps({"needle": {"rows": first}, "mqar": {"rows": [guess]}}))
     (tmp_path / "a.json").write_text(json.dumps({"needle": {"rows": second}}))
-    found = healed_shown.read([tmp_path / "b.json", tmp_path / "a.json"])
+    found = healed_shown.load_parts([tmp_path / "b.json", tmp_path / "a.json"])
     head, _, needles, recall = healed_shown.markdown(found).splitlines()
-    assert healed_shown.changes(found).splitlines()[-1] == "| a | +0 [-9, 1] |  |"
+    assert healed_shown.change_table(found).splitlines()[-1] == "| a | +0 [-9, 1] |  |"
     assert head == "| | n | original | b | a |"
     assert needles == "| `needle`, % | 1,200 | 90 ± 0.5 | 75 ± 0.5, -15 [-9, 1] | 90 ± 0.5, +0 [-9, 1] |"
     assert recall.startswith("| `mqar`, 256, % | 1,200 | 1 ± 0.5 (no evidence: guesses) | 1 ± 0.5") and recall.endswith(
@@ -44,9 +44,9 @@ def test_a_column_for_each_conversion(tmp_path):
 
 def test_suites_run_part_after_part(tmp_path, monkeypatch, capsys):
     """One model beside itself, which is measured once."""
-    told = ["--text", EMBEDDED / "heldout.txt", "--tokens", 256, "--length", 64, "--lengths", 128, "--samples", 1]
+    told = ["--text", TINY_CHECKPOINT / "heldout.txt", "--tokens", 256, "--length", 64, "--lengths", 128, "--samples", 1]
     told += ["--sequences", 2, "--part", "reading", "--part", "needle", "--part", "mqar", "--device", "cpu"]
-    words = ["suites", "run", EMBEDDED, f"same={EMBEDDED}", *told, "--out", tmp_path / "out"]
+    words = ["suites", "run", TINY_CHECKPOINT, f"same={TINY_CHECKPOINT}", *told, "--out", tmp_path / "out"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     healed_suites.main()
     parts = json.loads((tmp_path / "out" / "same.json").read_text())

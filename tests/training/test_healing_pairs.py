@@ -10,19 +10,19 @@ import pytest
 import torch
 from helpers.small import DECODER
 
-from surgery.architectures.linears import walk
+from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import model_class
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
-from surgery.planning.recipe import load_recipe, shipped_recipes, validated
+from surgery.planning.recipe import load_recipe, shipped_recipes, validate_recipe
 from surgery.training.finetune import finetune
-from surgery.training.pretrain.initialize import plan_for, put_mixers, put_standins
-from surgery.training.recipe import load_healing, parse_healing, shipped
+from surgery.training.pretrain.initialize import plan_new_model, install_mixers, replace_linears
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
 from surgery.training.runner import changed_by
-from surgery.training.stages import Models
+from surgery.training.stages import StageModels
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 REASONS = {  # part of the refusal -> what the table says
@@ -47,27 +47,27 @@ def converted(folder, recipe):
     """A random model of that shape with what the recipe puts in, and the roles of its linears."""
     from transformers import LlamaConfig
 
-    plan = plan_for(folder, recipe)
+    plan = plan_new_model(folder, recipe)
     config = LlamaConfig.from_pretrained(folder)
     model = model_class(config)._from_config(config, dtype=torch.float32)
-    roles = {linear.path: linear.roles for linear in walk(model).linears if linear.roles}
-    put_standins(model, plan)
+    roles = {linear.path: linear.roles for linear in find_linears(model).linears if linear.roles}
+    replace_linears(model, plan)
     if plan.seats:
-        put_mixers(model, plan)
-    return Models(model, model), roles
+        install_mixers(model, plan)
+    return StageModels(model, model), roles
 
 
 def verdict(models, roles, name):
     """yes, or why not."""
     try:
-        changed_by(load_healing(name), models, roles)
+        changed_by(load_healing_recipe(name), models, roles)
     except SurgeryError as error:
         return next(said for part, said in REASONS.items() if part in str(error))
     return "yes"
 
 
 def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
-    healing, found = list(shipped()), {}
+    healing, found = list(shipped_healing_recipes()), {}
     for name in sorted(shipped_recipes()):
         models, roles = converted(folder, load_recipe(name, DECIDED.get(name, [])))
         found[name] = tuple(verdict(models, roles, other) for other in healing)
@@ -96,9 +96,9 @@ def mixers():
 def test_4_3_every_mixer_can_be_healed(folder):
     """What a recipe of one's own may name, beyond the shipped ones."""
     stage = {"kind": "align", "of": ["attention"], "tokens": 64, "rate": 1e-3, "trains": ["new"]}
-    aligned = parse_healing({"stages": [stage]})
+    aligned = parse_healing_recipe({"stages": [stage]})
     for attention in mixers():
-        models, roles = converted(folder, validated({"structure": "dense", "attention": attention}, "test"))
+        models, roles = converted(folder, validate_recipe({"structure": "dense", "attention": attention}, "test"))
         names = ("standard", "long", "small-attention", "small-linears")
         assert {verdict(models, roles, name) for name in names} == {"yes"}, attention
         new = changed_by(aligned, models, roles)
@@ -115,7 +115,7 @@ def test_4_3_a_word_that_selects_nothing_is_still_refused(folder):
     ):
         stage = {"kind": "lm", "tokens": 64, "rate": 1e-3, "trains": trains}
         with pytest.raises(SurgeryError, match=said):
-            changed_by(parse_healing({"stages": [stage]}), models, roles)
+            changed_by(parse_healing_recipe({"stages": [stage]}), models, roles)
 
 
 def test_4_3_a_sliding_window_is_healed(tmp_path, student, words, without_curves):
@@ -134,7 +134,7 @@ def test_4_3_a_sliding_window_is_healed(tmp_path, student, words, without_curves
     for name in ("small-attention", "standard"):
         out = tmp_path / name
         record = finetune(
-            str(window), load_healing(name, few, tiny=True), out, teacher=str(source), device="cpu", track="none"
+            str(window), load_healing_recipe(name, few, tiny=True), out, teacher=str(source), device="cpu", track="none"
         )
         assert [stage["steps"] for stage in record["stages"]] == [1, 1]
         lines = [json.loads(line) for line in (out / "training" / "log.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers.small_training import EMBEDDED
+from helpers.small_training import TINY_CHECKPOINT
 
 from surgery.eval import stories
 from surgery.recipes.papers.healing import plot as healing_plot
@@ -20,10 +20,10 @@ ASKED = {"mean": 0.5, "errors": [[0.1, 0.1], [0.1, 0.1]]}
 def test_cells_say_what_was_measured():
     row = {"model": "a, healed", "seed": 1, "perplexity": 3.456, "se": 0.234, "needles": ASKED, "training": RUN}
     row["ratio"] = {"ratio": 1.02, "low": 1.01, "high": 1.03}
-    assert healing.cells(row) == [
+    assert healing.format_cells(row) == [
         "a, healed", "1", "2.50M", "3.456 ± 0.23", "1.020 [1.010, 1.030]", "50.0 ± 5.0", "61 s, 81.2K tokens/s",
     ]  # fmt: skip
-    assert healing.cells({"model": "a", "refused": "no"})[3] == "no"
+    assert healing.format_cells({"model": "a", "refused": "no"})[3] == "no"
 
 
 def test_a_curve_runs_over_all_stages():
@@ -35,21 +35,21 @@ def test_a_curve_runs_over_all_stages():
     log = [{"stage": 0, "step": 1, "tokens": 5, "loss": 9.0}, {"stage": 0, "tokens": 5, "validation": 2.5}]
     log.append({"stage": 1, "tokens": 15, "validation": 2.0})
     text = "\n".join(map(json.dumps, log))
-    assert healing.curve(record, text) == [[0, 3.0], [5, 2.5], [25, 2.0], [40, 1.0]]
+    assert healing.validation_curve(record, text) == [[0, 3.0], [5, 2.5], [25, 2.0], [40, 1.0]]
 
 
 def test_a_row_for_each_of_what_is_varied(tmp_path, monkeypatch, capsys):
     assert healing_text.write(tmp_path / "text.txt", healing_text.story_documents(0), 30_000) >= 30_000
     told = {
         "--recipe": "low-rank-half", "--healing": "small-linears", "--start": "copied", "--data": tmp_path / "text.txt",
-        "--separator": stories.END, "--calibration": EMBEDDED / "calibration.txt", "--text": EMBEDDED / "heldout.txt",
+        "--separator": stories.END, "--calibration": TINY_CHECKPOINT / "calibration.txt", "--text": TINY_CHECKPOINT / "heldout.txt",
         "--length": 64, "--score": 256, "--tokens": 512, "--set": "stages.0.length=64", "--needles": 64, "--samples": 1,
         "--validation": 2, "--work": tmp_path / "work", "--device": "cpu", "--json": tmp_path / "rows.json",
     }  # fmt: skip
     words = [str(word) for pair in told.items() for word in pair]
     words += ["--tiny", "--vary", "stages.0.rate=3e-5", "--vary", "stages.0.rate=1e-5 stages.0.trains=[structured]"]
     words += ["--set", "stages.0.batch=4", "--set", "stages.0.rows=4", "--set", "evaluate=1"]
-    monkeypatch.setattr(sys, "argv", ["healing", str(EMBEDDED), *words])
+    monkeypatch.setattr(sys, "argv", ["healing", str(TINY_CHECKPOINT), *words])
     healing.main()
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["model"].split(",")[-1][:10] for row in rows] == ["original", " converted", " healed st", " healed st"]

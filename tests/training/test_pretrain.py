@@ -6,20 +6,20 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED, losses
+from helpers.small_training import TINY_CHECKPOINT, read_losses
 
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.mup.models import NAMES, Sizes, model_of, rate_factors, stage_of
-from surgery.recipes.papers.mup.run import data_of, gathered
-from surgery.recipes.papers.mup.tables import best, markdown, rows, vertex
-from surgery.recipes.papers.quality.mlr_linear import MLR, MLRLinear
-from surgery.recipes.papers.quality.stacked import Stack
+from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, rate_factors, make_stage
+from surgery.recipes.papers.mup.run import make_data_config, stack_examples
+from surgery.recipes.papers.mup.tables import find_best, markdown, table_rows, parabola_vertex
+from surgery.recipes.papers.quality.mlr_linear import MLRLinearConfig, MLRLinear
+from surgery.recipes.papers.quality.stacked import StackedTraining
 from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
-from surgery.training.pretrain.initialize import silence
-from surgery.training.pretrain.model_config import keys_of_config
+from surgery.training.pretrain.initialize import zero_output
+from surgery.training.pretrain.model_config import load_config_keys
 from surgery.training.pretrain.pretrain import pretrain
-from surgery.training.pretrain.recipe import folder, load_pretrain, parse_pretrain
+from surgery.training.pretrain.recipe import pretrain_folder, load_pretrain_recipe, parse_pretrain_recipe
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -31,7 +31,7 @@ FEW = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((EMBEDDED / "calibration.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    path.write_text((TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     return path
 
 
@@ -46,22 +46,22 @@ def small(text, **keys):
         "log": 1,
         "checkpoint": 2,
     }
-    return parse_pretrain({**told, "stages": [{**stage, "optimiser": optimiser}], **keys})
+    return parse_pretrain_recipe({**told, "stages": [{**stage, "optimiser": optimiser}], **keys})
 
 
 # -- the command's run -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", sorted(path.stem for path in folder().glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in pretrain_folder().glob("*.yaml")))
 def test_shipped_recipes_run_for_a_few_steps(name, text, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given = [*FEW, f"data.sources=[{{path: {text}}}]", "data.validation_examples=2"]
-    record = pretrain(load_pretrain(name, given, tiny=True), tmp_path / "out", device="cpu")
+    record = pretrain(load_pretrain_recipe(name, given, tiny=True), tmp_path / "out", device="cpu")
     assert [stage["steps"] for stage in record["stages"]] == [2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(model.generate(**tokenizer("Story", return_tensors="pt"), max_new_tokens=3)[0])
-    whole = load_pretrain(name)
+    whole = load_pretrain_recipe(name)
     assert whole.training.stages[0].tokens >= 10**9 and whole.training.stages[0].optimiser.base_width
 
 
@@ -76,10 +76,10 @@ def test_it_learns_and_is_inspected(text, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(text, tmp_path, monkeypatch):
-    from surgery.training.loop import Loop
+    from surgery.training.loop import TrainingLoop
 
     pretrain(small(text), tmp_path / "whole", device="cpu")
-    step = Loop._step
+    step = TrainingLoop._step
 
     def dying(self, taken):
         if self.at.step == 3:
@@ -87,12 +87,12 @@ def test_an_interrupted_run_goes_on(text, tmp_path, monkeypatch):
         step(self, taken)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Loop, "_step", dying)
+        patch.setattr(TrainingLoop, "_step", dying)
         pretrain(small(text), tmp_path / "out", device="cpu")
     with pytest.raises(SurgeryError, match="--resume"):
         pretrain(small(text), tmp_path / "out", device="cpu")
     pretrain(small(text), tmp_path / "out", device="cpu", resume=True)
-    assert losses(tmp_path / "out" / "training") == losses(tmp_path / "whole" / "training")
+    assert read_losses(tmp_path / "out" / "training") == read_losses(tmp_path / "whole" / "training")
     assert not (tmp_path / "out.blank").exists()
 
 
@@ -112,14 +112,14 @@ def test_the_command_takes_a_shape_and_a_tokenizer(text, tmp_path, capsys):
     from surgery.cli.main import main
 
     given = [option for key in (*FEW, "data.validation_examples=2") for option in ("--set", key)]
-    shape = ["--model", str(EMBEDDED), "--tokenizer", str(EMBEDDED), "--set", "model.num_hidden_layers=1"]
+    shape = ["--model", str(TINY_CHECKPOINT), "--tokenizer", str(TINY_CHECKPOINT), "--set", "model.num_hidden_layers=1"]
     place = ["--data", str(text), "--out", str(tmp_path / "out"), "--device", "cpu"]
     with pytest.raises(SystemExit) as left:
         main(["pretrain", "--recipe", "gpt2-btt", "--tiny", *shape, *given, *place])
     assert left.value.code == 0
     said = capsys.readouterr().out
     assert "untrained" in said and "trained checkpoint" in said
-    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", EMBEDDED))
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", TINY_CHECKPOINT))
     assert ours["hidden_size"] == theirs["hidden_size"] and ours["num_hidden_layers"] == 1
     assert not ours["tie_word_embeddings"] and ours["vocab_size"] == theirs["vocab_size"]
 
@@ -149,10 +149,10 @@ def test_refusals(keys, said, text, tmp_path):
 
 
 def test_a_config_as_example(tmp_path):
-    keys = keys_of_config(str(EMBEDDED))
+    keys = load_config_keys(str(TINY_CHECKPOINT))
     assert keys["model_type"] == "llama" and "vocab_size" not in keys and keys["hidden_size"] > 0
     with pytest.raises(SurgeryError, match="neither a config"):
-        keys_of_config("./nowhere")
+        load_config_keys("./nowhere")
 
 
 # -- how models begin ------------------------------------------------------------------------------------
@@ -161,27 +161,27 @@ def test_silent_linears_answer_zero_and_learn(name):
     config_type = STRUCTURES.config_type(name)
     config = STRUCTURES[config_type].fit(config_type(), 48, 64, 0.5 * 48 * 64)
     linear = STRUCTURES[config](64, 48, config)
-    silence(linear)
+    zero_output(linear)
     y = linear(torch.randn(3, 64))
     y.square().sum().add(y.sum()).backward()
     assert not y.any()
     assert any(p.grad.any() for n, p in linear.named_parameters() if n != "bias")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STRUCTURE_NAMES)
 def test_models_begin_as_mup_says(name):
     """Activations of one size at every width, logits zero, rates falling with the fans."""
-    sizes, seen = Sizes(head=16, length=16), {}
+    sizes, seen = SweepSizes(head=16, length=16), {}
     for width in (64, 256):
-        model = model_of(name, width, 50, sizes, seed=0)
+        model = make_gpt2(name, width, 50, sizes, seed=0)
         kept = []
         model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda m, i, y, kept=kept: kept.append(y.std()))
         logits = model(torch.arange(16)[None]).logits
         assert not logits.any()
         seen[width] = kept[0].item()
-        factors = rate_factors(model, stage_of(sizes, "mup"))
+        factors = rate_factors(model, make_stage(sizes, "mup"))
         assert factors["lm_head.weight"] == 64 / width and factors["transformer.wte.weight"] == 1
-        naive = rate_factors(model, stage_of(sizes, "dense"))
+        naive = rate_factors(model, make_stage(sizes, "dense"))
         assert naive["transformer.h.0.mlp.c_proj." + core_of(model)] == pytest.approx(64 / (4 * width))
     assert 0.5 < seen[256] / seen[64] < 2
 
@@ -191,7 +191,7 @@ def core_of(model):
 
 
 def test_multi_level_low_rank_is_its_definition():
-    linear = MLRLinear(16, 8, MLR(ranks=(3, 2)))
+    linear = MLRLinear(16, 8, MLRLinearConfig(ranks=(3, 2)))
     x = torch.randn(5, 16)
     first = linear.right[0] @ linear.weight[0]
     blocks = torch.block_diag(*(linear.right1[k] @ linear.weight1[k] for k in range(2)))
@@ -220,13 +220,13 @@ def test_tokenizers_say_what_they_read(kind, text, tmp_path):
 # -- many runs at once -----------------------------------------------------------------------------------
 def test_a_stacked_run_is_the_run_of_the_loop(text, tmp_path):
     """Three rates at once; the second is that of the recipe."""
-    recipe = small(text, data=data_of(str(text)).model_dump(mode="json"))
+    recipe = small(text, data=make_data_config(str(text)).model_dump(mode="json"))
     pretrain(recipe, tmp_path / "out", device="cpu")
-    alone = [loss for _, _, loss in losses(tmp_path / "out" / "training")]
+    alone = [loss for _, _, loss in read_losses(tmp_path / "out" / "training")]
     models, stage, batches = begun(recipe, tmp_path / "blank")
     factors = rate_factors(models[0], stage)
     rates = [{name: rate * scale for name, rate in factors.items()} for scale in (0.5, 1.0, 2.0)]
-    stack = Stack(models, rates, stage.optimiser, stage.clip, torch.device("cpu"))
+    stack = StackedTraining(models, rates, stage.optimiser, stage.clip, torch.device("cpu"))
     found = []
     for step in range(6):
         batch = {name: t[step].expand(3, -1, -1) for name, t in batches.items()}
@@ -239,24 +239,24 @@ def begun(recipe, blank):
     """(three times the model as it begins, the stage, the batches of the loop)"""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from surgery.training.pretrain.pretrain import write_blank
-    from surgery.training.recipe import data_of as data_config
+    from surgery.training.pretrain.pretrain import write_initial_checkpoint
+    from surgery.training.recipe import stage_data_config as data_config
 
-    write_blank(recipe, blank)
+    write_initial_checkpoint(recipe, blank)
     stage = recipe.training.stages[0]
     data = make_data(data_config(recipe.training, stage), AutoTokenizer.from_pretrained(blank), stage.length, 0)
     models = [AutoModelForCausalLM.from_pretrained(blank, attn_implementation="eager") for _ in range(3)]
-    return models, stage, gathered(data, stage.steps, stage.batch, torch.device("cpu"))
+    return models, stage, stack_examples(data, stage.steps, stage.batch, torch.device("cpu"))
 
 
 def test_a_run_that_diverges_leaves_the_others():
-    sizes, ids = Sizes(layers=1, head=16, length=16), torch.randint(0, 50, (4, 4, 16))
-    stage, model = stage_of(sizes, "mup"), model_of("btt", 32, 50, sizes, seed=0)
+    sizes, ids = SweepSizes(layers=1, head=16, length=16), torch.randint(0, 50, (4, 4, 16))
+    stage, model = make_stage(sizes, "mup"), make_gpt2("btt", 32, 50, sizes, seed=0)
     factors = rate_factors(model, stage)
 
     def trained(*scales):
         rates = [{name: rate * scale for name, rate in factors.items()} for scale in scales]
-        stack = Stack([model] * len(scales), rates, stage.optimiser, None, torch.device("cpu"))
+        stack = StackedTraining([model] * len(scales), rates, stage.optimiser, None, torch.device("cpu"))
         batches = ({"input_ids": i.expand(len(scales), -1, -1)} for i in ids)
         return [stack.step({**batch, "labels": batch["input_ids"]}, 1.0) for batch in batches]
 
@@ -268,10 +268,10 @@ def test_a_run_that_diverges_leaves_the_others():
 # -- the figure ------------------------------------------------------------------------------------------
 def test_the_best_rate_lies_at_the_vertex():
     rates = [-8.0, -7.5, -7.0, -6.5, -6.0]
-    assert vertex(rates, [(r + 7.1) ** 2 for r in rates]) == pytest.approx(-7.1)
-    assert vertex(rates, [0.0, 1.0, 2.0, 3.0, 4.0]) == -8.0
+    assert parabola_vertex(rates, [(r + 7.1) ** 2 for r in rates]) == pytest.approx(-7.1)
+    assert parabola_vertex(rates, [0.0, 1.0, 2.0, 3.0, 4.0]) == -8.0
     bend = {r: {0: (r + 7.1) ** 2, 1: (r + 6.9) ** 2} for r in rates}
-    found = best(bend)
+    found = find_best(bend)
     assert found.log2_rate == pytest.approx(-7.0) and found.error == pytest.approx(0.1) and not found.edge
 
 
@@ -281,7 +281,7 @@ def test_the_table_says_how_far_the_best_moves():
 
     found = {("btt", "mup", 64): bowl(-7.0), ("btt", "mup", 512): bowl(-7.0)}
     found |= {("btt", "dense", 64): bowl(-7.0), ("btt", "dense", 512): bowl(-5.5)}
-    aware, naive = rows(found)
+    aware, naive = table_rows(found)
     assert aware["moved"] == pytest.approx(0) and aware["lost"] == pytest.approx(0)
     assert naive["moved"] == pytest.approx(1.5) and naive["lost"] == pytest.approx(2.25)
     assert "+1.50 ± 0.00" in markdown([aware, naive])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from surgery.core.errors import SurgeryError
 from surgery.training.data.dataset import DataConfig, make_data
-from surgery.training.teacher_cache.write_read import LEAST, TeacherCache, top_of, write_teacher_cache
+from surgery.training.teacher_cache.write_read import MIN_LOG_PROB, TeacherCache, top_k_log_probs, write_teacher_cache
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LENGTH, COUNT, K = 48, 21, 8
@@ -88,15 +88,15 @@ def test_targets_are_the_teacher_s(dtype, teacher, tokenizer, text, tmp_path):
 
 
 def test_all_of_a_vocabulary_leaves_no_rest():
-    tokens, log_probs, rest = top_of(torch.randn(5, 7), 7)
-    assert torch.equal(rest, torch.full((5,), LEAST)) and torch.isfinite(log_probs).all()
+    tokens, log_probs, rest = top_k_log_probs(torch.randn(5, 7), 7)
+    assert torch.equal(rest, torch.full((5,), MIN_LOG_PROB)) and torch.isfinite(log_probs).all()
     assert torch.equal(tokens.sort().values, torch.arange(7).expand(5, 7))
 
 
 def test_the_rest_is_exact_where_it_is_small():
     """1 - the others' sum would be nothing."""
     logits = torch.tensor([[40.0, 0.0, 0.0, 0.0]])
-    assert torch.allclose(top_of(logits, 1)[2], torch.log(torch.tensor(3.0)) - 40)
+    assert torch.allclose(top_k_log_probs(logits, 1)[2], torch.log(torch.tensor(3.0)) - 40)
 
 
 def test_the_files_are_as_documented(cache):
@@ -128,7 +128,7 @@ def test_a_killed_writer_goes_on_to_the_same_bytes(teacher, tokenizer, text, tmp
         if target != out:
             os.replace(target, out)
 
-    outs = killing.run(write, tmp_path, kills=6)
+    outs = killing.convert_with_kills(write, tmp_path, kills=6)
     wanted = files_of(outs[0])
     assert len(outs) > 1 and all(files_of(out) == wanted for out in outs[1:])
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import killing
-from helpers.forked import processes
-from helpers.small_training import EMBEDDED, LM, LORA, recipe, same, spread, tensors
+from helpers.forked import run_processes
+from helpers.small_training import TINY_CHECKPOINT, LM, LORA, healing_recipe, same, spread, tensors
 
 from surgery.cli.main import main
-from surgery.publish.hub.model_card import _trained
+from surgery.publish.hub.model_card import _training_section
 from surgery.training.finetune import finetune
-from surgery.training.recipe import parse_healing
+from surgery.training.recipe import parse_healing_recipe
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -28,7 +28,7 @@ BEST = {"evaluate": 1, "deliver": "best"}
 
 
 def healed(student, words, out, *stages, **keys):
-    return finetune(str(student), recipe(words, *stages, **keys), out, **OPTIONS)
+    return finetune(str(student), healing_recipe(words, *stages, **keys), out, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_
     home.mkdir()
 
     def run(resume=False):
-        told = recipe(words, LONG, WILD, checkpoint=2, **BEST)
+        told = healing_recipe(words, LONG, WILD, checkpoint=2, **BEST)
         assert (
             finetune(str(student), told, home / "out", resume=resume, **OPTIONS)["delivered"]["state"]
             == "step 1 of stage 2"
@@ -79,7 +79,7 @@ def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_
 
 def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
     """Weights spread with FSDP2, which are gathered for the state that is saved; killed and gone on with as well."""
-    told = recipe(words, TOO_FAST, **BEST)
+    told = healing_recipe(words, TOO_FAST, **BEST)
 
     def run(place, dies=False, resume=False):
         def work(rank):
@@ -88,7 +88,7 @@ def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
                 killing.at_a_rename("best/stage-00-step-0000002")
             finetune(str(student), told, place, resume=resume, **OPTIONS)
 
-        return processes(2, work)
+        return run_processes(2, work)
 
     assert run(tmp_path / "out") == [0, 0]
     record = json.loads((tmp_path / "out" / "surgery_report.json").read_text())["training"][0]
@@ -110,7 +110,7 @@ def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
     told["data"] = {"sources": [{"path": str(words)}], "validation": 0.1, "validation_examples": 4}
     (tmp_path / "ruin.yaml").write_text(json.dumps(told))
     out = tmp_path / "out"
-    ruin = ["finetune", str(EMBEDDED), "--recipe", str(tmp_path / "ruin.yaml"), "--out", str(out)]
+    ruin = ["finetune", str(TINY_CHECKPOINT), "--recipe", str(tmp_path / "ruin.yaml"), "--out", str(out)]
     ruin += ["--device", "cpu", "--track", "none"]
     with pytest.raises(SystemExit) as left:
         main(ruin)
@@ -120,15 +120,15 @@ def test_4_2_a_rate_that_ruins_the_model_is_said(words, tmp_path, capsys):
     assert (
         record["state"] == "start" and record["loss"] == record["start"] < record["last"] - 0.3 and not record["worse"]
     )
-    same(out, EMBEDDED)
-    assert "the start, unchanged" in _trained(json.loads((out / "surgery_report.json").read_text()))
+    same(out, TINY_CHECKPOINT)
+    assert "the start, unchanged" in _training_section(json.loads((out / "surgery_report.json").read_text()))
     shutil.rmtree(out)
     with pytest.raises(SystemExit) as left:
         main([*ruin, "--set", "deliver=last"])
     said = capsys.readouterr().out.split()
     assert left.value.code == 0 and "WORSE than the start" in " ".join(said[-14:])
     report = json.loads((out / "surgery_report.json").read_text())
-    assert report["training"][0]["delivered"]["worse"] and "worse than the start" in _trained(report)
+    assert report["training"][0]["delivered"]["worse"] and "worse than the start" in _training_section(report)
 
 
 def test_4_2_what_rounding_makes_worse_than_the_start_is_not_delivered(student, words, tmp_path, monkeypatch):
@@ -150,6 +150,6 @@ def test_4_2_without_validation_text_the_last_state_and_a_word(student, words, t
 
 def test_4_2_validation_every_tenth_of_a_run():
     stage = {"kind": "lm", "tokens": 512 * 32 * 55, "rate": 1e-3}
-    assert parse_healing({"stages": [stage, stage]}).evaluates == 11
-    assert parse_healing({"stages": [stage], "evaluate": 0}).evaluates == 0
-    assert parse_healing({"stages": [stage]}).deliver == "best"
+    assert parse_healing_recipe({"stages": [stage, stage]}).evaluates == 11
+    assert parse_healing_recipe({"stages": [stage], "evaluate": 0}).evaluates == 0
+    assert parse_healing_recipe({"stages": [stage]}).deliver == "best"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from surgery.core.errors import SurgeryError
-from surgery.training.data.chat import MARKED, Writer
+from surgery.training.data.chat import GENERATION_TAG, ChatEncoder
 from surgery.training.data.dataset import DataConfig, SourceConfig, make_data
-from surgery.training.data.tokenize import Encoder
+from surgery.training.data.tokenize import TextEncoder
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LENGTH = 256
@@ -102,7 +102,7 @@ def test_the_marks_and_the_difference_agree(tokenizer, tmp_path):
         tokenizer.chat_template = TEMPLATES[name]
         found.append(examples_of(tokenizer, [{"talk": TALK}], tmp_path, messages="talk")[0])
     assert all((found[0][n] == found[1][n]).all() for n in found[0])
-    assert MARKED.search("{%- generation -%}") and not MARKED.search("{% if add_generation_prompt %}")
+    assert GENERATION_TAG.search("{%- generation -%}") and not GENERATION_TAG.search("{% if add_generation_prompt %}")
 
 
 def test_all_and_the_last(tokenizer, tmp_path):
@@ -177,7 +177,7 @@ def test_long_conversations_lose_their_end(tokenizer, tmp_path):
 
 def test_tokenizers_that_do_not_tell_characters(tokenizer):
     tokenizer.chat_template = CHATML
-    writer = Writer(Encoder(tokenizer), SourceConfig(path="x", messages="talk"))
+    writer = ChatEncoder(TextEncoder(tokenizer), SourceConfig(path="x", messages="talk"))
     text = writer._rendered(TALK)
     spans = [writer._span(TALK, i, text) for i in (2, 4)]
     piece = writer._piecewise(text, spans)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversion.test_calibrate import words_tokenizer
-from helpers.hub_standin import HubStandIn
+from helpers.hub_standin import FakeHub
 from helpers.small import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from surgery.core.errors import SurgeryError
 from surgery.training.data import documents
 from surgery.training.data.dataset import DataConfig, SourceConfig, make_data
-from surgery.training.data.packing import IGNORED, in_order, in_rows, joined, windows
-from surgery.training.data.tokenize import Piece
+from surgery.training.data.packing import IGNORE_INDEX, pack_in_order, pack_best_fit, pack_stream, split_windows
+from surgery.training.data.tokenize import TokenSequence
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 LENGTH = 64
@@ -116,7 +116,7 @@ def test_labels_are_what_follows_inside_a_document(packing, files, tokenizer):
     for example in examples:
         ids, labels, position = (example[name] for name in ("input_ids", "labels", "position_ids"))
         learnt = example["valid"] & (position > 0)
-        assert torch.equal(labels, ids.where(learnt, IGNORED))
+        assert torch.equal(labels, ids.where(learnt, IGNORE_INDEX))
         assert torch.equal(example["valid"], torch.arange(LENGTH) < int(example["valid"].sum()))
         assert data.tokens_of(example) == int(learnt.sum())
         assert all(example[name].shape == (LENGTH,) for name in example)
@@ -147,17 +147,17 @@ def test_packing_by_any_lengths(lengths, length):
     """Every window is in one row, none is cut again, and rows of best fit are few."""
     pieces, at = [], 0
     for n in lengths:
-        pieces.append(Piece(torch.arange(at, at + n)))
+        pieces.append(TokenSequence(torch.arange(at, at + n)))
         at += n
-    cut = list(windows(pieces, length))
+    cut = list(split_windows(pieces, length))
     kept = sorted(i for piece in cut for i in piece.ids_T.tolist())
     lone = sum(1 for n in lengths if n % length == 1)
     assert all(2 <= len(piece) <= length for piece in cut) and len(kept) == sum(lengths) - lone
-    for rows in (in_rows(cut, length), in_order(cut, length)):
+    for rows in (pack_best_fit(cut, length), pack_in_order(cut, length)):
         assert sorted(i for row in rows for piece in row for i in piece.ids_T.tolist()) == kept
         assert all(0 < sum(map(len, row)) <= length for row in rows)
-    assert len(in_rows(cut, length)) <= 11 / 9 * -(-len(kept) // length) + len(cut) * 0.5 + 1
-    rows, tail = joined(None, pieces, length)
+    assert len(pack_best_fit(cut, length)) <= 11 / 9 * -(-len(kept) // length) + len(cut) * 0.5 + 1
+    rows, tail = pack_stream(None, pieces, length)
     whole = [i for row in rows for i in row[0].ids_T.tolist()]
     assert [*whole, *(tail.ids_T.tolist() if tail else [])] == list(range(sum(lengths)))
 
@@ -166,7 +166,7 @@ def test_a_long_text_is_read_in_parts(tmp_path, tokenizer, monkeypatch):
     """The parts are one document again; characters of several bytes are not cut."""
     text = "straße naïve 東京 \U0001f600 " * 400
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(documents, "PART", 1001)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1001)
     data = data_of(tokenizer, str(tmp_path / "long.txt"), packing="stream", epochs=1)
     ids = sorted(tuple(e["input_ids"].tolist()) for e in data.examples())
     assert all("�" not in tokenizer.decode(row[3:-3]).strip("�") for row in ids)
@@ -208,7 +208,7 @@ def test_hub_ids(files, texts, tokenizer, tmp_path):
     both = [{"path": "org/texts", "text": "body", "streaming": streaming} for streaming in (False, True)]
     cases = [*both, *({**case, "revision": "v2"} for case in both)]
     wrong = [{"path": "org/nothing"}, {"path": "org/texts", "text": "boy"}, {"path": "org/texts", "split": "dev"}]
-    with HubStandIn() as hub:
+    with FakeHub() as hub:
         hub.add("datasets", "org/texts", tmp_path / "first")
         hub.add("datasets", "org/texts", tmp_path / "second", branch="v2")
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
@@ -391,10 +391,10 @@ def test_tokens_that_are_shared_are_the_same(tmp_path):
     from surgery.training.data import shared_tokens
     from surgery.training.data.documents import Document
     from surgery.training.data.shared_tokens import SharedTokens
-    from surgery.training.data.tokenize import Piece
+    from surgery.training.data.tokenize import TokenSequence
 
     marks = torch.tensor([False, True, True])
-    pieces = [[Piece(torch.arange(4)), Piece(torch.arange(3), marks, whole=True)], [], [Piece(torch.arange(2))]]
+    pieces = [[TokenSequence(torch.arange(4)), TokenSequence(torch.arange(3), marks, whole=True)], [], [TokenSequence(torch.arange(2))]]
     read = [[Document("a"), Document([{"role": "user", "content": "b"}])], [], [Document("c", ends=False)]]
     writer, reader = (SharedTokens(tmp_path / "tokens", writes) for writes in (True, False))
     assert writer.of(read, lambda _: pieces) is pieces
@@ -405,9 +405,9 @@ def test_tokens_that_are_shared_are_the_same(tmp_path):
         assert (ours.trained_T is None) == (theirs.trained_T is None)
     assert torch.equal(again[0][1].trained_T, marks)
     other = [[Document("a, but longer")], [], []]
-    kept, shared_tokens.KEPT = shared_tokens.KEPT, 1
+    kept, shared_tokens.KEPT_TOKENS = shared_tokens.KEPT_TOKENS, 1
     try:
         writer.of(other, lambda _: pieces)
     finally:
-        shared_tokens.KEPT = kept
+        shared_tokens.KEPT_TOKENS = kept
     assert len(list((tmp_path / "tokens").iterdir())) == 1

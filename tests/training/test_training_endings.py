@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 from helpers import killing
-from helpers.forked import processes
-from helpers.small_training import LM, LORA, recipe, same, spread, tensors
+from helpers.forked import run_processes
+from helpers.small_training import LM, LORA, healing_recipe, same, spread, tensors
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -35,7 +35,7 @@ def every_state_goes_on(home, states, run, whole):
 
 def test_1b_finetune_with_an_adapter(student, words, tmp_path):
     """Structured linears keep an adapter beside the weights; what the stage before it trained is in the weights."""
-    home, told = tmp_path / "home", recipe(words, LM, LORA, checkpoint=1)
+    home, told = tmp_path / "home", healing_recipe(words, LM, LORA, checkpoint=1)
     home.mkdir()
 
     def run(resume=False):
@@ -52,14 +52,14 @@ def test_1b_finetune_with_an_adapter(student, words, tmp_path):
 def test_1b_pretrain(words, tmp_path):
     """The model from scratch, beside the checkpoint that it began as."""
     from surgery.training.pretrain.pretrain import pretrain
-    from surgery.training.pretrain.recipe import parse_pretrain
+    from surgery.training.pretrain.recipe import parse_pretrain_recipe
 
     home = tmp_path / "home"
     home.mkdir()
     shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
     data = {"sources": str(words), "packing": "stream", "validation": 0.05, "validation_examples": 2}
     told = {"model": shape, "layers": {"structure": "low_rank", "rank": 2, "fused": "split"}, "data": data}
-    made = parse_pretrain({**told, "tokenizer": {"kind": "characters"}, "precision": "float32", "stages": [LM]})
+    made = parse_pretrain_recipe({**told, "tokenizer": {"kind": "characters"}, "precision": "float32", "stages": [LM]})
 
     def run(resume=False):
         pretrain(made, home / "out", resume=resume, **OPTIONS)
@@ -71,7 +71,7 @@ def test_1b_pretrain(words, tmp_path):
 
 def test_1b_sharded(student, words, tmp_path):
     """Weights spread over two processes; gone on with by one, which takes the same whole tensors up, and once by two."""
-    home, told = tmp_path / "home", recipe(words, LM, checkpoint=1)
+    home, told = tmp_path / "home", healing_recipe(words, LM, checkpoint=1)
     home.mkdir()
 
     def run(resume=False):
@@ -85,7 +85,7 @@ def test_1b_sharded(student, words, tmp_path):
             else:
                 killing.watched(run, home, tmp_path / "states", "stage-01-step-0000000")
 
-        return processes(2, work)
+        return run_processes(2, work)
 
     assert both(False) == [0, 0]
     shutil.copytree(home / "out", tmp_path / "whole")
@@ -105,13 +105,13 @@ def test_1b_sharded(student, words, tmp_path):
 def test_1b_teacher_cache(student, words, tmp_path):
     """The same files, from every state."""
     from surgery.training.data.dataset import make_data
-    from surgery.training.models import load, opened, tokenizer_of
-    from surgery.training.recipe import data_of
+    from surgery.training.models import load_causal_lm, open_trainable, load_source_tokenizer
+    from surgery.training.recipe import stage_data_config
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 
-    home, told, source = tmp_path / "home", recipe(words, LM), opened(str(student))
-    data = make_data(data_of(told, told.stages[0]), tokenizer_of(source), 16, told.seed)
-    model = load(source, torch.float32).eval()
+    home, told, source = tmp_path / "home", healing_recipe(words, LM), open_trainable(str(student))
+    data = make_data(stage_data_config(told, told.stages[0]), load_source_tokenizer(source), 16, told.seed)
+    model = load_causal_lm(source, torch.float32).eval()
 
     def run(resume=False):
         write_teacher_cache(model, data, home / "cache", 4, 10, per_shard=3, resume=resume)
@@ -129,20 +129,20 @@ def test_1b_teacher_cache(student, words, tmp_path):
 
 def test_1b_a_result_of_other_numbers_gets_no_name(student, words, tmp_path, monkeypatch):
     """Nor does the work folder go; --resume writes it again."""
-    from surgery.checkpoint.safetensors_io import Entry
+    from surgery.checkpoint.safetensors_io import TensorSource
     from surgery.training import export as result
 
-    written, out = result._entry, tmp_path / "out"
-    monkeypatch.setattr(result, "_entry", lambda info, trained: Entry.copy(info.name, info))
+    written, out = result._output_entry, tmp_path / "out"
+    monkeypatch.setattr(result, "_output_entry", lambda info, trained: TensorSource.copy(info.name, info))
     with pytest.raises(SurgeryError, match=r"tensor '.*' is not the one in .*stage-01-step-0000000.*--resume"):
-        finetune(str(student), recipe(words, LM), out, **OPTIONS)
+        finetune(str(student), healing_recipe(words, LM), out, **OPTIONS)
     assert not out.exists() and (tmp_path / "out.partial" / "checkpoints").is_dir()
-    monkeypatch.setattr(result, "_entry", written)
+    monkeypatch.setattr(result, "_output_entry", written)
     weights = tmp_path / "out.partial" / "checkpoints" / "stage-01-step-0000000" / "weights.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(SurgeryError, match=r"weights\.safetensors is damaged"):
-        finetune(str(student), recipe(words, LM), out, resume=True, **OPTIONS)
+        finetune(str(student), healing_recipe(words, LM), out, resume=True, **OPTIONS)
     weights.write_bytes(good)
-    finetune(str(student), recipe(words, LM), out, resume=True, **OPTIONS)
+    finetune(str(student), healing_recipe(words, LM), out, resume=True, **OPTIONS)
     assert tensors(out).keys() == tensors(student).keys()

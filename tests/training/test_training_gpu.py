@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED, losses, recipe
+from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
 
 from surgery.core.errors import SurgeryError
-from surgery.training.distributed.step import Descent
+from surgery.training.distributed.step import OptimizerStep
 from surgery.training.finetune import finetune
-from surgery.training.loop import Loop
+from surgery.training.loop import TrainingLoop
 from surgery.training.stages.lm import LMStage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -32,7 +32,7 @@ def same(a, b):
 
 def healed(model, texts, out, precision, *stages, **options):
     keys = options.pop("keys", {})
-    told = recipe(texts, *(stages or (STAGE,)), precision=precision, **keys)
+    told = healing_recipe(texts, *(stages or (STAGE,)), precision=precision, **keys)
     return finetune(str(model), told, out, device="cuda", track="none", **options)
 
 
@@ -40,8 +40,8 @@ def healed(model, texts, out, precision, *stages, **options):
 def test_every_precision_descends_as_the_cpu_does(btt, texts, tmp_path, precision):
     record = healed(btt, texts, tmp_path / "gpu", precision)
     assert record["precision"] == {"float32": "no"}.get(precision, precision)
-    finetune(str(btt), recipe(texts, STAGE), tmp_path / "cpu", device="cpu", track="none")
-    ours, theirs = (torch.tensor([loss for *_, loss in losses(tmp_path / w / "training")]) for w in ("gpu", "cpu"))
+    finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "cpu", device="cpu", track="none")
+    ours, theirs = (torch.tensor([loss for *_, loss in read_losses(tmp_path / w / "training")]) for w in ("gpu", "cpu"))
     assert len(ours) == 8
     torch.testing.assert_close(ours, theirs, rtol={"float32": 2e-3, "bf16": 2e-2, "fp16": 5e-3}[precision], atol=0)
 
@@ -50,7 +50,7 @@ def test_every_precision_descends_as_the_cpu_does(btt, texts, tmp_path, precisio
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill", "lm", "lora"])
 def test_every_stage_runs(mixed, texts, tmp_path, kind, precision):
     stage = {"kind": kind, "tokens": 1024, **({} if kind == "lora" else {"trains": ["new"]})}
-    record = healed(mixed, texts, tmp_path / "out", precision, stage, teacher=str(EMBEDDED))
+    record = healed(mixed, texts, tmp_path / "out", precision, stage, teacher=str(TINY_CHECKPOINT))
     assert record["stages"][0]["last_loss"] == record["stages"][0]["last_loss"]
 
 
@@ -59,19 +59,19 @@ def test_a_run_goes_on_to_the_bit(btt, texts, tmp_path, precision, monkeypatch):
     """The scaler's state is in the checkpoint as well."""
     stage = {**STAGE, "ema": 0.9}
     healed(btt, texts, tmp_path / "whole", precision, stage)
-    step = Loop._step
+    step = TrainingLoop._step
 
     def dying(self, taken):
         if self.at.step == 5:
             raise KeyboardInterrupt
         step(self, taken)
 
-    monkeypatch.setattr(Loop, "_step", dying)
+    monkeypatch.setattr(TrainingLoop, "_step", dying)
     with pytest.raises((KeyboardInterrupt, SurgeryError)):
         healed(btt, texts, tmp_path / "out", precision, stage)
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(TrainingLoop, "_step", step)
     healed(btt, texts, tmp_path / "out", precision, stage, resume=True)
-    assert losses(tmp_path / "out" / "training") == losses(tmp_path / "whole" / "training")
+    assert read_losses(tmp_path / "out" / "training") == read_losses(tmp_path / "whole" / "training")
     assert same(tmp_path / "out", tmp_path / "whole")
 
 
@@ -102,7 +102,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
     stage = {**STAGE, "schedule": {"name": "constant", "warmup": 0}}
     healed(btt, texts, tmp_path / "two", "fp16", {**stage, "tokens": 512})
     seen = []
-    clipped = Descent.clipped
+    clipped = OptimizerStep.clipped
 
     def overflowing(self):
         if len(seen) == 2:
@@ -111,7 +111,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
         seen.append(self.accelerator.scaler.get_scale())
         return clipped(self)
 
-    monkeypatch.setattr(Descent, "clipped", overflowing)
+    monkeypatch.setattr(OptimizerStep, "clipped", overflowing)
     record = healed(btt, texts, tmp_path / "four", "fp16", {**stage, "tokens": 1024})
     assert seen[3] == seen[2] / 2 and record["stages"][0]["steps"] == 4
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "four").values())
@@ -119,7 +119,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
 
 def test_the_loop_waits_for_the_device_only_when_it_looks(btt, texts, tmp_path, monkeypatch):
     """What transformers asks (whether rows are packed) is not ours."""
-    step, waits = Loop._step, []
+    step, waits = TrainingLoop._step, []
 
     def watched(self, taken):
         torch.cuda.set_sync_debug_mode("warn")
@@ -130,7 +130,7 @@ def test_the_loop_waits_for_the_device_only_when_it_looks(btt, texts, tmp_path, 
         if self.at.step > 2:  # the first steps compile kernels
             waits.extend(f"{w.filename}:{w.lineno}" for w in said if "synchroniz" in str(w.message))
 
-    monkeypatch.setattr(Loop, "_step", watched)
+    monkeypatch.setattr(TrainingLoop, "_step", watched)
     healed(btt, texts, tmp_path / "out", "bf16", keys={"log": 8})
     ours = [w for w in waits if f"{os.sep}surgery{os.sep}training{os.sep}" in w]
     assert not ours, sorted(set(ours))

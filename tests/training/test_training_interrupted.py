@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked import processes
-from helpers.small_training import EMBEDDED, losses, recipe
+from helpers.forked import run_processes
+from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
 
-from surgery.training.checkpoints import Checkpoints
+from surgery.training.checkpoints import CheckpointManager
 from surgery.training.finetune import finetune
-from surgery.training.loop import Loop
+from surgery.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -32,7 +32,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     out = tmp_path / "out"
     told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
-    command = [sys.executable, "-m", "surgery", "finetune", str(btt), "--teacher", str(EMBEDDED), "--out", str(out)]
+    command = [sys.executable, "-m", "surgery", "finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out)]
     command += ["--recipe", "weights-only", "--tiny", *told, "--device", "cpu", "--track", "none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -44,9 +44,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=120)
     assert run.returncode == 130, said
-    latest = Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest()
+    latest = CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest()
     assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
-    step = Checkpoints(latest.parent, 1).position(latest).step
+    step = CheckpointManager(latest.parent, 1).position(latest).step
     assert step >= 2 and log.read_text().count('"loss"') == step
 
 
@@ -54,53 +54,53 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
 @pytest.fixture(scope="module")
 def whole(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    told = recipe(texts, *STAGES, checkpoint=1)
-    assert processes(1, lambda _: finetune(str(btt), told, out, device="cpu", track="none")) == [0]
+    told = healing_recipe(texts, *STAGES, checkpoint=1)
+    assert run_processes(1, lambda _: finetune(str(btt), told, out, device="cpu", track="none")) == [0]
     return out
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 3)])
 def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_path, before, after):
     """Begun by some, gone on with by others: the losses of one that was never interrupted."""
-    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+    out, told = tmp_path / "out", healing_recipe(texts, *STAGES, checkpoint=1)
 
     def begun(rank):
-        step = Loop._step
+        step = TrainingLoop._step
 
         def dying(self, taken):
             if self.at.step == 2:
                 os._exit(9)
             step(self, taken)
 
-        Loop._step = dying
+        TrainingLoop._step = dying
         finetune(str(btt), told, out, device="cpu", track="none")
 
-    assert set(processes(before, begun)) <= {9, 1, -6}  # the others lose their peer
-    assert Checkpoints(out.with_name("out.partial") / "checkpoints", 1).latest().name == "stage-00-step-0000002"
+    assert set(run_processes(before, begun)) <= {9, 1, -6}  # the others lose their peer
+    assert CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest().name == "stage-00-step-0000002"
     options = {"device": "cpu", "track": "none"}
-    assert processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
-    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    assert run_processes(after, lambda _: finetune(str(btt), told, out, resume=True, **options)) == [0] * after
+    ours, theirs = (torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (out, whole))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):
     """The other only reads what it wrote, and both train as one does."""
-    from surgery.training.data.tokenize import Encoder
+    from surgery.training.data.tokenize import TextEncoder
 
-    out, told = tmp_path / "out", recipe(texts, *STAGES, checkpoint=1)
+    out, told = tmp_path / "out", healing_recipe(texts, *STAGES, checkpoint=1)
 
     def run(rank):
         if rank:
-            one, tokenise = [], Encoder.texts
+            one, tokenise = [], TextEncoder.texts
 
             def counted(self, documents):
                 one.append(len(documents))
                 return tokenise(self, documents)
 
-            Encoder.texts = counted
+            TextEncoder.texts = counted
         finetune(str(btt), told, out, device="cpu", track="none")
         assert not rank or sum(one) < 30, "the few for validation"
 
-    assert processes(2, run) == [0, 0]
-    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (out, whole))
+    assert run_processes(2, run) == [0, 0]
+    ours, theirs = (torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (out, whole))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

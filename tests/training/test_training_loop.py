@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED, losses, recipe
+from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -23,7 +23,7 @@ LM = {"kind": "lm", "trains": ["all"], "ema": 0.9}
 @pytest.fixture(scope="session")
 def whole(btt, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "healed"
-    return out, finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED))
+    return out, finetune(str(btt), healing_recipe(texts, DISTILL, LM), out, teacher=str(TINY_CHECKPOINT))
 
 
 def weights(folder):
@@ -37,7 +37,7 @@ def test_healing_brings_the_loss_down(whole):
     assert record["validation"]["after"]["loss"] < record["validation"]["before"]["loss"]
     assert record["validation"]["original"]["loss"] < record["validation"]["before"]["loss"]
     assert [stage["steps"] for stage in record["stages"]] == [4, 4]
-    assert len(losses(out / "training")) == 8
+    assert len(read_losses(out / "training")) == 8
 
 
 def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):
@@ -57,7 +57,7 @@ def test_the_result_is_a_checkpoint_like_the_one_before(whole, btt):
 
 
 def test_what_is_not_trained_stays_as_it_was(btt, texts, tmp_path):
-    finetune(str(btt), recipe(texts, {"kind": "lm", "trains": ["mlp.up"], "tokens": 512}), tmp_path / "out")
+    finetune(str(btt), healing_recipe(texts, {"kind": "lm", "trains": ["mlp.up"], "tokens": 512}), tmp_path / "out")
     before, after = weights(btt), weights(tmp_path / "out")
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert changed and all(".mlp.up_proj." in n for n in changed)
@@ -65,23 +65,23 @@ def test_what_is_not_trained_stays_as_it_was(btt, texts, tmp_path):
 
 def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, monkeypatch):
     """Killed in each stage, between two checkpoints."""
-    from surgery.training.loop import Loop
+    from surgery.training.loop import TrainingLoop
 
     out = tmp_path / "healed"
     for resume, place in ((False, (0, 3)), (True, (1, 3)), (True, None)):
         pid = os.fork()
         if pid == 0:
-            step = Loop._step
+            step = TrainingLoop._step
 
             def dying(self, taken, step=step, place=place):
                 if (self.at.stage, self.at.step) == place:
                     os.kill(os.getpid(), signal.SIGKILL)
                 step(self, taken)
 
-            Loop._step = dying
+            TrainingLoop._step = dying
             code = 1
             try:
-                finetune(str(btt), recipe(texts, DISTILL, LM), out, teacher=str(EMBEDDED), resume=resume)
+                finetune(str(btt), healing_recipe(texts, DISTILL, LM), out, teacher=str(TINY_CHECKPOINT), resume=resume)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -89,47 +89,47 @@ def test_a_killed_run_goes_on_with_the_same_losses(whole, btt, texts, tmp_path, 
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
         assert status == (signal.SIGKILL if place else 0)
-    assert losses(out / "training") == losses(whole[0] / "training")
+    assert read_losses(out / "training") == read_losses(whole[0] / "training")
     assert all(torch.equal(a, b) for a, b in zip(weights(out).values(), weights(whole[0]).values()))
 
 
 def test_data_read_by_a_process_beside_is_the_same(btt, texts, tmp_path, monkeypatch):
     """As on a GPU; checkpoints hold where the data goes on as well."""
     from surgery.training import loop
-    from surgery.training.data.prefetch import Beside
+    from surgery.training.data.prefetch import ProcessPrefetcher
 
     stage = {"kind": "lm", "trains": ["new"], "tokens": 1024}
-    finetune(str(btt), recipe(texts, stage), tmp_path / "thread")
-    monkeypatch.setattr(loop, "reading", lambda items, ahead, device: Beside(items, ahead))
-    step = loop.Loop._step
+    finetune(str(btt), healing_recipe(texts, stage), tmp_path / "thread")
+    monkeypatch.setattr(loop, "prefetch", lambda items, ahead, device: ProcessPrefetcher(items, ahead))
+    step = loop.TrainingLoop._step
 
     def stopping(self, taken):
         if self.at.step == 3:
             raise KeyboardInterrupt
         step(self, taken)
 
-    monkeypatch.setattr(loop.Loop, "_step", stopping)
+    monkeypatch.setattr(loop.TrainingLoop, "_step", stopping)
     with pytest.raises(KeyboardInterrupt):
-        finetune(str(btt), recipe(texts, stage), tmp_path / "process")
-    monkeypatch.setattr(loop.Loop, "_step", step)
-    finetune(str(btt), recipe(texts, stage), tmp_path / "process", resume=True)
-    assert losses(tmp_path / "process" / "training") == losses(tmp_path / "thread" / "training")
+        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "process")
+    monkeypatch.setattr(loop.TrainingLoop, "_step", step)
+    finetune(str(btt), healing_recipe(texts, stage), tmp_path / "process", resume=True)
+    assert read_losses(tmp_path / "process" / "training") == read_losses(tmp_path / "thread" / "training")
 
 
 def test_accumulation_changes_nothing_but_rounding(btt, texts, tmp_path):
     stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
     runs = []
     for rows in (4, 1):
-        finetune(str(btt), recipe(texts, {**stage, "rows": rows}), tmp_path / f"rows{rows}")
-        runs.append(torch.tensor([loss for _, _, loss in losses(tmp_path / f"rows{rows}" / "training")]))
+        finetune(str(btt), healing_recipe(texts, {**stage, "rows": rows}), tmp_path / f"rows{rows}")
+        runs.append(torch.tensor([loss for _, _, loss in read_losses(tmp_path / f"rows{rows}" / "training")]))
     torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_checkpointing_changes_nothing(btt, texts, tmp_path):
     stage = {"kind": "lm", "trains": ["new"], "tokens": 512}
     for memory in ("keep", "checkpoint"):
-        finetune(str(btt), recipe(texts, {**stage, "memory": memory}), tmp_path / memory)
-    pair = [torch.tensor(losses(tmp_path / m / "training")) for m in ("keep", "checkpoint")]
+        finetune(str(btt), healing_recipe(texts, {**stage, "memory": memory}), tmp_path / memory)
+    pair = [torch.tensor(read_losses(tmp_path / m / "training")) for m in ("keep", "checkpoint")]
     torch.testing.assert_close(*pair)
 
 
@@ -149,13 +149,13 @@ def test_every_stage_is_in_the_precision_asked_for(btt, texts, tmp_path, monkeyp
     monkeypatch.setattr(LMStage, "losses", losses)
     stage = {"kind": "lm", "trains": ["new"], "tokens": 256, "rows": 4}
     for name in ("one", "two"):  # two stages, two runs
-        told = recipe(texts, stage, stage, precision="bf16")
+        told = healing_recipe(texts, stage, stage, precision="bf16")
         finetune(str(btt), told, tmp_path / name, device="cpu", track="none")
     assert seen == [torch.bfloat16] * 4
 
 
 def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):
-    finetune(str(btt), recipe(texts, {"kind": "lm", "tokens": 512, "weight_norm": "cores"}), tmp_path / "out")
+    finetune(str(btt), healing_recipe(texts, {"kind": "lm", "tokens": 512, "weight_norm": "cores"}), tmp_path / "out")
     assert weights(btt).keys() == weights(tmp_path / "out").keys()
 
 
@@ -173,14 +173,14 @@ def test_weight_normalised_cores_end_as_ordinary_ones(btt, texts, tmp_path):
 )
 def test_refusals(btt, texts, tmp_path, stage, options, said):
     with pytest.raises(SurgeryError, match=said):
-        finetune(str(btt), recipe(texts, stage), tmp_path / "out", **options)
+        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
 
 
 def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(SurgeryError, match="--resume"):
-        finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
+        finetune(str(btt), healing_recipe(texts, {"kind": "lm"}), tmp_path / "out")
 
 
 # -- bad steps ---------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def poisoned(monkeypatch):
 def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_path, poisoned):
     """Though the loop looks only every fourth step; the message names step, module and checkpoint."""
     poisoned("mlp", 13)  # the fourth step of four rows
-    told = recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
+    told = healing_recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
     with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.2\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
         finetune(str(btt), told, tmp_path / "out")
     assert "first activations that are no numbers" in str(error.value)
@@ -227,9 +227,9 @@ def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_
 def test_skipping_a_step_is_not_taking_it(btt, texts, tmp_path, poisoned):
     """Weights after a bad last step are those before it."""
     stage = {"kind": "lm", "trains": ["new"], "schedule": {"name": "constant", "warmup": 0}}
-    finetune(str(btt), recipe(texts, {**stage, "tokens": 512}), tmp_path / "two")
+    finetune(str(btt), healing_recipe(texts, {**stage, "tokens": 512}), tmp_path / "two")
     poisoned("loss", 9)
-    finetune(str(btt), recipe(texts, {**stage, "tokens": 768}), tmp_path / "three", skip_bad_steps=True)
+    finetune(str(btt), healing_recipe(texts, {**stage, "tokens": 768}), tmp_path / "three", skip_bad_steps=True)
     assert all(
         torch.equal(a, b) for a, b in zip(weights(tmp_path / "two").values(), weights(tmp_path / "three").values())
     )
@@ -244,17 +244,17 @@ def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):
         "schedule": {"name": "constant", "warmup": 0},
     }
     with pytest.raises(SurgeryError, match=r"runs away from.*largest activations"):
-        finetune(str(btt), recipe(texts, stage), tmp_path / "out")
+        finetune(str(btt), healing_recipe(texts, stage), tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
-    from surgery.training.checkpoints import Checkpoints
+    from surgery.training.checkpoints import CheckpointManager
 
     state = tmp_path / "checkpoints" / "stage-00-step-0000002" / "state.json"
     state.parent.mkdir(parents=True)
     (state.parent.with_name("stage-00-step-0000004.tmp")).mkdir()
     state.write_text("{")
-    found = Checkpoints(tmp_path / "checkpoints", 2)
+    found = CheckpointManager(tmp_path / "checkpoints", 2)
     assert found.latest() == state.parent
     with pytest.raises(SurgeryError, match="damaged"):
         found.position(state.parent)
@@ -263,29 +263,29 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
 def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
     poisoned("loss", 9)
     with pytest.raises(SurgeryError, match="no number"):
-        finetune(str(btt), recipe(texts, {"kind": "lm"}), tmp_path / "out")
+        finetune(str(btt), healing_recipe(texts, {"kind": "lm"}), tmp_path / "out")
     with pytest.raises(SurgeryError, match="another recipe"):
-        finetune(str(btt), recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)
+        finetune(str(btt), healing_recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)
 
 
 def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):
     """The same losses, to the precision its targets are stored in."""
     from surgery.training.data.dataset import make_data
-    from surgery.training.models import load, opened, tokenizer_of
-    from surgery.training.recipe import data_of
+    from surgery.training.models import load_causal_lm, open_trainable, load_source_tokenizer
+    from surgery.training.recipe import stage_data_config
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 
     stage = {"kind": "distill", "top_k": 8, "tokens": 768}
-    told = recipe(texts, stage)
-    source = opened(str(EMBEDDED))
-    data = make_data(data_of(told, told.stages[0]), tokenizer_of(source), 64, told.seed)
-    teacher = load(source, torch.float32).eval()
+    told = healing_recipe(texts, stage)
+    source = open_trainable(str(TINY_CHECKPOINT))
+    data = make_data(stage_data_config(told, told.stages[0]), load_source_tokenizer(source), 64, told.seed)
+    teacher = load_causal_lm(source, torch.float32).eval()
     write_teacher_cache(teacher, data, tmp_path / "cache", top_k=8, examples=12)
-    finetune(str(btt), told, tmp_path / "model", teacher=str(EMBEDDED))
-    cached = recipe(texts, stage, teacher={"cache": str(tmp_path / "cache")})
+    finetune(str(btt), told, tmp_path / "model", teacher=str(TINY_CHECKPOINT))
+    cached = healing_recipe(texts, stage, teacher={"cache": str(tmp_path / "cache")})
     finetune(str(btt), cached, tmp_path / "cached")
-    pair = [torch.tensor(losses(tmp_path / name / "training")) for name in ("model", "cached")]
+    pair = [torch.tensor(read_losses(tmp_path / name / "training")) for name in ("model", "cached")]
     torch.testing.assert_close(*pair, rtol=5e-3, atol=1e-3)
-    hot = recipe(texts, {**stage, "temperature": 2.0}, teacher={"cache": str(tmp_path / "cache")})
+    hot = healing_recipe(texts, {**stage, "temperature": 2.0}, teacher={"cache": str(tmp_path / "cache")})
     with pytest.raises(SurgeryError, match="temperature 1"):
         finetune(str(btt), hot, tmp_path / "hot")

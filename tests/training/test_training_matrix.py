@@ -6,15 +6,15 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED, recipe
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.attention import install
 from surgery.training.finetune import finetune
-from surgery.training.stages.align import Align, AlignStage
-from surgery.training.stages.base import Models
-from surgery.training.stages.mixing_matrix import Mixing
+from surgery.training.stages.align import AlignConfig, AlignStage
+from surgery.training.stages.base import StageModels
+from surgery.training.stages.mixing_matrix import MixingProbe
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -62,11 +62,11 @@ def batch(rows=2, packed=False):
 
 
 def stage_of(student, teacher, **options):
-    config = Align(kind="align", tokens=64, rate=1e-3, of=["attention"], trains=["all"], matrix_weight=1.0, **options)
+    config = AlignConfig(kind="align", tokens=64, rate=1e-3, of=["attention"], trains=["all"], matrix_weight=1.0, **options)
     stage = AlignStage(config)
     roles = {f"model.layers.{i}.self_attn.{n}_proj": (r,) for i in (0, 1) for n, r in
              (("q", "attention.query"), ("k", "attention.key"), ("v", "attention.value"), ("o", "attention.output"))}  # fmt: skip
-    models = Models(student, student, teacher)
+    models = StageModels(student, student, teacher)
     stage.prepare(models, roles)
     stage.measure(models, batch())
     return stage, models
@@ -88,7 +88,7 @@ def read(model, inputs, place=PLACE):
     handle = module.register_forward_hook(lambda _, a, k, o: seen.append((a, k)), with_kwargs=True)
     model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
     handle.remove()
-    mixing, parts = Mixing.of(model, place), []
+    mixing, parts = MixingProbe.of(model, place), []
     for first in range(0, T, mixing.value):
         given = torch.zeros(T, mixing.value)
         for c in range(min(mixing.value, T - first)):
@@ -208,7 +208,7 @@ def test_a_matrix_needs_attention_and_a_weight():
         ("none of them trains", {"of": ["mlp"], "matrix_weight": 1}),
     ):
         with pytest.raises(SurgeryError, match=said):
-            AlignStage(Align(**told, **options)).prepare(Models(student, student, teacher), roles)
+            AlignStage(AlignConfig(**told, **options)).prepare(StageModels(student, student, teacher), roles)
 
 
 def test_a_run_of_the_three_stages(mixed, texts, tmp_path):
@@ -216,7 +216,7 @@ def test_a_run_of_the_three_stages(mixed, texts, tmp_path):
     orientation = {"kind": "align", "of": ["attention"], "trains": ["attention", "mixers"], "output_weight": 0}
     orientation |= {"matrix_weight": 1.0, "matrix_probes": 64, "tokens": 1536, "rate": 1e-3, "data": {"rows": 4}}
     stages = [orientation, {"kind": "hidden", "tokens": 512}, {"kind": "distill", "tokens": 512}]
-    finetune(str(mixed), recipe(texts, *stages), tmp_path / "out", teacher=str(EMBEDDED), track="none")
+    finetune(str(mixed), healing_recipe(texts, *stages), tmp_path / "out", teacher=str(TINY_CHECKPOINT), track="none")
     lines = [json.loads(line) for line in (tmp_path / "out/training/log.jsonl").read_text().splitlines()]
     matrix = [line["matrix"] for line in lines if line["stage"] == 0 and "matrix" in line]
     assert len(matrix) == 6 and matrix[-1] < matrix[0]

@@ -6,16 +6,16 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import losses, recipe
+from helpers.small_training import read_losses, healing_recipe
 
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
-from surgery.training.batches import Shares
-from surgery.training.data.prefetch import Ahead, Beside, one_thread
-from surgery.training.logging import Log, draw, tracker
-from surgery.training.optim import RunningMean
-from surgery.training.weight_norm import fold, normalise, rms
+from surgery.training.batches import BatchLayout
+from surgery.training.data.prefetch import ThreadPrefetcher, ProcessPrefetcher, limit_tokenizer_threads
+from surgery.training.logging import TrainingLog, draw_curve, tracker_names
+from surgery.training.optim import WeightEMA
+from surgery.training.weight_norm import fold_core_norms, add_core_norms, rms
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -29,7 +29,7 @@ def test_cores_may_shrink_but_not_outgrow_their_start():
     """gamma min(1, size / rms) M, section 5.1 of Qiu et al. 2024."""
     model, x = layer(), torch.randn(5, 32)
     before, y = model[0].weight.detach().clone(), model(x)
-    names = normalise(model, {"0.weight", "0.bias"})
+    names = add_core_norms(model, {"0.weight", "0.bias"})
     assert names == {"0.bias", "0.parametrizations.weight.original", "0.parametrizations.weight.0.gamma"}
     torch.testing.assert_close(model(x), y)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_cores_may_shrink_but_not_outgrow_their_start():
         model[0].parametrizations["weight"].original.mul_(0.02)
         torch.testing.assert_close(model[0].weight, 0.1 * before)
         model[0].parametrizations["weight"][0].gamma.fill_(2)
-    fold(model)
+    fold_core_norms(model)
     assert {n for n, _ in model.named_parameters()} == {"0.weight", "0.right", "0.bias"}
     torch.testing.assert_close(model[0].weight, 0.2 * before)
 
@@ -46,11 +46,11 @@ def test_cores_may_shrink_but_not_outgrow_their_start():
 def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):
     """In the second stage, where the size that holds is that of the first one's end."""
     from surgery.training import finetune as verb
-    from surgery.training.loop import Loop
+    from surgery.training.loop import TrainingLoop
 
     stages = {"kind": "lm", "tokens": 512}, {"kind": "lm", "tokens": 1024, "weight_norm": "cores"}
-    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "whole")
-    step = Loop._step
+    verb.finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "whole")
+    step = TrainingLoop._step
 
     def dying(self, taken):
         if (self.at.stage, self.at.step) == (1, 3):
@@ -58,15 +58,15 @@ def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, m
         step(self, taken)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Loop, "_step", dying)
-        verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again")
-    verb.finetune(str(btt), recipe(texts, *stages), tmp_path / "again", resume=True)
-    assert losses(tmp_path / "whole" / "training") == losses(tmp_path / "again" / "training")
+        patch.setattr(TrainingLoop, "_step", dying)
+        verb.finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "again")
+    verb.finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "again", resume=True)
+    assert read_losses(tmp_path / "whole" / "training") == read_losses(tmp_path / "again" / "training")
 
 
 def test_the_running_mean_is_a_mean():
     p = torch.nn.Parameter(torch.zeros(2))
-    mean = RunningMean({"p": p}, 0.5)
+    mean = WeightEMA({"p": p}, 0.5)
     expected = 0.0
     for step in range(30):
         p.data.fill_(float(step))
@@ -78,14 +78,14 @@ def test_the_running_mean_is_a_mean():
 
 
 def test_shares_of_a_batch():
-    assert Shares.of(32, 8, 1, 2).forwards == 2
-    assert Shares.of(4, 8, 0, 2).rows == 2
+    assert BatchLayout.of(32, 8, 1, 2).forwards == 2
+    assert BatchLayout.of(4, 8, 0, 2).rows == 2
     for batch, rows, world in ((5, 1, 2), (12, 5, 1)):
         with pytest.raises(SurgeryError, match="batch"):
-            Shares.of(batch, rows, 0, world)
+            BatchLayout.of(batch, rows, 0, world)
 
 
-@pytest.mark.parametrize("way", [lambda items: Ahead(items(), 1), lambda items: Beside(items, 1)])
+@pytest.mark.parametrize("way", [lambda items: ThreadPrefetcher(items(), 1), lambda items: ProcessPrefetcher(items, 1)])
 def test_reading_ahead_tells_of_errors_and_ends(way):
     def items():
         yield from (1, 2)
@@ -110,25 +110,25 @@ def test_a_reading_process_that_is_killed_is_named():
         os.kill(os.getpid(), signal.SIGKILL)
         yield 2
 
-    with Beside(dying, 1) as ready, pytest.raises(SurgeryError, match="reads the data ended"):
+    with ProcessPrefetcher(dying, 1) as ready, pytest.raises(SurgeryError, match="reads the data ended"):
         list(ready)
 
 
 def test_a_process_reads_what_a_thread_reads(texts):
     """Steps with tensors, states and all; also where a command follows on threads of the tokenizer that have run."""
-    from helpers.small_training import EMBEDDED
+    from helpers.small_training import TINY_CHECKPOINT
 
     from surgery.calibration.data import load_tokenizer
-    from surgery.training.batches import steps_of
+    from surgery.training.batches import iter_steps
     from surgery.training.data.dataset import DataConfig, make_data
 
     def steps():
-        data = make_data(DataConfig(sources=[{"path": str(texts)}]), load_tokenizer(EMBEDDED), 32, 0)
-        return steps_of(data, 0, Shares(4, 2), lambda told: int(told["valid"].sum()))
+        data = make_data(DataConfig(sources=[{"path": str(texts)}]), load_tokenizer(TINY_CHECKPOINT), 32, 0)
+        return iter_steps(data, 0, BatchLayout(4, 2), lambda told: int(told["valid"].sum()))
 
-    load_tokenizer(EMBEDDED)(["one text", "and another"] * 100)
-    one_thread()
-    with Ahead(steps(), 2) as one, Beside(steps, 2) as other:
+    load_tokenizer(TINY_CHECKPOINT)(["one text", "and another"] * 100)
+    limit_tokenizer_threads()
+    with ThreadPrefetcher(steps(), 2) as one, ProcessPrefetcher(steps, 2) as other:
         for _, a, b in zip(range(40), one, other):
             assert (a.counted, a.tokens, a.after) == (b.counted, b.tokens, b.after)
             same = [torch.equal(x[n], y[n]) for x, y in zip(a.batches, b.batches) for n in x]
@@ -136,7 +136,7 @@ def test_a_process_reads_what_a_thread_reads(texts):
 
 
 def test_the_log_forgets_what_will_be_done_again(tmp_path):
-    log = Log(tmp_path)
+    log = TrainingLog(tmp_path)
     for stage, step in ((0, 1), (0, 2), (1, 1), (1, 2)):
         log.add({"stage": stage, "step": step, "kind": "lm", "loss": float("nan"), "tokens": step})
     with open(log.path, "a") as file:
@@ -144,8 +144,8 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
     log.going_on(1, 1)
     assert [(line["stage"], line["step"]) for line in map(json.loads, log.path.open())] == [(0, 1), (0, 2), (1, 1)]
     assert log.lines()[0]["loss"] is None
-    assert draw(log.lines(), tmp_path / "curve.png") and not draw([], tmp_path / "none.png")
-    assert tracker("none") == []
+    assert draw_curve(log.lines(), tmp_path / "curve.png") and not draw_curve([], tmp_path / "none.png")
+    assert tracker_names("none") == []
 
 
 def test_what_spreads_otherwise_is_refused():
@@ -153,11 +153,11 @@ def test_what_spreads_otherwise_is_refused():
 
     from accelerate.utils import DistributedType
 
-    from surgery.training.distributed.accelerator import _refuse_others
+    from surgery.training.distributed.accelerator import _check_supported
 
     for kind in (DistributedType.MEGATRON_LM, DistributedType.FSDP):
         with pytest.raises(SurgeryError, match=r"fsdp2\.yaml"):
-            _refuse_others(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+            _check_supported(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_settings_of_deepspeed_that_a_healing_cannot_keep(settings, why):
 
     from accelerate.utils import DistributedType
 
-    from surgery.training.distributed.accelerator import _refuse_others
+    from surgery.training.distributed.accelerator import _check_supported
 
     plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, **settings})
     state = SimpleNamespace(deepspeed_plugin=plugin)
     with pytest.raises(SurgeryError, match=why):
-        _refuse_others(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=state))
+        _check_supported(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=state))
 
 
 def test_a_run_may_have_another_precision_than_the_one_before(tmp_path):
@@ -196,15 +196,15 @@ def test_the_engine_s_loss_scale_follows_torch_s():
     """Halved at an overflow, doubled after 2,000 good steps, in words that torch's scaler goes on from."""
     from types import SimpleNamespace
 
-    from surgery.training.distributed.deepspeed import SCALE, ZeroDescent
+    from surgery.training.distributed.deepspeed import INITIAL_SCALE, ZeroOptimizerStep
 
     told = []
-    descent = ZeroDescent.__new__(ZeroDescent)
+    descent = ZeroOptimizerStep.__new__(ZeroOptimizerStep)
     descent.zero = SimpleNamespace(override_loss_scale=told.append)
-    descent.restore_scale(SCALE)
+    descent.restore_scale(INITIAL_SCALE)
     for overflow in [True, *[False] * 2000]:
         descent._rescale(overflow)
     assert told == [2.0**16, *[2.0**15] * 2000, 2.0**16]
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(descent.scale())
-    assert scaler.state_dict() == descent.scale() == SCALE
+    assert scaler.state_dict() == descent.scale() == INITIAL_SCALE

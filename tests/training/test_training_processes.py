@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.forked import command
-from helpers.small_training import EMBEDDED, losses
+from helpers.forked import run_command
+from helpers.small_training import TINY_CHECKPOINT, read_losses
 
 from surgery.training.finetune import finetune
 
@@ -34,10 +34,10 @@ def told(texts):
 
 @pytest.fixture(scope="session")
 def alone(btt, texts, tmp_path_factory):
-    from surgery.training.recipe import parse_healing
+    from surgery.training.recipe import parse_healing_recipe
 
     out = tmp_path_factory.mktemp("alone") / "out"
-    return out, finetune(str(btt), parse_healing(told(texts)), out, teacher=str(EMBEDDED))
+    return out, finetune(str(btt), parse_healing_recipe(told(texts)), out, teacher=str(TINY_CHECKPOINT))
 
 
 def launched(btt, texts, folder, settings):
@@ -47,7 +47,7 @@ def launched(btt, texts, folder, settings):
         port = free.getsockname()[1]
     (folder / "accelerate.yaml").write_text(yaml.safe_dump({**settings, "main_process_port": port}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "-m", "surgery"]
-    command += ["finetune", str(btt), "--teacher", str(EMBEDDED), "--recipe", "recipe.yaml", "--out", "out", "--json"]
+    command += ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--recipe", "recipe.yaml", "--out", "out", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -56,10 +56,10 @@ def launched(btt, texts, folder, settings):
 
 def forked(btt, texts, folder):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(told(texts)))
-    said = command(
+    said = run_command(
         2,
         folder,
-        ["finetune", str(btt), "--teacher", str(EMBEDDED), "--recipe", "recipe.yaml", "--out", "out", "--json"],
+        ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--recipe", "recipe.yaml", "--out", "out", "--json"],
     )
     return json.loads(said[said.index("{") :])
 
@@ -72,7 +72,7 @@ def test_two_are_one(alone, btt, texts, tmp_path, how):
     else:
         record = forked(btt, texts, tmp_path)
     assert record["processes"] == 2 and (record["spread"] == "FSDP2") == (how == "fsdp2")
-    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (tmp_path / "out", alone[0]))
+    ours, theirs = (torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (tmp_path / "out", alone[0]))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     for key in ("original", "before", "after"):
         pair = [r["validation"][key]["loss"] for r in (record, alone[1])]

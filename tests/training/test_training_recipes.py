@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED
+from helpers.small_training import TINY_CHECKPOINT
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape
@@ -14,27 +14,27 @@ from surgery.mixers.linear import LinearAttention
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.finetune import finetune
-from surgery.training.optim import Schedule, SignDescent, make_groups, make_optimiser
-from surgery.training.recipe import load_healing, parse_healing, shipped
+from surgery.training.optim import Schedule, SignSGD, make_groups, make_optimizer
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
 
 ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
 
 
 @pytest.mark.parametrize("name", ["quick", "standard", "long", "weights-only", "small-linears", "small-attention"])
 def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):
-    assert name in shipped()
+    assert name in shipped_healing_recipes()
     few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]
     few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]
-    tiny = load_healing(name, few, tiny=True)
+    tiny = load_healing_recipe(name, few, tiny=True)
     student = btt if name in ("weights-only", "small-linears") else mixed
-    record = finetune(str(student), tiny, tmp_path / "out", teacher=str(EMBEDDED))
+    record = finetune(str(student), tiny, tmp_path / "out", teacher=str(TINY_CHECKPOINT))
     assert [stage["steps"] for stage in record["stages"]] == [2] * len(tiny.stages)
     assert (tmp_path / "out" / "training" / "curve.png").stat().st_size > 1000
-    assert sum(stage.tokens for stage in load_healing(name).stages) >= (2 if name.startswith("small") else 20) * 10**6
+    assert sum(stage.tokens for stage in load_healing_recipe(name).stages) >= (2 if name.startswith("small") else 20) * 10**6
 
 
 def test_numbers_as_people_write_them():
-    (stage,) = parse_healing({"stages": [ONE], "common": {"batch": 8, "top_k": 4}}).stages
+    (stage,) = parse_healing_recipe({"stages": [ONE], "common": {"batch": 8, "top_k": 4}}).stages
     assert (stage.tokens, stage.rate, stage.batch) == (20_000_000, 1e-4, 8)
     assert stage.steps == -(-20_000_000 // (8 * 512))
 
@@ -56,22 +56,22 @@ def test_numbers_as_people_write_them():
 )
 def test_refusals(data, said):
     with pytest.raises(SurgeryError, match=said):
-        parse_healing(data)
+        parse_healing_recipe(data)
 
 
 def test_set_reaches_every_place(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("stages: [{kind: lm, tokens: 1k, rate: 1e-3}, {kind: lm, tokens: 1k, rate: 1e-3}]\n")
-    loaded = load_healing(str(path), ["stages.*.rate=2e-3", "stages.1.schedule.name=wsd", "guard.patience=5"])
+    loaded = load_healing_recipe(str(path), ["stages.*.rate=2e-3", "stages.1.schedule.name=wsd", "guard.patience=5"])
     assert [s.rate for s in loaded.stages] == [2e-3, 2e-3]
     assert [s.schedule.name for s in loaded.stages] == ["cosine", "wsd"] and loaded.guard.patience == 5
     for wrong in ("stages.7.rate=1", "rate", "stages.*"):
         with pytest.raises(SurgeryError, match="--set"):
-            load_healing(str(path), [wrong])
+            load_healing_recipe(str(path), [wrong])
     with pytest.raises(SurgeryError, match="no block `tiny`"):
-        load_healing(str(path), tiny=True)
+        load_healing_recipe(str(path), tiny=True)
     with pytest.raises(SurgeryError, match="did you mean 'quick'"):
-        load_healing("quik")
+        load_healing_recipe("quik")
 
 
 def test_schedules():
@@ -85,7 +85,7 @@ def test_schedules():
 
 # -- rates -------------------------------------------------------------------------------------------------------
 def stage_of(**optimiser):
-    return parse_healing({"stages": [{**ONE, "optimiser": optimiser}]}).stages[0]
+    return parse_healing_recipe({"stages": [{**ONE, "optimiser": optimiser}]}).stages[0]
 
 
 @pytest.mark.parametrize("name, right, left", [("adamw", 64 / 16, 64 / 32), ("sign", 64 / 16, 64 / 32)])
@@ -135,7 +135,7 @@ def test_item_4_6_rates_of_mixers_follow_their_fans():
 def test_a_bad_step_leaves_parameters_and_states(name):
     layer = torch.nn.Linear(4, 4)
     groups = make_groups(torch.nn.Sequential(layer), {"0.weight"}, stage_of(name=name, weight_decay=0.1))
-    optimiser = make_optimiser(groups, stage_of(name=name).optimiser)
+    optimiser = make_optimizer(groups, stage_of(name=name).optimiser)
     for gradient, bad in ((torch.ones(4, 4), 0.0), (torch.full((4, 4), float("nan")), 1.0)):
         layer.weight.grad, before = gradient, layer.weight.detach().clone()
         states = {k: v.clone() for k, v in optimiser.state[layer.weight].items()}
@@ -148,5 +148,5 @@ def test_a_bad_step_leaves_parameters_and_states(name):
 def test_sign_descent_moves_by_the_rate():
     p = torch.nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([2.0, -0.1, 0.0])
-    SignDescent([{"params": [p], "lr": 0.5}], momentum=0.9).step()
+    SignSGD([{"params": [p], "lr": 0.5}], momentum=0.9).step()
     assert p.tolist() == [-0.5, 0.5, 0.0]

@@ -6,16 +6,16 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import EMBEDDED, recipe
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe
 
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.source import Source
+from surgery.checkpoint.source import CheckpointSource
 from surgery.core.errors import SurgeryError
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
-from surgery.training.stages import STAGES, Models
-from surgery.training.stages.distill import kl_of_logits, kl_of_top, top_of
-from surgery.training.stages.hidden import Hidden, HiddenStage
+from surgery.training.stages import STAGES, StageModels
+from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence, top_k_log_probs
+from surgery.training.stages.hidden import HiddenConfig, HiddenStage
 from surgery.training.stages.lm import LMStage
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 def opened(student):
     """(models, roles) of a student and the embedded checkpoint as its teacher."""
-    source, original = opening.opened(str(student)), opening.opened(str(EMBEDDED))
+    source, original = opening.open_trainable(str(student)), opening.open_trainable(str(TINY_CHECKPOINT))
     model = opening.load_student(source)
-    teacher = opening.load(original, torch.float32).eval().requires_grad_(False)
-    return Models(model, model, teacher), opening.roles_of(source, model)
+    teacher = opening.load_causal_lm(original, torch.float32).eval().requires_grad_(False)
+    return StageModels(model, model, teacher), opening.linear_roles(source, model)
 
 
 def rows(count=2, length=48, seed=0):
@@ -36,7 +36,7 @@ def rows(count=2, length=48, seed=0):
 
 
 def staged(models, roles, **keys):
-    (config,) = recipe("none.jsonl", {**keys}).stages
+    (config,) = healing_recipe("none.jsonl", {**keys}).stages
     stage = STAGES[config](config)
     stage.prepare(models, roles)
     stage.measure(models, rows(seed=5))
@@ -45,7 +45,7 @@ def staged(models, roles, **keys):
 
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill"])
 def test_the_teacher_itself_has_nothing_to_learn(kind):
-    models, roles = opened(EMBEDDED)
+    models, roles = opened(TINY_CHECKPOINT)
     stage = staged(models, roles, kind=kind, trains=["attention", "mlp"])
     assert abs(float(stage.losses(models, rows())["total"])) < 1e-3
 
@@ -95,21 +95,21 @@ def test_hidden_follows_the_student_s_own_path(btt):
     )
     each = [(a - b).square().mean(-1).sum() / scale for a, b, scale in zip(ours, theirs, stage.sizes)]
     torch.testing.assert_close(stage.losses(models, batch)["total"], torch.stack(each).mean(), rtol=1e-4, atol=1e-5)
-    assert STAGES[Hidden] is HiddenStage
+    assert STAGES[HiddenConfig] is HiddenStage
 
 
 def test_top_k_lumps_the_rest():
     """The whole KL where k is the vocabulary, less or equal otherwise, by hand where k is two."""
     student, teacher = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).double().float()
-    whole = kl_of_logits(student, teacher, 1.0)
-    torch.testing.assert_close(kl_of_top(student, *top_of(teacher, 11, 1.0), 1.0), whole, rtol=1e-3, atol=1e-4)
+    whole = kl_divergence(student, teacher, 1.0)
+    torch.testing.assert_close(top_k_kl_divergence(student, *top_k_log_probs(teacher, 11, 1.0), 1.0), whole, rtol=1e-3, atol=1e-4)
     for temperature in (1.0, 2.0):
-        parts = kl_of_top(student, *top_of(teacher, 2, temperature), temperature)
+        parts = top_k_kl_divergence(student, *top_k_log_probs(teacher, 2, temperature), temperature)
         p, q = (t.div(temperature).softmax(-1) for t in (teacher, student))
         top = p.topk(2).indices
         pk, qk = (torch.cat([d.gather(-1, top), 1 - d.gather(-1, top).sum(-1, keepdim=True)], -1) for d in (p, q))
         torch.testing.assert_close(parts, (pk * (pk / qk).log()).sum(-1), rtol=1e-3, atol=1e-4)
-        assert (parts <= kl_of_logits(student, teacher, temperature) + 1e-5).all()
+        assert (parts <= kl_divergence(student, teacher, temperature) + 1e-5).all()
 
 
 def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
@@ -120,7 +120,7 @@ def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
     models.student.requires_grad_(True)
     found = []
     for size in (2**25, 2**14):
-        monkeypatch.setattr(distill, "POSITIONS", size)
+        monkeypatch.setattr(distill, "MAX_LOGITS", size)
         stage = staged(models, roles, kind="distill", temperature=2.0, ce_weight=0.3, top_k=8)
         total = stage.losses(models, rows())["total"]
         total.backward()
@@ -132,7 +132,7 @@ def test_kl_in_parts_is_kl_at_once(btt, monkeypatch):
 @pytest.mark.parametrize("kind", ["align", "hidden", "distill", "lm"])
 def test_mixers_learn_from_every_stage(mixed, texts, tmp_path, kind):
     stage = {"kind": kind, "trains": ["mixers"], "rates": {"mixers": 1e-2}, "tokens": 1280}
-    record = finetune(str(mixed), recipe(texts, stage), tmp_path / "out", teacher=str(EMBEDDED))
+    record = finetune(str(mixed), healing_recipe(texts, stage), tmp_path / "out", teacher=str(TINY_CHECKPOINT))
     (told,) = record["stages"]
     assert record["validation"]["after"]["loss"] < record["validation"]["before"]["loss"]
     if kind in ("align", "hidden"):
@@ -145,12 +145,12 @@ def test_lora_is_merged_into_what_is_dense(mixed, texts, tmp_path):
 
     stage = {"kind": "lora", "targets": ["attention"], "rate": 1e-3, "tokens": 1280}
     out = tmp_path / "out"
-    record = finetune(str(mixed), recipe(texts, stage), out)
+    record = finetune(str(mixed), healing_recipe(texts, stage), out)
     before, after = load_file(mixed / "model.safetensors"), load_file(out / "model.safetensors")
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert before.keys() == after.keys() and not (out / "adapter").exists()
     assert len(changed) == 4 * 6 and all("self_attn" in n and n.endswith("_proj.weight") for n in changed)
-    again = finetune(str(out), recipe(texts, {"kind": "lm", "tokens": 256, "rate": 1e-12}), tmp_path / "again")
+    again = finetune(str(out), healing_recipe(texts, {"kind": "lm", "tokens": 256, "rate": 1e-12}), tmp_path / "again")
     measured = [r["validation"][k]["loss"] for r, k in ((record, "after"), (again, "before"))]
     assert abs(measured[0] - measured[1]) < 1e-4
 
@@ -164,7 +164,7 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
     stage = {"kind": "lora", "targets": ["mlp.up", "attention.query"], "rate": 1e-2, "tokens": 1280}
     stage |= {"towards": "distill", "top_k": 16}
     out = tmp_path / "out"
-    finetune(str(btt), recipe(texts, stage), out, teacher=str(EMBEDDED))
+    finetune(str(btt), healing_recipe(texts, stage), out, teacher=str(TINY_CHECKPOINT))
     base = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     batch = {"input_ids": rows()["input_ids"]}
     with torch.no_grad():
@@ -178,31 +178,31 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
 def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):
     stages = {"kind": "lora", "targets": ["mlp.up"]}, {"kind": "lm"}
     with pytest.raises(SurgeryError, match="make it the last"):
-        finetune(str(btt), recipe(texts, *stages), tmp_path / "out")
+        finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "out")
 
 
 def test_a_teacher_reads_the_same_tokens(tmp_path):
     """One may know more words; a word of another number is refused."""
-    tokenizer, folder = load_tokenizer(EMBEDDED), tmp_path / "other"
+    tokenizer, folder = load_tokenizer(TINY_CHECKPOINT), tmp_path / "other"
     folder.mkdir()
-    opening.same_tokens(tokenizer, Source("without a tokenizer", folder, {}, {}))
-    more = load_tokenizer(EMBEDDED)
+    opening.check_same_tokenizer(tokenizer, CheckpointSource("without a tokenizer", folder, {}, {}))
+    more = load_tokenizer(TINY_CHECKPOINT)
     more.add_tokens(["<more>"])
     more.save_pretrained(folder)
-    opening.same_tokens(tokenizer, Source("more", folder, {}, {}))
+    opening.check_same_tokenizer(tokenizer, CheckpointSource("more", folder, {}, {}))
     written = json.loads((folder / "tokenizer.json").read_text())
     words = written["model"]["vocab"]
     (one, first), (two, second), *_ = list(words.items())[100:]
     words |= {one: second, two: first}
     (folder / "tokenizer.json").write_text(json.dumps(written))
     with pytest.raises(SurgeryError, match=f"of {len(tokenizer):,} words {len(tokenizer) - 2:,} have the same number"):
-        opening.same_tokens(tokenizer, Source("swapped", folder, {}, {}))
+        opening.check_same_tokenizer(tokenizer, CheckpointSource("swapped", folder, {}, {}))
 
 
 def test_what_neither_changes_is_shared(btt):
     models, roles = opened(btt)
     changing = {n for n, _ in models.student.named_parameters() if "layers" in n}
-    assert opening.share_frozen(models.student, models.teacher, changing) > 0
+    assert opening.share_frozen_tensors(models.student, models.teacher, changing) > 0
     ours, theirs = models.student.get_input_embeddings().weight, models.teacher.get_input_embeddings().weight
     assert ours.data_ptr() == theirs.data_ptr()
     assert all(roles.values())
@@ -222,5 +222,5 @@ def test_every_stage_multiplies_in_the_recipe_s_precision(btt, texts, tmp_path, 
 
     monkeypatch.setattr(LMStage, "losses", watched)
     stages = [{"kind": "lm", "tokens": 256, "trains": ["structured"]}] * 2
-    finetune(str(btt), recipe(texts, *stages, precision="bf16"), tmp_path / "out")
+    finetune(str(btt), healing_recipe(texts, *stages, precision="bf16"), tmp_path / "out")
     assert seen and all(seen)

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from helpers.small_training import recipe
+from helpers.small_training import healing_recipe
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -35,7 +35,7 @@ def events(folder):
 
 def test_tensorboard_has_what_the_log_has(btt, texts, tmp_path):
     pytest.importorskip("tensorboardX")
-    finetune(str(btt), recipe(texts, STAGE, evaluate=2), tmp_path / "out", track="tensorboard", device="cpu")
+    finetune(str(btt), healing_recipe(texts, STAGE, evaluate=2), tmp_path / "out", track="tensorboard", device="cpu")
     training = tmp_path / "out" / "training"
     told = events(training / "tensorboard")
     lines = [json.loads(line) for line in (training / "log.jsonl").read_text().splitlines()]
@@ -72,7 +72,7 @@ def wandb(monkeypatch):
 
 def test_wandb_is_told_once_a_line(btt, texts, tmp_path, wandb):
     _, calls = wandb
-    finetune(str(btt), recipe(texts, STAGE), tmp_path / "out", track="wandb", device="cpu")
+    finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "out", track="wandb", device="cpu")
     kinds = [call[0] for call in calls]
     assert kinds[:2] == ["init", "config"] and kinds[-1] == "finish" and kinds.count("log") == 4
     assert calls[0][1]["name"] == "out" and calls[0][1]["project"] == "surgery"
@@ -88,7 +88,7 @@ def test_a_tracker_that_does_not_start_says_what_to_do(btt, texts, tmp_path, wan
 
     fake.init = refuses
     with pytest.raises(SurgeryError, match=r"--track wandb does not start: .*no-tty.*wandb login.*--track none"):
-        finetune(str(btt), recipe(texts, STAGE), tmp_path / "out", track="wandb", device="cpu")
+        finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "out", track="wandb", device="cpu")
     assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
 
 
@@ -97,4 +97,4 @@ def test_a_missing_package_is_named(btt, texts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(imports, "is_trackio_available", lambda: False, raising=False)
     with pytest.raises(SurgeryError, match="the package trackio is not installed; pip install trackio"):
-        finetune(str(btt), recipe(texts, STAGE), tmp_path / "out", track="trackio", device="cpu")
+        finetune(str(btt), healing_recipe(texts, STAGE), tmp_path / "out", track="trackio", device="cpu")

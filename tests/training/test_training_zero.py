@@ -8,8 +8,8 @@ import socket
 
 import pytest
 import torch
-from helpers.forked import processes
-from helpers.small_training import EMBEDDED, losses
+from helpers.forked import run_processes
+from helpers.small_training import TINY_CHECKPOINT, read_losses
 
 from surgery.core.errors import SurgeryError
 
@@ -24,13 +24,13 @@ STAGES = [
 
 
 def told(texts, stages=STAGES, **keys):
-    from surgery.training.recipe import parse_healing
+    from surgery.training.recipe import parse_healing_recipe
 
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 3}
     common = {"length": 48, "batch": 4, "rows": 1, "tokens": 384, "rate": 1e-4}
     base = {"precision": "float32", "log": 1, "checkpoint": 1, "data": data, "common": common}
     base |= {"evaluate": 0, "deliver": "last"}
-    return parse_healing({**base, "stages": stages, **keys})
+    return parse_healing_recipe({**base, "stages": stages, **keys})
 
 
 def grouped(stage):
@@ -47,11 +47,11 @@ def grouped(stage):
 
 
 def healed(btt, recipe, out, stage, count, dies_at=None, **options):
-    """Exit codes of `count` processes; dies_at: (stage, step) at which they are gone."""
+    """Exit codes of `format_count` processes; dies_at: (stage, step) at which they are gone."""
     from surgery.training.finetune import finetune
-    from surgery.training.loop import Loop
+    from surgery.training.loop import TrainingLoop
 
-    step = Loop._step
+    step = TrainingLoop._step
 
     def dying(self, taken):
         if (self.at.stage, self.at.step) == dies_at:
@@ -60,10 +60,10 @@ def healed(btt, recipe, out, stage, count, dies_at=None, **options):
 
     def run(rank):
         grouped(stage)
-        Loop._step = dying
-        finetune(str(btt), recipe, out, teacher=str(EMBEDDED), track="none", device="cpu", **options)
+        TrainingLoop._step = dying
+        finetune(str(btt), recipe, out, teacher=str(TINY_CHECKPOINT), track="none", device="cpu", **options)
 
-    return processes(count, run)
+    return run_processes(count, run)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def alone(btt, texts, tmp_path_factory):
 
 
 def same_losses(a, b):
-    ours, theirs = (torch.tensor(losses(f / "training"), dtype=torch.float64) for f in (a, b))
+    ours, theirs = (torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (a, b))
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
 
 
@@ -136,7 +136,7 @@ def test_a_bad_step_stops_with_a_sentence(btt, texts, tmp_path):
         with pytest.raises(SurgeryError, match="step 1: the loss or its gradient is no number"):
             finetune(str(btt), told(texts, [{"kind": "lm"}]), tmp_path / "out", track="none", device="cpu")
 
-    assert processes(1, run) == [0]
+    assert run_processes(1, run) == [0]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -148,7 +148,7 @@ def test_nothing_of_the_engine_stays(tmp_path, stage):
 
     from torch import nn
 
-    from surgery.training.distributed.accelerator import make_accelerator, prepared, unwrapped
+    from surgery.training.distributed.accelerator import make_accelerator, prepare, unwrap_model
 
     def run(rank):
         grouped(stage)
@@ -156,12 +156,12 @@ def test_nothing_of_the_engine_stays(tmp_path, stage):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimiser = torch.optim.AdamW(model.parameters(), fused=True)
         config = SimpleNamespace(batch=2, rows=2, clip=1.0)
-        engine, _ = prepared(accelerator, model, optimiser, config, "float32")
+        engine, _ = prepare(accelerator, model, optimiser, config, "float32")
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(torch.ones(2, 8)).sum(), scale_wrt_gas=False)
         engine.step()
         held = [weakref.ref(engine), weakref.ref(engine.optimizer), weakref.ref(optimiser)]
-        plain = unwrapped(accelerator, engine)
+        plain = unwrap_model(accelerator, engine)
         del engine, optimiser, _
         gc.collect()
         assert not any(ref() for ref in held)
@@ -169,4 +169,4 @@ def test_nothing_of_the_engine_stays(tmp_path, stage):
         assert all(not hasattr(p, "ds_id") and p.numel() in (8, 64) for p in plain.parameters())
         plain(torch.ones(2, 8)).sum().backward()
 
-    assert processes(1, run) == [0]
+    assert run_processes(1, run) == [0]

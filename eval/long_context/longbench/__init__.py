@@ -6,49 +6,49 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval import offline_data as mirror
-from surgery.eval.lm_eval.bridge import run_each
+from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context import asked_counter
-from surgery.eval.long_context.longbench.prompts import TASKS, LongTask
+from surgery.eval.long_context import prompt_token_counter
+from surgery.eval.long_context.longbench.prompts import TASKS, LongBenchTask
 from surgery.eval.long_context.longbench.scores import SCORES, first_line
-from surgery.eval.long_context.truncate import without_middle
-from surgery.eval.suite import EvalOptions, Metric, Subject, SuiteResult
+from surgery.eval.long_context.truncate import truncate_middle
+from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
 
-PATH = "Xnhyacinth/LongBench"
-UNBOUNDED = 32768  # tokens of a prompt for a model without a longest input
-PAPER = tuple(name for name, task in TASKS.items() if task.paper)
-SCORE = Metric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
+DATASET = "Xnhyacinth/LongBench"
+DEFAULT_LENGTH = 32768  # tokens of a prompt for a model without a longest input
+PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.paper)
+SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 
-def run_longbench(subject: Subject, options: EvalOptions) -> SuiteResult:
+def run_longbench(subject: EvalModel, options: EvalOptions) -> SuiteResult:
     """--tasks all: all twenty-one; --lengths: prompt and answer in so many tokens, each length by itself."""
-    names = tuple(TASKS) if options.tasks == ("all",) else options.tasks or PAPER
+    names = tuple(TASKS) if options.tasks == ("all",) else options.tasks or PAPER_TASKS
     if unknown := [name for name in names if name not in TASKS]:
-        raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{nearest(unknown[0], [*TASKS, 'all'])}")
-    mirror.check(options.data_root, "longbench", [PATH])
-    lengths = options.lengths or (subject.longest or UNBOUNDED,)
-    tasks = [(f"longbench_{name}", partial(_task, name, subject, options, n)) for n in lengths for name in names]
-    return run_each(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+        raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{suggestion(unknown[0], [*TASKS, 'all'])}")
+    mirror.check_datasets(options.data_root, "longbench", [DATASET])
+    lengths = options.lengths or (subject.longest or DEFAULT_LENGTH,)
+    tasks = [(f"longbench_{name}", partial(_make_task, name, subject, options, n)) for n in lengths for name in names]
+    return run_own_tasks(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
 
 
-def scored(task: LongTask, output: str, answers: list[str], classes: list[str]) -> float:
+def best_score(task: LongBenchTask, output: str, answers: list[str], classes: list[str]) -> float:
     """The best over the references."""
     said = first_line(output) if task.line else output
     return max((float(SCORES[task.score](said, answer, classes or [])) for answer in answers), default=0.0)
 
 
-def prompt_of(task: LongTask, row: Mapping[str, Any]) -> str:
+def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
     """The data set's conversion calls `input` a question."""
     asked = row["input"] if "input" in row else row["question"]
     return task.prompt.format(context=row["context"], input=asked)
 
 
-def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> OwnTask:
+def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int) -> OwnTask:
     task, tokenizer = TASKS[name], subject.tokenizer
-    rows = mirror.rows(options.data_root, "longbench", PATH, name, "test")
-    count = asked_counter(tokenizer, options.apply_chat_template and not task.bare)
+    rows = mirror.load_rows(options.data_root, "longbench", DATASET, name, "test")
+    count = prompt_token_counter(tokenizer, options.apply_chat_template and not task.bare)
     most = length - task.answer_tokens
     if most < 32:
         raise SurgeryError(
@@ -62,7 +62,7 @@ def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> Own
             {
                 "id": f"{name} {length} {row.get('_id') or row.get('id') or number}",
                 "task": f"longbench_{name}",
-                "prompt": without_middle(prompt_of(task, row), tokenizer, count, most),
+                "prompt": truncate_middle(format_prompt(task, row), tokenizer, count, most),
                 "prefix": "",
                 "answers": list(row["answers"]),
                 "classes": list(row["all_classes"] or []),
@@ -71,14 +71,14 @@ def _task(name: str, subject: Subject, options: EvalOptions, length: int) -> Own
         )
 
     def score(doc: Mapping[str, Any], output: str) -> float:
-        return scored(task, output, doc["answers"], doc["classes"])
+        return best_score(task, output, doc["answers"], doc["classes"])
 
-    generation = _one_line(tokenizer) if name == "samsum" else {}
+    generation = _one_line_generation(tokenizer) if name == "samsum" else {}
     called = f"longbench_{name}_{length}" if options.lengths else f"longbench_{name}"
     return OwnTask(called, docs, score, task.answer_tokens, generation=generation, chat=not task.bare)
 
 
-def _one_line(tokenizer: Any) -> dict[str, Any]:
+def _one_line_generation(tokenizer: Any) -> dict[str, Any]:
     """samsum ends at a newline, after one token at least: models go on with more dialogues."""
     newline = tokenizer.encode("\n", add_special_tokens=False)
     ends = {tokenizer.eos_token_id, newline[-1] if newline else None} - {None}

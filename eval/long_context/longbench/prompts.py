@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LongTask:
+class LongBenchTask:
     """prompt: of context and input; score: a name in longbench_scores; line: only the first line of an answer counts;
     bare: never in a chat template; paper: one of the fourteen of Log-Linear Attention (arXiv:2506.04761)."""
 
@@ -30,75 +30,75 @@ _SINGLE = (
 )
 _CONCISE = "as concisely as you can, using a single phrase if possible. Do not provide any explanation."
 
-TASKS: dict[str, LongTask] = {
-    "narrativeqa": LongTask(
+TASKS: dict[str, LongBenchTask] = {
+    "narrativeqa": LongBenchTask(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
         f"{_CONCISE}\n\nStory: {{context}}\n\nNow, answer the question based on the story {_CONCISE}\n\nQuestion: {{input}}"
         "\n\nAnswer:",
         128,
         "qa_f1",
     ),
-    "qasper": LongTask(
+    "qasper": LongBenchTask(
         f"You are given a scientific article and a question. {_SINGLE}\n\nArticle: {{context}}\n\n "
         f"{_SINGLE.replace('Answer the question as', 'Answer the question based on the above article as', 1)}\n\n"
         "Question: {input}\n\nAnswer:",
         128,
         "qa_f1",
     ),
-    "multifieldqa_en": LongTask(
+    "multifieldqa_en": LongBenchTask(
         "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above text, "
         "only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
         64,
         "qa_f1",
     ),
-    "multifieldqa_zh": LongTask(
+    "multifieldqa_zh": LongBenchTask(
         "阅读以下文字并用中文简短回答：\n\n{context}\n\n现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",
         64,
         "qa_f1_zh",
         paper=False,
     ),
-    "hotpotqa": LongTask(_PASSAGES, 32, "qa_f1"),
-    "2wikimqa": LongTask(_PASSAGES, 32, "qa_f1"),
-    "musique": LongTask(_PASSAGES, 32, "qa_f1"),
-    "dureader": LongTask(
+    "hotpotqa": LongBenchTask(_PASSAGES, 32, "qa_f1"),
+    "2wikimqa": LongBenchTask(_PASSAGES, 32, "qa_f1"),
+    "musique": LongBenchTask(_PASSAGES, 32, "qa_f1"),
+    "dureader": LongBenchTask(
         "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
         128,
         "rouge_zh",
         paper=False,
     ),
-    "gov_report": LongTask(
+    "gov_report": LongBenchTask(
         "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\nNow, "
         "write a one-page summary of the report.\n\nSummary:",
         512,
         "rouge",
     ),
-    "qmsum": LongTask(
+    "qmsum": LongBenchTask(
         "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or more "
         "sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one or more "
         "sentences.\n\nQuery: {input}\nAnswer:",
         512,
         "rouge",
     ),
-    "multi_news": LongTask(
+    "multi_news": LongBenchTask(
         "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, write a "
         "one-page summary of all the news.\n\nSummary:",
         512,
         "rouge",
     ),
-    "vcsum": LongTask(
+    "vcsum": LongBenchTask(
         "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",
         512,
         "rouge_zh",
         paper=False,
     ),
-    "trec": LongTask(
+    "trec": LongBenchTask(
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
         64,
         "classification",
         line=True,
         bare=True,
     ),
-    "triviaqa": LongTask(
+    "triviaqa": LongBenchTask(
         "Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
         "following are some examples.\n\n{context}\n\n{input}",
         32,
@@ -106,14 +106,14 @@ TASKS: dict[str, LongTask] = {
         line=True,
         bare=True,
     ),
-    "samsum": LongTask(
+    "samsum": LongBenchTask(
         "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
         128,
         "rouge",
         line=True,
         bare=True,
     ),
-    "lsht": LongTask(
+    "lsht": LongBenchTask(
         "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",
         64,
         "classification",
@@ -121,7 +121,7 @@ TASKS: dict[str, LongTask] = {
         bare=True,
         paper=False,
     ),
-    "passage_count": LongTask(
+    "passage_count": LongBenchTask(
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read these "
         "paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, how many "
         "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after "
@@ -131,7 +131,7 @@ TASKS: dict[str, LongTask] = {
         "count",
         paper=False,
     ),
-    "passage_retrieval_en": LongTask(
+    "passage_retrieval_en": LongBenchTask(
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is from."
         "\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract "
         'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
@@ -139,15 +139,15 @@ TASKS: dict[str, LongTask] = {
         "retrieval",
         paper=False,
     ),
-    "passage_retrieval_zh": LongTask(
+    "passage_retrieval_zh": LongBenchTask(
         "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n下面是一个摘要\n\n{input}\n\n"
         '请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
         32,
         "retrieval_zh",
         paper=False,
     ),
-    "lcc": LongTask("Please complete the code given below. \n{context}Next line of code:\n", 64, "code", bare=True),
-    "repobench-p": LongTask(
+    "lcc": LongBenchTask("Please complete the code given below. \n{context}Next line of code:\n", 64, "code", bare=True),
+    "repobench-p": LongBenchTask(
         "Please complete the code given below. \n{context}{input}Next line of code:\n", 64, "code", bare=True
     ),
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 Classes = Sequence[str]
 
 
@@ -42,13 +42,13 @@ def qa_f1_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
 def rouge(prediction: str, reference: str, classes: Classes = ()) -> float:
     """ROUGE-L F of the package rouge; 0 for what it refuses (nothing, or dots alone)."""
     try:
-        return float(_rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
+        return float(_rouge_scorer().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
         return 0.0
 
 
 def rouge_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
-    return rouge(" ".join(_cut(prediction)), " ".join(_cut(reference)))
+    return rouge(" ".join(_segment_chinese(prediction)), " ".join(_segment_chinese(reference)))
 
 
 def classification(prediction: str, reference: str, classes: Classes) -> float:
@@ -62,15 +62,15 @@ def classification(prediction: str, reference: str, classes: Classes) -> float:
 
 
 def retrieval(prediction: str, reference: str, classes: Classes = ()) -> float:
-    return _share(prediction, re.findall(r"Paragraph (\d+)", reference)[0])
+    return _correct_share(prediction, re.findall(r"Paragraph (\d+)", reference)[0])
 
 
 def retrieval_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
-    return _share(prediction, re.findall(r"段落(\d+)", reference)[0])
+    return _correct_share(prediction, re.findall(r"段落(\d+)", reference)[0])
 
 
 def count(prediction: str, reference: str, classes: Classes = ()) -> float:
-    return _share(prediction, str(reference))
+    return _correct_share(prediction, str(reference))
 
 
 def code(prediction: str, reference: str, classes: Classes = ()) -> float:
@@ -100,25 +100,25 @@ def _words(text: str) -> list[str]:
 
 
 def _chinese_words(text: str) -> list[str]:
-    marks = set(string.punctuation + CHINESE)
-    words = ("".join("".join(c for c in word.lower() if c not in marks).split()) for word in _cut(text))
+    marks = set(string.punctuation + CHINESE_PUNCTUATION)
+    words = ("".join("".join(c for c in word.lower() if c not in marks).split()) for word in _segment_chinese(text))
     return [word for word in words if word]
 
 
-def _share(prediction: str, number: str) -> float:
+def _correct_share(prediction: str, number: str) -> float:
     """Of the numbers said, how many are the right one."""
     said = re.findall(r"\d+", prediction)
     return said.count(number) / len(said) if said else 0.0
 
 
 @cache
-def _rouge() -> Any:
+def _rouge_scorer() -> Any:
     from rouge import Rouge
 
     return Rouge()
 
 
-def _cut(text: str) -> list[str]:
+def _segment_chinese(text: str) -> list[str]:
     import logging
 
     import jieba

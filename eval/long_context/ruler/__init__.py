@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from surgery.eval.long_context.ruler.aggregation import CommonWords, FrequentWords
-from surgery.eval.long_context.ruler.base import Question, Room, Task, Unfit
-from surgery.eval.long_context.ruler.niah import Needles
-from surgery.eval.long_context.ruler.qa import Documents
-from surgery.eval.long_context.ruler.variable_tracking import Tracking
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, RulerTask, LengthTooShortError
+from surgery.eval.long_context.ruler.niah import NeedleTask
+from surgery.eval.long_context.ruler.qa import DocumentQATask
+from surgery.eval.long_context.ruler.variable_tracking import VariableTracking
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, RulerTask] = {
     task.name: task
     for task in (
-        Needles("niah_single_1", "noise"),
-        Needles("niah_single_2", "essay"),
-        Needles("niah_single_3", "essay", value="uuids"),
-        Needles("niah_multikey_1", "essay", keys=4),
-        Needles("niah_multikey_2", "needle"),
-        Needles("niah_multikey_3", "needle", key="uuids", value="uuids"),
-        Needles("niah_multivalue", "essay", values=4),
-        Needles("niah_multiquery", "essay", queries=4),
-        Tracking(),
+        NeedleTask("niah_single_1", "noise"),
+        NeedleTask("niah_single_2", "essay"),
+        NeedleTask("niah_single_3", "essay", value="uuids"),
+        NeedleTask("niah_multikey_1", "essay", keys=4),
+        NeedleTask("niah_multikey_2", "needle"),
+        NeedleTask("niah_multikey_3", "needle", key="uuids", value="uuids"),
+        NeedleTask("niah_multivalue", "essay", values=4),
+        NeedleTask("niah_multiquery", "essay", queries=4),
+        VariableTracking(),
         CommonWords(),
         FrequentWords(),
-        Documents("qa_1", "squad"),
-        Documents("qa_2", "hotpot"),
+        DocumentQATask("qa_1", "squad"),
+        DocumentQATask("qa_2", "hotpot"),
     )
 }
 
-__all__ = ["TASKS", "Question", "Room", "Task", "Unfit"]
+__all__ = ["TASKS", "RulerQuestion", "TaskContext", "RulerTask", "LengthTooShortError"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import pi
 from random import Random
 
-from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
-from surgery.eval.long_context.ruler.words import compound, letters, vocabulary
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
+from surgery.eval.long_context.ruler.words import random_compound, random_letters, vocabulary
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear "
@@ -26,7 +26,7 @@ TOP = 10
 
 
 @dataclass(frozen=True)
-class Shape:
+class WordRepeats:
     """How often common and other words are repeated; the example: (words, common, other), or none."""
 
     common: int
@@ -34,8 +34,8 @@ class Shape:
     example: tuple[int, int, int] | None
 
 
-LONG, SHORT = Shape(30, 3, (40, 10, 3)), Shape(6, 1, (20, 3, 1))  # RULER's, from 4096 tokens and below
-SMALLER = (SHORT, Shape(6, 1, None), Shape(3, 1, None))
+LONG, SHORT = WordRepeats(30, 3, (40, 10, 3)), WordRepeats(6, 1, (20, 3, 1))  # RULER's, from 4096 tokens and below
+SMALLER = (SHORT, WordRepeats(6, 1, None), WordRepeats(3, 1, None))
 
 
 @dataclass(frozen=True)
@@ -44,56 +44,56 @@ class CommonWords:
     answer_tokens: int = 120
     needs: str | None = None
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        yield from at_once(lambda index: self._one(room, index), range(samples))
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._one(room, index), range(samples))
 
-    def _one(self, room: Room, index: int) -> Question:
+    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
         for shape in (LONG, *SMALLER) if room.length >= 4096 else SMALLER:
             try:
                 return self._shaped(room, index, shape)
-            except Unfit as error:
+            except LengthTooShortError as error:
                 reason = error
         raise reason
 
-    def _shaped(self, room: Room, index: int, shape: Shape) -> Question:
+    def _shaped(self, room: TaskContext, index: int, shape: WordRepeats) -> RulerQuestion:
         rng = room.rng(self.name, index)
         words, before, seed = list(vocabulary()), "", rng.random()
         if shape.example:
             size, often, seldom = shape.example
             sample = rng.sample(words, size)
-            shown = COMMON.format(context=_numbered(sample, often, seldom, rng.random(), "")) + COMMON_PREFIX
+            shown = COMMON.format(context=_numbered_list(sample, often, seldom, rng.random(), "")) + COMMON_PREFIX
             before = shown + " " + " ".join(f"{i}. {word}" for i, word in enumerate(sample[:TOP], 1)) + "\n"
         rng.shuffle(words)
         filler = " ".join(words[-8:])
 
         def build(n: int, rest: str) -> str:
             while len(words) < n:  # beyond the lists, pairs of words
-                words.append(compound(rng))
-            context = _numbered(words[:n], shape.common, shape.other, seed, rest)
+                words.append(random_compound(rng))
+            context = _numbered_list(words[:n], shape.common, shape.other, seed, rest)
             return before + COMMON.format(context=context) + COMMON_PREFIX
 
         found = room.filled(
             build, self.answer_tokens, TOP + 1, 4 * room.length, max(1, room.length // 128), filler, mixed=True
         )
-        return Question(
+        return RulerQuestion(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(COMMON_PREFIX)],
             prefix=COMMON_PREFIX,
             answers=tuple(words[:TOP]),
             length=room.length,
             tokens=found.tokens + self.answer_tokens,
-            note=_shortened(shape, room.length),
+            note=_shortening_note(shape, room.length),
         )
 
 
-def _shortened(shape: Shape, length: int) -> str:
+def _shortening_note(shape: WordRepeats, length: int) -> str:
     if shape == (LONG if length >= 4096 else SHORT):
         return ""
     left = "the one-shot example of short lengths" if shape.example else "no room for the one-shot example"
     return f"{left}, common words {shape.common} times"
 
 
-def _numbered(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:
+def _numbered_list(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:
     """ "1. word 2. word ..": the first ten `often` times, the others `seldom`, shuffled; words of `rest` once each at the end."""
     listed = words[:TOP] * often + words[TOP:] * seldom
     Random(seed).shuffle(listed)
@@ -109,30 +109,30 @@ class FrequentWords:
     needs: str | None = None
     letters: int = 6
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        yield from at_once(lambda index: self._one(room, index), range(samples))
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._one(room, index), range(samples))
 
-    def _one(self, room: Room, index: int) -> Question:
+    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
         rng = room.rng(self.name, index)
         goal, words = room.length - self.answer_tokens, {"...": None}
         while len(words) < max(5, goal // 50):
-            words[letters(rng, self.letters, string.ascii_lowercase)] = None
+            words[random_letters(rng, self.letters, string.ascii_lowercase)] = None
         coded, seed = list(words), rng.random()
 
         def build(n: int, rest: str) -> str:
-            text = [word for word, times in zip(coded, _times(n, len(coded))) for _ in range(times)]
+            text = [word for word, times in zip(coded, _word_counts(n, len(coded))) for _ in range(times)]
             Random(seed).shuffle(text)
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
         found = room.filled(
             build, self.answer_tokens, 1, 16 * room.length, max(1, room.length // 32), " ..." * 64, mixed=True
         )
-        times = _times(found.units, len(coded))
+        times = _word_counts(found.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:
-            raise Unfit(
+            raise LengthTooShortError(
                 f"tells the three most frequent words apart only above {room.length:,} tokens with this tokenizer"
             )
-        return Question(
+        return RulerQuestion(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(FREQUENT_PREFIX)],
             prefix=FREQUENT_PREFIX,
@@ -142,5 +142,5 @@ class FrequentWords:
         )
 
 
-def _times(n: int, words: int) -> list[int]:
+def _word_counts(n: int, words: int) -> list[int]:
     return [int(n * 6 / (pi * k) ** 2) for k in range(1, words + 1)]

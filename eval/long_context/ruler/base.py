@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from surgery.eval.long_context.ruler.prompt import Build, Count, Filled, Nearby, Sentences, fill
+from surgery.eval.long_context.ruler.prompt import Build, Count, FilledPrompt, DifferenceEstimate, SentenceEstimate, fill_prompt
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Question:
+class RulerQuestion:
     """prompt and prefix, one after the other, are what the model reads; tokens: of both and of the room for the answer.
     rule all: scored by the share of `answers` that are said; any: by whether one of them is. note: what is not as in RULER."""
 
@@ -40,12 +40,12 @@ class Question:
         return {**asdict(self), "answers": list(self.answers)}
 
 
-class Unfit(Exception):
+class LengthTooShortError(Exception):
     """The task does not fit into so few tokens; says what it needs."""
 
 
 @dataclass(frozen=True)
-class Room:
+class TaskContext:
     """Where questions are made: how tokens are counted, a nominal length, the seed, and texts from the mirror."""
 
     count: Count
@@ -60,17 +60,17 @@ class Room:
 
     def filled(
         self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "", mixed: bool = False
-    ) -> Filled:
+    ) -> FilledPrompt:
         """mixed: the units are in another order for every number of them."""
-        estimate = Nearby(self.count) if mixed else Sentences(self.count, self.sentences)
-        found = fill(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
+        estimate = DifferenceEstimate(self.count) if mixed else SentenceEstimate(self.count, self.sentences)
+        found = fill_prompt(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
         if found is None:
             needed = self.count(build(least, "")) + answer_tokens
-            raise Unfit(f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer")
+            raise LengthTooShortError(f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer")
         return found
 
 
-def at_once(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def parallel_map(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """make(item), in order, some ahead of what is asked for: counting tokens is most of the work and needs one core each."""
     threads = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
@@ -83,7 +83,7 @@ def at_once(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
             yield waiting.popleft().result()
 
 
-class Task(Protocol):
+class RulerTask(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -92,5 +92,5 @@ class Task(Protocol):
     def needs(self) -> str | None:
         """Which of a room's texts: essays, squad, hotpot."""
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Raises Unfit. depths: only where a single thing is hidden; nothing: anywhere."""

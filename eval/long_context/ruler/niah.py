@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from surgery.eval.long_context.ruler.base import Question, Room, at_once
-from surgery.eval.long_context.ruler.words import NOISE, compound, identifier, number
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, parallel_map
+from surgery.eval.long_context.ruler.words import NOISE, random_compound, random_uuid, random_number
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TEMPLATE = (
@@ -20,13 +20,13 @@ TEMPLATE = (
     "{kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
 )
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
-PLACES = tuple(round(100 * i / 39) / 100 for i in range(40))  # RULER's forty depths
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
-DRAW: dict[str, Callable[[Random], str]] = {"words": compound, "numbers": number, "uuids": identifier}
+RULER_DEPTHS = tuple(round(100 * i / 39) / 100 for i in range(40))  # RULER's forty depths
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
+VALUE_GENERATORS: dict[str, Callable[[Random], str]] = {"words": random_compound, "numbers": random_number, "uuids": random_uuid}
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedleTask:
     name: str
     haystack: str
     key: str = "words"
@@ -40,28 +40,28 @@ class Needles:
     def needs(self) -> str | None:
         return "essays" if self.haystack == "essay" else None
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         cells = [(index, depth) for depth in depths or (None,) for index in range(samples)]
-        yield from at_once(lambda cell: self._one(room, *cell), cells)
+        yield from parallel_map(lambda cell: self._one(room, *cell), cells)
 
-    def _one(self, room: Room, index: int, depth: float | None) -> Question:
+    def _one(self, room: TaskContext, index: int, depth: float | None) -> RulerQuestion:
         rng = room.rng(self.name, index, depth)
-        keys = [DRAW[self.key](rng) for _ in range(max(self.keys, self.queries))]
-        values = [[DRAW[self.value](rng) for _ in range(self.values)] for _ in keys]
+        keys = [VALUE_GENERATORS[self.key](rng) for _ in range(max(self.keys, self.queries))]
+        values = [[VALUE_GENERATORS[self.value](rng) for _ in range(self.values)] for _ in keys]
         asked = rng.sample(range(len(keys)), self.queries)
         # In the haystack the kind stays in the plural, as in RULER.
         needles = [NEEDLE.format(kind=self.value, key=k, value=v) for k, vs in zip(keys, values) for v in vs]
         rng.shuffle(needles)
         one = self.queries * self.values == 1
-        words = {"kind": self.value[:-1] if one else self.value, "query": _list([keys[i] for i in asked])}
-        template, prefix = (_singular(TEMPLATE), _singular(PREFIX)) if one else (TEMPLATE, PREFIX)
+        words = {"kind": self.value[:-1] if one else self.value, "query": _join_names([keys[i] for i in asked])}
+        template, prefix = (_to_singular(TEMPLATE), _to_singular(PREFIX)) if one else (TEMPLATE, PREFIX)
         prefix = prefix.format(**words)
         hay = HAYSTACKS[self.haystack](self, room, rng.random(), needles, depth)
         found = room.filled(
             lambda n, rest: template.format(context=hay.text(n, rest), **words) + prefix,
             self.answer_tokens, hay.least, 16 * room.length, hay.probe, hay.filler,
         )  # fmt: skip
-        return Question(
+        return RulerQuestion(
             id=f"{self.name} {room.length} {depth} {index}",
             prompt=found.text[: -len(prefix)],
             prefix=prefix,
@@ -72,12 +72,12 @@ class Needles:
         )
 
 
-class Hay:
+class Haystack:
     """text(n, rest): n units with the needles among them. Positions are drawn anew for each n, from one seed."""
 
     least, filler = 0, ""
 
-    def __init__(self, task: Needles, room: Room, seed: float, needles: list[str], depth: float | None):
+    def __init__(self, task: NeedleTask, room: TaskContext, seed: float, needles: list[str], depth: float | None):
         self.task, self.seed, self.needles, self.depth = task, seed, needles, depth
         self.essays = str(room.texts.get("essays", ""))
         self.probe = max(8, room.length // 4)  # characters
@@ -100,7 +100,7 @@ class Hay:
         return between.join(units)
 
 
-class Noise(Hay):
+class NoiseHaystack(Haystack):
     """Lines of NOISE; a unit is a character, so the last line may be cut."""
 
     def text(self, n: int, rest: str) -> str:
@@ -108,25 +108,25 @@ class Noise(Hay):
         return self.among([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
 
 
-class Essay(Hay):
+class EssayHaystack(Haystack):
     """The beginning of the essays, again from the start where they end; a unit is a character."""
 
     def text(self, n: int, rest: str) -> str:
         whole = self.essays * (n // max(1, len(self.essays)) + 1)
-        return self.among(SENTENCE.split(whole[:n]) if n else [], " ")
+        return self.among(SENTENCE_END.split(whole[:n]) if n else [], " ")
 
     def places(self, units: int) -> list[int]:
         if self.depth is not None:
             return super().places(units)
-        return sorted(int(units * place) for place in Random(self.seed).sample(PLACES, len(self.needles)))
+        return sorted(int(units * place) for place in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
 
 
-class Straw(Hay):
+class NeedleHaystack(Haystack):
     """Other needles, a unit each; what is left over is noise."""
 
     filler = f"{NOISE} " * 4
 
-    def __init__(self, task: Needles, room: Room, seed: float, needles: list[str], depth: float | None):
+    def __init__(self, task: NeedleTask, room: TaskContext, seed: float, needles: list[str], depth: float | None):
         super().__init__(task, room, seed, needles, depth)
         self.probe = max(1, room.length // 256)
         self.straws: list[str] = []
@@ -134,19 +134,19 @@ class Straw(Hay):
 
     def text(self, n: int, rest: str) -> str:
         while len(self.straws) < n:  # drawn in order, so the same however the search goes
-            key, value = DRAW[self.task.key](self.draw), DRAW[self.task.value](self.draw)
+            key, value = VALUE_GENERATORS[self.task.key](self.draw), VALUE_GENERATORS[self.task.value](self.draw)
             self.straws.append(NEEDLE.format(kind=self.task.value, key=key, value=value))
         return self.among(self.straws[:n], "\n") + (f"\n{rest}" if rest else "")
 
 
-HAYSTACKS = {"noise": Noise, "essay": Essay, "needle": Straw}
+HAYSTACKS = {"noise": NoiseHaystack, "essay": EssayHaystack, "needle": NeedleHaystack}
 
 
-def _list(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
 
 
-def _singular(text: str) -> str:
+def _to_singular(text: str) -> str:
     """As RULER makes it, before the words are put in."""
     for many, single in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         text = text.replace(many, single)

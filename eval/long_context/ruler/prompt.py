@@ -19,26 +19,26 @@ from surgery.eval import text as encoding
 Build = Callable[[int, str], str]
 Count = Callable[[str], int]
 
-EXACT = 1000  # within 1/1000 of the goal where no prompt is exactly that long, or estimates fail
-TURNS = 48
-ROUNDS = 4
-BESIDE = 256  # characters, either side of what differs
+TOLERANCE_DIVISOR = 1000  # within 1/1000 of the goal where no prompt is exactly that long, or estimates fail
+MAX_SEARCH_STEPS = 48
+MAX_ROUNDS = 4
+MARGIN_CHARACTERS = 256  # characters, either side of what differs
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledPrompt:
     text: str
     units: int
     tokens: int
 
 
-def counter(tokenizer: Any) -> Count:
+def prompt_counter(tokenizer: Any) -> Count:
     """Tokens of a prompt as a model gets it, special tokens included."""
     counts = encoding.counter(tokenizer)
     return lambda text: counts([text])[0]
 
 
-class Sentences:
+class SentenceEstimate:
     """count(text), as the sum of its sentences, each counted where one ended before it. off: what is known to be missing."""
 
     def __init__(self, count: Count, known: dict[str, int]):
@@ -58,14 +58,14 @@ class Sentences:
         return tokens
 
 
-class Nearby:
+class DifferenceEstimate:
     """count(text), by what differs from the text that was counted last."""
 
     def __init__(self, count: Count):
         self.count, self.text, self.tokens = count, "", 0
 
     def __call__(self, text: str) -> int:
-        start, end = _same(self.text, text)
+        start, end = _common_ends(self.text, text)
         old, new = self.text[start : len(self.text) - end], text[start : len(text) - end]
         if len(old) + len(new) > len(text):
             return self.learn(text, 0)
@@ -77,15 +77,15 @@ class Nearby:
         return self.tokens
 
 
-def _same(a: str, b: str) -> tuple[int, int]:
+def _common_ends(a: str, b: str) -> tuple[int, int]:
     """Characters that both begin with, and that both end with, less BESIDE."""
     most = min(len(a), len(b))
-    start = _reach(lambda n: a[:n] == b[:n], most)
-    end = _reach(lambda n: a[len(a) - n :] == b[len(b) - n :], most - start)
-    return max(0, start - BESIDE), max(0, end - BESIDE)
+    start = _largest_true(lambda n: a[:n] == b[:n], most)
+    end = _largest_true(lambda n: a[len(a) - n :] == b[len(b) - n :], most - start)
+    return max(0, start - MARGIN_CHARACTERS), max(0, end - MARGIN_CHARACTERS)
 
 
-def _reach(same: Callable[[int], bool], most: int) -> int:
+def _largest_true(same: Callable[[int], bool], most: int) -> int:
     """The largest n up to `most` with same(n), which holds up to it and not beyond."""
     low, high = 0, most
     while low < high:
@@ -94,7 +94,7 @@ def _reach(same: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def fill(
+def fill_prompt(
     build: Build,
     count: Count,
     goal: int,
@@ -102,35 +102,35 @@ def fill(
     most: int,
     probe: int,
     filler: str = "",
-    estimate: Sentences | Nearby | None = None,
-) -> Filled | None:
+    estimate: SentenceEstimate | DifferenceEstimate | None = None,
+) -> FilledPrompt | None:
     """None: build(least, "") alone is too long. probe: units of about an eighth of the goal; filler: longer than a unit,
     or nothing where a unit is a character; estimate: how the search counts."""
     shortest = build(least, "")
-    estimate = estimate or Nearby(count)
+    estimate = estimate or DifferenceEstimate(count)
     if estimate.learn(shortest, estimate(shortest)) > goal:
         return None
-    for turn in range(ROUNDS):
-        found = _filled(build, estimate, goal, least, most, probe, filler, 0)
+    for turn in range(MAX_ROUNDS):
+        found = _search_fill(build, estimate, goal, least, most, probe, filler, 0)
         tokens = estimate.learn(found.text, found.tokens)
-        if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // EXACT):
-            return Filled(found.text, found.units, tokens)
-    return _filled(build, count, goal, least, most, probe, filler, goal // EXACT)
+        if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // TOLERANCE_DIVISOR):
+            return FilledPrompt(found.text, found.units, tokens)
+    return _search_fill(build, count, goal, least, most, probe, filler, goal // TOLERANCE_DIVISOR)
 
 
-def _filled(build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int) -> Filled:
-    units, tokens = largest(lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
+def _search_fill(build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int) -> FilledPrompt:
+    units, tokens = search_largest(lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
     rest, missing = "", goal - tokens
     if missing > slack and filler:
         guess = round(missing * len(filler) / max(1, size(filler)))
-        characters, tokens = largest(
+        characters, tokens = search_largest(
             lambda n: size(build(units, filler[:n])), goal, 0, len(filler), guess, tokens, slack, False
         )
         rest = filler[:characters]
-    return Filled(build(units, rest), units, tokens)
+    return FilledPrompt(build(units, rest), units, tokens)
 
 
-def largest(
+def search_largest(
     size: Callable[[int], int], goal: int, low: int, high: int, guess: int, at_low: int | None, slack: int, rough: bool
 ) -> tuple[int, int]:
     """(n, size(n)) for the largest n in [low, high] with size(n) <= goal, near enough: the search ends within `slack`, and
@@ -138,7 +138,7 @@ def largest(
     best, best_size = low, size(low) if at_low is None else at_low
     above, above_size = high + 1, None
     step, n = 0.0, guess
-    for turn in range(TURNS):
+    for turn in range(MAX_SEARCH_STEPS):
         near = max(slack, step) if rough else slack
         if above - best <= 1 or goal - best_size <= near:
             break

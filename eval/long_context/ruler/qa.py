@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
@@ -18,7 +18,7 @@ PREFIX = " Answer:"
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentQuestion:
     """gold: the documents that hold the answer, kin: others of the same article; numbers into a list of documents."""
 
     question: str
@@ -28,12 +28,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Library:
+class DocumentCollection:
     documents: tuple[str, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[DocumentQuestion, ...]
 
 
-def squad(rows: Sequence[Mapping[str, Any]]) -> Library:
+def squad(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
     """rajpurkar/squad_v2: rows of title, context, question, answers {text, ..}. Unanswerable questions are left out."""
     documents = tuple(sorted({row["context"] for row in rows}))
     number = {text: i for i, text in enumerate(documents)}
@@ -46,11 +46,11 @@ def squad(rows: Sequence[Mapping[str, Any]]) -> Library:
             continue
         here = number[row["context"]]
         kin = tuple(i for i in article[row["title"]] if i != here)
-        asked.append(Asked(row["question"], tuple(row["answers"]["text"]), (here,), kin))
-    return Library(documents, tuple(asked))
+        asked.append(DocumentQuestion(row["question"], tuple(row["answers"]["text"]), (here,), kin))
+    return DocumentCollection(documents, tuple(asked))
 
 
-def hotpot(rows: Sequence[Mapping[str, Any]]) -> Library:
+def hotpot(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
     """hotpotqa/hotpot_qa, distractor: rows of question, answer, context {title: [..], sentences: [[..], ..]}."""
     texts = [
         [
@@ -61,34 +61,34 @@ def hotpot(rows: Sequence[Mapping[str, Any]]) -> Library:
     ]
     documents = tuple(sorted({text for each in texts for text in each}))
     number = {text: i for i, text in enumerate(documents)}
-    return Library(
+    return DocumentCollection(
         documents,
         tuple(
-            Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in each)))
+            DocumentQuestion(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in each)))
             for row, each in zip(rows, texts)
         ),
     )
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentQATask:
     name: str
     needs: str
     answer_tokens: int = 32
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """In the data's order, without those whose own documents are too long."""
-        library: Library = room.texts[self.needs]
+        library: DocumentCollection = room.texts[self.needs]
 
-        def tried(index: int) -> Question | Unfit:
+        def tried(index: int) -> RulerQuestion | LengthTooShortError:
             try:
                 return self._one(room, library, index)
-            except Unfit as error:
+            except LengthTooShortError as error:
                 return error
 
-        found, reason = 0, Unfit("has no questions")
-        for made in at_once(tried, range(len(library.asked))):
-            if isinstance(made, Unfit):
+        found, reason = 0, LengthTooShortError("has no questions")
+        for made in parallel_map(tried, range(len(library.asked))):
+            if isinstance(made, LengthTooShortError):
                 reason = made
                 continue
             yield made
@@ -98,9 +98,9 @@ class Documents:
         if not found:
             raise reason
 
-    def _one(self, room: Room, library: Library, index: int) -> Question:
+    def _one(self, room: TaskContext, library: DocumentCollection, index: int) -> RulerQuestion:
         asked, rng = library.asked[index], room.rng(self.name, index)
-        others = _others(library, asked, rng)
+        others = _distractors(library, asked, rng)
         last, seed = others.pop() if others else "", rng.random()
 
         def build(n: int, rest: str) -> str:
@@ -111,7 +111,7 @@ class Documents:
 
         most = 4 * room.length if others else 0
         found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4, mixed=True)
-        return Question(
+        return RulerQuestion(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(PREFIX)],
             prefix=PREFIX,
@@ -122,7 +122,7 @@ class Documents:
         )
 
 
-def _others(library: Library, asked: Asked, rng: Random) -> list[str]:
+def _distractors(library: DocumentCollection, asked: DocumentQuestion, rng: Random) -> list[str]:
     """What the context is filled with, in this order: documents of the same article, then any; repeated if that is all."""
     kin = rng.sample(asked.kin, len(asked.kin))
     known = {*asked.gold, *asked.kin}

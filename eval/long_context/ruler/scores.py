@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-CONTROL = re.compile(r"[\x00-\x1f]")
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f]")
 
 
-def cleaned(prediction: str) -> str:
-    return CONTROL.sub("\n", prediction.strip()).strip()
+def clean_prediction(prediction: str) -> str:
+    return CONTROL_CHARACTERS.sub("\n", prediction.strip()).strip()
 
 
-def said(prediction: str, answers: Sequence[str], rule: str) -> float:
+def score_answers(prediction: str, answers: Sequence[str], rule: str) -> float:
     """rule all: the share of the answers that are said; any: full marks for one of them (questions with aliases)."""
-    text = cleaned(prediction).lower()
+    text = clean_prediction(prediction).lower()
     found = [answer.lower() in text for answer in answers]
     return float(any(found)) if rule == "any" else sum(found) / len(found)

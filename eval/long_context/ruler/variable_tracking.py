@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from surgery.eval.long_context.ruler.base import Question, Room, Unfit, at_once
-from surgery.eval.long_context.ruler.prompt import fill
-from surgery.eval.long_context.ruler.words import NOISE, letters
+from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
+from surgery.eval.long_context.ruler.prompt import fill_prompt
+from surgery.eval.long_context.ruler.words import NOISE, random_letters
 
 TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
@@ -25,37 +25,37 @@ EXAMPLE_TOKENS = 500
 
 
 @dataclass(frozen=True)
-class Tracking:
+class VariableTracking:
     name: str = "vt"
     hops: int = 4
     answer_tokens: int = 30
     needs: str | None = None
 
-    def ask(self, room: Room, samples: int, depths: tuple[float, ...]) -> Iterator[Question]:
-        yield from at_once(lambda index: self._one(room, index), range(samples))
+    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._one(room, index), range(samples))
 
-    def _one(self, room: Room, index: int) -> Question:
+    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
         """With an example of up to 500 tokens, a quarter of the length at most; without where none fits."""
         example = self._example(room, room.rng(self.name, index, "example"))
         for before in (example, "") if example else ("",):
             try:
                 return self._filled(room, index, before)
-            except Unfit:
+            except LengthTooShortError:
                 if not before:
                     raise
         raise AssertionError("the last one returns or raises")
 
-    def _filled(self, room: Room, index: int, example: str) -> Question:
+    def _filled(self, room: TaskContext, index: int, example: str) -> RulerQuestion:
         rng = room.rng(self.name, index)
         names, value, lines = self._chain(rng, 5)
         seed = rng.random()
         prefix = PREFIX.format(number=self.hops + 1, value=value)
 
         def build(n: int, rest: str) -> str:
-            return example + TEMPLATE.format(context=_among(lines, n, seed), value=value) + prefix
+            return example + TEMPLATE.format(context=_insert_chain(lines, n, seed), value=value) + prefix
 
         found = room.filled(build, self.answer_tokens, 0, 16 * room.length, max(8, room.length // 4))
-        return Question(
+        return RulerQuestion(
             id=f"{self.name} {room.length} {index}",
             prompt=found.text[: -len(prefix)],
             prefix=prefix,
@@ -65,29 +65,29 @@ class Tracking:
             note="" if example else "no room for the one-shot example",
         )
 
-    def _example(self, room: Room, rng: Random) -> str:
+    def _example(self, room: TaskContext, rng: Random) -> str:
         names, value, lines = self._chain(rng, 3)
         seed = rng.random()
         prefix = PREFIX.format(number=self.hops + 1, value=value)
 
         def build(n: int, rest: str) -> str:
-            context = _among(lines, n * (len(NOISE) + 1), seed)
+            context = _insert_chain(lines, n * (len(NOISE) + 1), seed)
             return TEMPLATE.format(context=context, value=value) + prefix + " " + " ".join(names) + "\n\n"
 
-        found = fill(build, room.count, min(EXAMPLE_TOKENS, room.length // 4), 0, EXAMPLE_TOKENS, 1)
+        found = fill_prompt(build, room.count, min(EXAMPLE_TOKENS, room.length // 4), 0, EXAMPLE_TOKENS, 1)
         return found.text if found else ""
 
     def _chain(self, rng: Random, size: int) -> tuple[list[str], int, list[str]]:
         """(names, value, lines): names of `size` letters, all different."""
         names: dict[str, None] = {}
         while len(names) <= self.hops:
-            names[letters(rng, size, string.ascii_uppercase)] = None
+            names[random_letters(rng, size, string.ascii_uppercase)] = None
         value, each = rng.randrange(10_000, 99_999), list(names)
         lines = [f"VAR {each[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(each))]
         return each, value, lines
 
 
-def _among(lines: list[str], n: int, seed: float) -> str:
+def _insert_chain(lines: list[str], n: int, seed: float) -> str:
     """The chain, in its order, among n characters of noise."""
     whole, part = divmod(n, len(NOISE) + 1)
     units = [NOISE] * whole + [NOISE[:part]] * (part > 0)

@@ -13,7 +13,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 @cache
-def words_of(kind: str) -> tuple[str, ...]:
+def load_words(kind: str) -> tuple[str, ...]:
     """kind: noun, adjective or verb."""
     try:
         text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
@@ -27,21 +27,21 @@ def words_of(kind: str) -> tuple[str, ...]:
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Nouns, adjectives and verbs, each once."""
-    return tuple(sorted({*words_of("noun"), *words_of("adjective"), *words_of("verb")}))
+    return tuple(sorted({*load_words("noun"), *load_words("adjective"), *load_words("verb")}))
 
 
-def compound(rng: Random) -> str:
+def random_compound(rng: Random) -> str:
     """adjective-noun: every pair is as likely as another."""
-    return f"{rng.choice(words_of('adjective'))}-{rng.choice(words_of('noun'))}"
+    return f"{rng.choice(load_words('adjective'))}-{rng.choice(load_words('noun'))}"
 
 
-def number(rng: Random) -> str:
+def random_number(rng: Random) -> str:
     return str(rng.randint(10**6, 10**7 - 1))
 
 
-def identifier(rng: Random) -> str:
+def random_uuid(rng: Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def letters(rng: Random, length: int, alphabet: str) -> str:
+def random_letters(rng: Random, length: int, alphabet: str) -> str:
     return "".join(rng.choices(alphabet, k=length))

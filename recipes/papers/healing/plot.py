@@ -12,12 +12,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
-HIGHEST = 10  # times the original: what begins above would hide how the ends differ
+COLORS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
+MAX_RATIO = 10  # times the original: what begins above would hide how the ends differ
 LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
 
 
-def curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
+def load_curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
     """Recipe -> its rows that have a curve, in the order of the files."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
@@ -27,17 +27,17 @@ def curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def original(paths: list[Path]) -> float | None:
+def original_loss(paths: list[Path]) -> float | None:
     """Its loss in the curves' own protocol: nats per token of the validation rows."""
     rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
     losses = [row["validation"]["original"]["loss"] for row in rows if (row.get("validation") or {}).get("original")]
     return float(losses[0]) if losses else None
 
 
-def styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
+def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
     """(label, colour) of each line; a label once."""
     if by == "start":
-        named = [(LABELS[row["start"]], COLOURS[row["start"]]) for row in rows]
+        named = [(LABELS[row["start"]], COLORS[row["start"]]) for row in rows]
     else:
         told = [f"{row['training']['tokens'] / 1e6:.1f}M tokens" for row in rows]
         colours = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(told))}
@@ -46,15 +46,15 @@ def styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
     return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
 
 
-def panel(axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None) -> None:
-    for row, (label, colour) in zip(rows, styles(rows, by)):
+def draw_panel(axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None) -> None:
+    for row, (label, colour) in zip(rows, line_styles(rows, by)):
         tokens, losses = zip(*row["curve"])
         seen = [math.exp(min(loss, 20.0)) for loss in losses]
         axes.plot([t / 1e6 for t in tokens], seen, color=colour, marker=".", label=label)
     axes.set(title=Path(name).stem, xlabel="tokens, millions", ylabel="perplexity", yscale="log")
     if base is not None:
         axes.axhline(math.exp(base), color="black", linestyle="--", linewidth=1, label="original")
-        axes.set_ylim(0.9 * math.exp(base), HIGHEST * math.exp(base))
+        axes.set_ylim(0.9 * math.exp(base), MAX_RATIO * math.exp(base))
         if aim is not None:
             axes.axhline(aim * math.exp(base), color="grey", linestyle=":", label=f"x {aim:g}")
     axes.grid(True, which="both", linewidth=0.3)
@@ -72,7 +72,7 @@ def draw(
     figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (name, rows) in enumerate(found.items()):
-        panel(figure.add_subplot(lines, columns, place + 1), name, rows, base, by, aim)
+        draw_panel(figure.add_subplot(lines, columns, place + 1), name, rows, base, by, aim)
     figure.savefig(str(out), dpi=110)
 
 
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--by", choices=("start", "tokens"), default="start", help="what tells lines apart")
     parser.add_argument("--aim", type=float, help="times the original's perplexity: a line there")
     arguments = parser.parse_args()
-    found = curves(arguments.rows)
-    draw(found, original(arguments.rows), arguments.out, arguments.by, arguments.aim)
+    found = load_curves(arguments.rows)
+    draw(found, original_loss(arguments.rows), arguments.out, arguments.by, arguments.aim)
     print(f"{arguments.out}: {sum(map(len, found.values()))} curves of {len(found)} conversions")
 
 

@@ -28,14 +28,14 @@ import torch
 from surgery.conversion.convert import convert
 from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError
-from surgery.core.files import partial_of
+from surgery.core.files import partial_path
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites import perplexity as ppl
 from surgery.eval.suites.needle import needle_accuracy
 from surgery.planning.recipe import load_recipe
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
-from surgery.training.recipe import HealingRecipe, load_healing
+from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 COLUMNS = ("model", "seed", "tokens", "perplexity", "ratio to the original", "needles, %", "training")
@@ -43,8 +43,8 @@ COLUMNS = ("model", "seed", "tokens", "perplexity", "ratio to the original", "ne
 
 def load(name: str, device: Any) -> tuple[Any, Any]:
     """(model in float32, tokenizer)"""
-    source = opening.opened(name)
-    return opening.load(source, torch.float32).to(device).eval(), opening.tokenizer_of(source)
+    source = opening.open_trainable(name)
+    return opening.load_causal_lm(source, torch.float32).to(device).eval(), opening.load_source_tokenizer(source)
 
 
 class Scorer:
@@ -63,7 +63,7 @@ class Scorer:
     def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """The first model that is asked is the original; all others are compared with it."""
         measured = ppl.measure(model, tokenizer, self.options)
-        found = ppl.summary(measured, self.base)
+        found = ppl.summarize(measured, self.base)
         self.base = self.base or measured
         if self.needles:
             table = needle_accuracy(model, tokenizer, self.needles, DEPTHS, self.samples)
@@ -72,7 +72,7 @@ class Scorer:
 
 
 # -- text of a table -------------------------------------------------------------------------------
-def cells(row: dict[str, Any]) -> list[str]:
+def format_cells(row: dict[str, Any]) -> list[str]:
     """A row as people read it, under COLUMNS."""
     if "refused" in row:
         return [row["model"], str(row.get("seed", "")), "", row["refused"], "", "", ""]
@@ -83,7 +83,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         str(row.get("seed", "")),
         f"{run['tokens'] / 1e6:.2f}M" if run else "",
         f"{row['perplexity']:.4g}{se}",
-        ppl.interval(ratio, ".3f") if ratio else "",
+        ppl.format_interval(ratio, ".3f") if ratio else "",
         f"{100 * asked['mean']:.1f} ± {100 * mean_error(asked):.1f}" if asked else "",
         f"{run['seconds']:.0f} s, {run['tokens_per_second'] / 1e3:.1f}K tokens/s" if run else "",
     ]
@@ -95,12 +95,12 @@ def mean_error(asked: dict[str, Any]) -> float:
     return float(sum(e * e for e in errors) ** 0.5 / len(errors))
 
 
-def line(values: list[str] | tuple[str, ...]) -> str:
+def format_line(values: list[str] | tuple[str, ...]) -> str:
     return "| " + " | ".join(values) + " |"
 
 
 # -- one row ---------------------------------------------------------------------------------------
-def converted(arguments: argparse.Namespace, name: str, folder: Path, device: Any) -> Path:
+def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device: Any) -> Path:
     """The conversion, made once and kept where it is. copied: mixers as they are made, structures without a text."""
     out = folder / f"{Path(name).stem}-{arguments.start}"
     if out.exists():
@@ -111,7 +111,7 @@ def converted(arguments: argparse.Namespace, name: str, folder: Path, device: An
     if arguments.start == "copied":
         changes = ["attention.start=copied"] if recipe.attention else ["calibration=null"]
         recipe = load_recipe(name, [*text, *arguments.convert, *changes])
-    convert(arguments.source, recipe, out, device=str(device), resume=partial_of(out).exists())
+    convert(arguments.source, recipe, out, device=str(device), resume=partial_path(out).exists())
     return out
 
 
@@ -122,15 +122,15 @@ def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> Hea
     given += ["data.shuffle=64", f"data.validation={json.dumps([{'path': arguments.text}])}"]
     given += [f"data.validation_examples={arguments.validation}", *arguments.overrides]
     given += varied.split()
-    recipe = load_healing(arguments.healing, given, arguments.tiny)
+    recipe = load_healing_recipe(arguments.healing, given, arguments.tiny)
     if arguments.tokens is None:
         return recipe
     whole = sum(stage.tokens for stage in recipe.stages)
     shares = [f"stages.{i}.tokens={stage.tokens * arguments.tokens // whole}" for i, stage in enumerate(recipe.stages)]
-    return load_healing(arguments.healing, [*given, *shares], arguments.tiny)
+    return load_healing_recipe(arguments.healing, [*given, *shares], arguments.tiny)
 
 
-def healed(
+def heal_and_score(
     arguments: argparse.Namespace, student: Path, seed: int, varied: str, scorer: Scorer, device: Any
 ) -> dict[str, Any]:
     """Trained, measured, and thrown away unless --keep. What a killed run had logged stays beside the conversion."""
@@ -145,11 +145,11 @@ def healed(
         log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
         if arguments.keep:
             shutil.copytree(folder / "healed", arguments.keep / f"{student.name}-{seed}", dirs_exist_ok=True)
-    told = {"training": summary(record), "validation": record["validation"], "curve": curve(record, log)}
+    told = {"training": summarize_training(record), "validation": record["validation"], "curve": validation_curve(record, log)}
     return {**scores, **told}
 
 
-def summary(record: dict[str, Any]) -> dict[str, Any]:
+def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
     """tokens_per_second: of the loops alone; seconds: of everything, opening and measuring included."""
     stages = record["stages"]
     seconds = sum(stage["seconds"] for stage in stages)
@@ -159,7 +159,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
     return {**told, "stages": stages, **{k: v for k, v in record.items() if k in kept}}
 
 
-def curve(record: dict[str, Any], log: str) -> list[list[float]]:
+def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
     """[tokens over all stages, nats per token of validation text], from before the first step on."""
     before = record["validation"]["before"]
     last = record["delivered"]["last"]
@@ -173,7 +173,7 @@ def curve(record: dict[str, Any], log: str) -> list[list[float]]:
 
 
 # -- the table -------------------------------------------------------------------------------------
-def rows(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
+def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
     device = choose_device(arguments.device)
     scorer = Scorer(
         arguments.source, arguments.text, arguments.score, arguments.length, arguments.needles, arguments.samples, device
@@ -187,7 +187,7 @@ def rows(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
             told = {"recipe": name, "start": arguments.start, "healing": arguments.healing}
             began = time.perf_counter()
             try:
-                student = converted(arguments, name, work, device)
+                student = convert_once(arguments, name, work, device)
                 seconds = round(time.perf_counter() - began, 1)
                 table.append({"model": f"{student.name}, converted", **told, **scorer(student), "seconds": seconds})
                 show(table)
@@ -196,7 +196,7 @@ def rows(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
                 ):
                     model = f"{student.name}, healed {varied}".strip()
                     row = {"model": model, "seed": seed, **told, "varied": varied}
-                    table.append(row | healed(arguments, student, seed, varied, scorer, device))
+                    table.append(row | heal_and_score(arguments, student, seed, varied, scorer, device))
                     show(table)
             except SurgeryError as error:
                 table.append({"model": name, **told, "refused": str(error)})
@@ -204,7 +204,7 @@ def rows(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
     return [{**row, "device": device_name(device)} for row in table]
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
     parser.add_argument("--recipe", action="append", required=True, help="of `surgery convert`; may be repeated")
@@ -240,17 +240,17 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    arguments = parsed()
-    print(line(COLUMNS) + "\n" + line(["---"] * len(COLUMNS)), flush=True)
+    arguments = parse_arguments()
+    print(format_line(COLUMNS) + "\n" + format_line(["---"] * len(COLUMNS)), flush=True)
 
     def show(table: list[dict[str, Any]]) -> None:
-        print(line(cells(table[-1])), flush=True)
+        print(format_line(format_cells(table[-1])), flush=True)
         if arguments.json:
             partial = arguments.json.with_suffix(".tmp")
             partial.write_text(json.dumps(table, indent=1))
             partial.replace(arguments.json)
 
-    rows(arguments, show)
+    run_table(arguments, show)
 
 
 if __name__ == "__main__":

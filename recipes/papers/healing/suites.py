@@ -20,45 +20,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surgery.core.files import whole
+from surgery.core.files import atomic_write
 from surgery.core.progress import RichProgress
 from surgery.eval.run import Evaluation, evaluate
 from surgery.eval.suite import EvalOptions
 from surgery.recipes.papers.healing.tables import show
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-Told = tuple[list[str], EvalOptions, str]  # suites, how, precision
+SuiteCall = tuple[list[str], EvalOptions, str]  # suites, how, precision
 
 
-def reading(a: argparse.Namespace) -> Told:
+def reading(a: argparse.Namespace) -> SuiteCall:
     return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
 
 
-def needle(a: argparse.Namespace) -> Told:
+def needle(a: argparse.Namespace) -> SuiteCall:
     """Around the ranked codes lies the text; the learnt questions bring stories of their own."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
     return ["needle"], EvalOptions(text=a.text, **asked), "float32"
 
 
-def mqar(a: argparse.Namespace) -> Told:
+def mqar(a: argparse.Namespace) -> SuiteCall:
     return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
 
 
-def niah(a: argparse.Namespace) -> Told:
+def niah(a: argparse.Namespace) -> SuiteCall:
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
     return ["niah"], EvalOptions(**asked), "float32"
 
 
-def speed(a: argparse.Namespace) -> Told:
+def speed(a: argparse.Namespace) -> SuiteCall:
     return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Told]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], SuiteCall]] = {
     "reading": reading, "needle": needle, "mqar": mqar, "niah": niah, "speed": speed,
 }  # fmt: skip
 
 
-def told(done: Evaluation) -> dict[str, Any]:
+def evaluation_record(done: Evaluation) -> dict[str, Any]:
     """What a table and its figures need. by_position: mean nats at every position of a window, of both models."""
     found = {**done.to_dict(), "plots": []}
     losses = done.results.get("per-position", {})
@@ -89,8 +89,8 @@ def run(a: argparse.Namespace) -> None:
             )
             place = a.out / f"{name}.json"
             parts = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-            with whole(place, "w") as file:
-                file.write(json.dumps({**parts, part: told(done)}, indent=1, default=str))
+            with atomic_write(place, "w") as file:
+                file.write(json.dumps({**parts, part: evaluation_record(done)}, indent=1, default=str))
             print(f"{name}: {part}" + "".join(f"; {why}" for why in done.broken.values()), flush=True)
 
 

@@ -9,41 +9,41 @@ from typing import Any
 
 Parts = dict[str, Any]  # part of recipes/papers/healing/suites.py -> what an evaluation says of itself
 WIDTH = 33  # positions in a running mean
-ANSWERED = ("accuracy", "score")  # how suites call the share of questions answered
+ANSWER_METRICS = ("accuracy", "score")  # how suites call the share of questions answered
 
 
-def read(places: list[Path]) -> dict[str, Parts]:
+def load_parts(places: list[Path]) -> dict[str, Parts]:
     """By conversion, in the order given; of a folder by name."""
     files = [file for place in places for file in (sorted(place.glob("*.json")) if place.is_dir() else [place])]
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 # -- table -----------------------------------------------------------------------------------------
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["suite"], row["task"], row["metric"]["name"], tuple(sorted(row["group"].items()))
 
 
-def worth(row: dict[str, Any]) -> bool:
+def is_table_row(row: dict[str, Any]) -> bool:
     """The first metric of a suite, whole and by length; of losses every stretch; of speed all but the peak."""
     name, group = row["metric"]["name"], set(row["group"])
     if row["suite"] == "speed":
         return name in ("prefill_ms", "decode_ms", "cache_mb") and group == {"length"}
-    return (name in ("nll", *ANSWERED) and group <= {"length"}) or group == {"position"}
+    return (name in ("nll", *ANSWER_METRICS) and group <= {"length"}) or group == {"position"}
 
 
-def kept(found: dict[str, Parts]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
+def select_rows(found: dict[str, Parts]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
     """Row -> conversion -> what is known of it; a suite of questions is told by how many were answered."""
     table: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for name, parts in found.items():
-        rows = [row for part in parts.values() for row in part["rows"] if worth(row)]
-        asks = {row["suite"] for row in rows if row["metric"]["name"] in ANSWERED}
+        rows = [row for part in parts.values() for row in part["rows"] if is_table_row(row)]
+        asks = {row["suite"] for row in rows if row["metric"]["name"] in ANSWER_METRICS}
         for row in rows:
-            if row["suite"] not in asks or row["metric"]["name"] in ANSWERED:
-                table.setdefault(key_of(row), {})[name] = row
+            if row["suite"] not in asks or row["metric"]["name"] in ANSWER_METRICS:
+                table.setdefault(row_key(row), {})[name] = row
     return table
 
 
-def called(row: dict[str, Any]) -> str:
+def row_label(row: dict[str, Any]) -> str:
     title = row["metric"]["title"] or row["metric"]["name"]
     group = "".join(f", {'to ' if name == 'position' else ''}{value:,}" for name, value in row["group"].items())
     unit = row["metric"]["unit"]
@@ -51,13 +51,13 @@ def called(row: dict[str, Any]) -> str:
     return f"`{task}`{group}" + (f", {unit}" if unit and unit not in ("nats",) else "")
 
 
-def value(row: dict[str, Any], role: str) -> str:
+def format_value(row: dict[str, Any], role: str) -> str:
     error = row["errors"].get(role)
     shown = f"{row['values'][role]:.4g}"
     return shown if not error or row["suite"] == "speed" else f"{shown} ± {error:.2g}"
 
 
-def change(row: dict[str, Any]) -> str:
+def format_change(row: dict[str, Any]) -> str:
     """Of perplexities and times the ratio, of everything else the difference; its 95% interval."""
     if row["suite"] == "speed":
         return f"x {row['values']['converted'] / row['values']['base']:.2f}"
@@ -69,36 +69,36 @@ def change(row: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Parts]) -> str:
     lines = ["| | n | original | " + " | ".join(found) + " |", "|" + " --- |" * (3 + len(found))]
-    for by_name in kept(found).values():
+    for by_name in select_rows(found).values():
         first = next(iter(by_name.values()))
         cells = [
-            "" if (row := by_name.get(name)) is None else f"{value(row, 'converted')}, {change(row)}" for name in found
+            "" if (row := by_name.get(name)) is None else f"{format_value(row, 'converted')}, {format_change(row)}" for name in found
         ]
         guess = " (no evidence: guesses)" if any("no evidence" in flag for flag in first["flags"]) else ""
-        told = [called(first), f"{first['samples']:,}", value(first, "base") + guess, *cells]
+        told = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]
         lines.append("| " + " | ".join(told) + " |")
     return "\n".join(lines)
 
 
-def changes(found: dict[str, Parts]) -> str:
+def change_table(found: dict[str, Parts]) -> str:
     """A line for each conversion: what it differs by from the original, whose own values come first."""
-    table = {key: by_name for key, by_name in kept(found).items() if key[0] != "speed"}
+    table = {key: by_name for key, by_name in select_rows(found).items() if key[0] != "speed"}
     firsts = [next(iter(by_name.values())) for by_name in table.values()]
-    lines = ["| | " + " | ".join(map(called, firsts)) + " |", "|" + " --- |" * (1 + len(firsts))]
-    lines.append("| original | " + " | ".join(value(row, "base") for row in firsts) + " |")
+    lines = ["| | " + " | ".join(map(row_label, firsts)) + " |", "|" + " --- |" * (1 + len(firsts))]
+    lines.append("| original | " + " | ".join(format_value(row, "base") for row in firsts) + " |")
     for name in found:
-        cells = [change(by_name[name]) if name in by_name else "" for by_name in table.values()]
+        cells = [format_change(by_name[name]) if name in by_name else "" for by_name in table.values()]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines)
 
 
 # -- figures ---------------------------------------------------------------------------------------
-def maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[float, float], float]]:
+def needle_maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[float, float], float]]:
     """Model -> (length, depth) -> share of the questions answered; the original first."""
     shown: dict[str, dict[tuple[float, float], float]] = {}
     for name, parts in found.items():
         for row in (row for part in parts.values() for row in part["rows"]):
-            cell = row["metric"]["name"] in ANSWERED and set(row["group"]) == {"length", "depth"}
+            cell = row["metric"]["name"] in ANSWER_METRICS and set(row["group"]) == {"length", "depth"}
             if row["task"] == task and cell:
                 where = (row["group"]["length"], row["group"]["depth"])
                 shown.setdefault("original", {})[where] = row["values"]["base"] / row["metric"]["scale"]
@@ -106,7 +106,7 @@ def maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[float, floa
     return shown
 
 
-def figure_of(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def make_figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,7 +117,7 @@ def figure_of(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, 
 
 def draw_maps(shown: dict[str, dict[tuple[float, float], float]], title: str, path: Path) -> None:
     columns = min(3, len(shown))
-    figure, every = figure_of(columns, -(-len(shown) // columns), (3.2, 2.4))
+    figure, every = make_figure(columns, -(-len(shown) // columns), (3.2, 2.4))
     for axes in every[len(shown) :]:
         axes.set_axis_off()
     for axes, (name, table) in zip(every, shown.items()):
@@ -146,7 +146,7 @@ def draw_positions(found: dict[str, Parts], path: Path) -> None:
     from matplotlib import colormaps
 
     curves = {name: parts["reading"]["by_position"] for name, parts in found.items() if "reading" in parts}
-    figure, (axes,) = figure_of(1, 1, (7.0, 3.6))
+    figure, (axes,) = make_figure(1, 1, (7.0, 3.6))
     base = next(iter(curves.values()))["base"]
     axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
     axes.plot(range(1, len(base) + 1), smooth(base), "k--", linewidth=1.2, label="original", zorder=3)
@@ -160,12 +160,12 @@ def draw_positions(found: dict[str, Parts], path: Path) -> None:
 
 
 def show(places: list[Path], figures: str | None) -> None:
-    found = read(places)
-    print(markdown(found), changes(found), sep="\n\n")
+    found = load_parts(places)
+    print(markdown(found), change_table(found), sep="\n\n")
     if figures is None:
         return
     draw_positions(found, Path(f"{figures}-position.png"))
     tasks = {row["task"] for parts in found.values() for part in parts.values() for row in part["rows"]}
     for task in sorted(tasks & {"needle", "needle-rank", "niah_story"}):
         title = f"{task}: % answered, by length (across, tokens) and depth (down)"
-        draw_maps(maps(found, task), title, Path(f"{figures}-{task}.png"))
+        draw_maps(needle_maps(found, task), title, Path(f"{figures}-{task}.png"))

@@ -23,9 +23,9 @@ import torch
 from surgery.eval import stories
 
 END = stories.END
-PASSAGE = 6  # lines, without blanks
-SHARED = 20  # passages that a package may share by chance: licences, loops over arguments
-LARGEST = 200_000  # characters of a file: beyond are tables and generated code
+PASSAGE_LINES = 6  # lines, without blanks
+MAX_SHARED_PASSAGES = 20  # passages that a package may share by chance: licences, loops over arguments
+MAX_FILE_CHARACTERS = 200_000  # characters of a file: beyond are tables and generated code
 
 
 def write(path: Path, documents: Iterator[str], characters: int) -> int:
@@ -50,12 +50,12 @@ def story_documents(seed: int) -> Iterator[str]:
 
 
 # -- code ------------------------------------------------------------------------------------------
-def passages(text: str) -> set[int]:
+def passage_hashes(text: str) -> set[int]:
     lines = [stripped for piece in text.splitlines() if (stripped := piece.strip())]
-    return {hash("\n".join(lines[i : i + PASSAGE])) for i in range(len(lines) - PASSAGE + 1)}
+    return {hash("\n".join(lines[i : i + PASSAGE_LINES])) for i in range(len(lines) - PASSAGE_LINES + 1)}
 
 
-def packages(folder: Path) -> Iterator[list[Path]]:
+def package_files(folder: Path) -> Iterator[list[Path]]:
     """Files of each."""
     for place in sorted(folder.iterdir()):
         if place.is_dir() and not place.name.startswith((".", "_")) and (files := sorted(place.rglob("*.py"))):
@@ -64,16 +64,16 @@ def packages(folder: Path) -> Iterator[list[Path]]:
 
 def code_documents(folder: Path, apart: list[str], seed: int) -> Iterator[str]:
     """Files in random order."""
-    known = set().union(*(passages(text) for text in apart)) if apart else set()
+    known = set().union(*(passage_hashes(text) for text in apart)) if apart else set()
     kept: list[Path] = []
-    for files in packages(folder):
-        shared = {file: len(passages(_read(file)) & known) for file in files} if known else dict.fromkeys(files, 0)
-        if sum(shared.values()) < SHARED:
+    for files in package_files(folder):
+        shared = {file: len(passage_hashes(_read(file)) & known) for file in files} if known else dict.fromkeys(files, 0)
+        if sum(shared.values()) < MAX_SHARED_PASSAGES:
             kept += [file for file in files if not shared[file]]
     order = sorted(kept)
     Random(f"code {seed}").shuffle(order)
     texts = (_read(file) for file in order)
-    return (text for text in texts if 200 < len(text) < LARGEST)
+    return (text for text in texts if 200 < len(text) < MAX_FILE_CHARACTERS)
 
 
 def _read(file: Path) -> str:
@@ -86,16 +86,16 @@ def sampled_documents(source: str, seed: int, rows: int, length: int) -> Iterato
     from surgery.core.device import choose_device
     from surgery.training import models as opening
 
-    opened, device = opening.opened(source), choose_device(None)
-    model = opening.load(opened, torch.float32 if device.type == "cpu" else torch.bfloat16).to(device).eval()
-    tokenizer = opening.tokenizer_of(opened)
+    opened, device = opening.open_trainable(source), choose_device(None)
+    model = opening.load_causal_lm(opened, torch.float32 if device.type == "cpu" else torch.bfloat16).to(device).eval()
+    tokenizer = opening.load_source_tokenizer(opened)
     first = next(t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None)
     torch.manual_seed(seed)
     while True:
-        yield from _sampled(model, tokenizer, torch.full((rows, 1), first, device=device), length)
+        yield from _sample_batch(model, tokenizer, torch.full((rows, 1), first, device=device), length)
 
 
-def _sampled(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: int) -> list[str]:
+def _sample_batch(model: Any, tokenizer: Any, begun_B1: torch.Tensor, length: int) -> list[str]:
     ids_BT = model.generate(
         begun_B1, attention_mask=torch.ones_like(begun_B1), max_length=length,
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=int(begun_B1[0, 0]),

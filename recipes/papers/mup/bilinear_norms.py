@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.planning.recipe import validated
-from surgery.recipes.papers.mup.models import Sizes, config_of
-from surgery.training.optim import known_parameters, make_groups, make_optimiser
-from surgery.training.pretrain.initialize import fresh_model, plan_for
-from surgery.training.recipe import parse_healing
+from surgery.planning.recipe import validate_recipe
+from surgery.recipes.papers.mup.models import SweepSizes, make_config
+from surgery.training.optim import parameter_infos, make_groups, make_optimizer
+from surgery.training.pretrain.initialize import make_model, plan_new_model
+from surgery.training.recipe import parse_healing_recipe
 
-WIDTH, SIZES = 64, Sizes(layers=2, head=16, length=32, rows=8)
+WIDTH, SIZES = 64, SweepSizes(layers=2, head=16, length=32, rows=8)
 MLR, BTT = {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]}, {"mixer": "bilinear_btt", "rank": 1}
 FORMS: dict[str, dict[str, Any] | None] = {
     "softmax(q . k)": None,
@@ -38,22 +38,22 @@ FORMS: dict[str, dict[str, Any] | None] = {
 
 
 def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
-    config, plan = config_of(WIDTH, vocabulary, SIZES), None
+    config, plan = make_config(WIDTH, vocabulary, SIZES), None
     if attention is not None:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            plan = plan_for(Path(folder), validated({"structure": "dense", "attention": attention}, "attention"))
-    return fresh_model(config, plan, SIZES.embedding_std, seed)
+            plan = plan_new_model(Path(folder), validate_recipe({"structure": "dense", "attention": attention}, "attention"))
+    return make_model(config, plan, SIZES.embedding_std, seed)
 
 
 def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
     told = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
     told |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
-    stage = parse_healing({"stages": [told]}).stages[0]
-    groups = make_groups(model, set(known_parameters(model)), stage)
+    stage = parse_healing_recipe({"stages": [told]}).stages[0]
+    groups = make_groups(model, set(parameter_infos(model)), stage)
     for group in groups:
         group.rate = rate if flat and group.kind == "mixers" else group.rate
-    optimiser = make_optimiser(groups, stage.optimiser)
+    optimiser = make_optimizer(groups, stage.optimiser)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         starts = torch.randint(len(ids) - SIZES.length, (SIZES.rows,), generator=generator)

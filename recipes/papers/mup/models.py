@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from surgery.planning.recipe import validated
-from surgery.recipes.papers.quality.mlr_linear import MLR, MLRLinear, silence
+from surgery.planning.recipe import validate_recipe
+from surgery.recipes.papers.quality.mlr_linear import MLRLinearConfig, MLRLinear, zero_output
 from surgery.structures import StructuredLinear
 from surgery.training.optim import make_groups
-from surgery.training.pretrain.initialize import ADDED, fresh_model, plan_for
-from surgery.training.recipe import parse_healing
+from surgery.training.pretrain.initialize import RESIDUAL_ROLES, make_model, plan_new_model
+from surgery.training.recipe import parse_healing_recipe
 
 BASE = 64  # the width whose rate the base rate is
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SweepSizes:
     """What all runs have in common. head: the size of a head, so that wider models have more heads."""
 
     layers: int = 2
@@ -41,7 +41,7 @@ class Sizes:
         return [first + i * step for i in range(round((last - first) / step) + 1)]
 
 
-def structure_of(name: str, width: int) -> dict[str, Any] | None:
+def structure_keys(name: str, width: int) -> dict[str, Any] | None:
     """Keys of a recipe. Ranks grow as the square root of the width, as the paper's do, so fans of cores grow less than
     those of the layers they are in, which is what the rules differ by."""
     root = round(width**0.5)
@@ -54,10 +54,10 @@ def structure_of(name: str, width: int) -> dict[str, Any] | None:
     }[name]
 
 
-NAMES = ("dense", "btt", "monarch", "low_rank", "mlr")
+STRUCTURE_NAMES = ("dense", "btt", "monarch", "low_rank", "mlr")
 
 
-def config_of(width: int, vocabulary: int, sizes: Sizes) -> Any:
+def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
     from transformers import GPT2Config
 
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -69,43 +69,43 @@ def config_of(width: int, vocabulary: int, sizes: Sizes) -> Any:
     return config
 
 
-def model_of(name: str, width: int, vocabulary: int, sizes: Sizes, seed: int) -> Any:
-    config, keys = config_of(width, vocabulary, sizes), structure_of(name, width)
+def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: int) -> Any:
+    config, keys = make_config(width, vocabulary, sizes), structure_keys(name, width)
     plan = None
     if keys is not None:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            plan = plan_for(Path(folder), validated(keys, name))
-    model = fresh_model(config, plan, sizes.embedding_std, seed)
+            plan = plan_new_model(Path(folder), validate_recipe(keys, name))
+    model = make_model(config, plan, sizes.embedding_std, seed)
     if name == "mlr":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            put_mlr(model, MLR(ranks=(max(1, round(width**0.5 / 2)),) * 4), set(added(plan)))
+            install_mlr(model, MLRLinearConfig(ranks=(max(1, round(width**0.5 / 2)),) * 4), set(added_paths(plan)))
     return model
 
 
-def added(plan: Any) -> Iterator[str]:
-    return (path for path, cuts in plan.cuts.items() if set(ADDED) & set(cuts[0].linear.roles))
+def added_paths(plan: Any) -> Iterator[str]:
+    return (path for path, cuts in plan.cuts.items() if set(RESIDUAL_ROLES) & set(cuts[0].linear.roles))
 
 
-def put_mlr(model: Any, config: MLR, silent: set[str]) -> None:
+def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
     """In place of the low-rank linears."""
     for path, module in list(model.named_modules()):
         if isinstance(module, StructuredLinear):
             linear = MLRLinear(module.in_features, module.out_features, config, bias=True)
             if path in silent:
-                silence(linear)
+                zero_output(linear)
             model.set_submodule(path, linear)
 
 
 # -- rates ------------------------------------------------------------------------------------------------
-def stage_of(sizes: Sizes, rule: str, structured: float = 1.0) -> Any:
+def make_stage(sizes: SweepSizes, rule: str, structured: float = 1.0) -> Any:
     """The stage of a recipe that is such a run at a base rate of one; structured: base rate of the cores."""
     told: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
     told |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
     told |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
     told |= {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.0}}
-    return parse_healing({"stages": [told]}).stages[0]
+    return parse_healing_recipe({"stages": [told]}).stages[0]
 
 
 def rate_factors(model: Any, stage: Any) -> dict[str, float]:
@@ -114,14 +114,14 @@ def rate_factors(model: Any, stage: Any) -> dict[str, float]:
     return {name: group.rate for group in groups for name in group.names}
 
 
-def even(name: str, vocabulary: int, sizes: Sizes) -> float:
+def matching_core_rate(name: str, vocabulary: int, sizes: SweepSizes) -> float:
     """The base rate of the cores under `mup` with which, at the base width, they have the rates of `dense` on the geometric
     mean over their numbers. muP leaves such constants open; with this one the rules differ by how they follow the width
     (and by how they share a rate out among cores), not by how fast cores learn compared with embeddings."""
     if name == "dense":
         return 1.0
-    model = model_of(name, BASE, vocabulary, sizes, seed=0)
-    aware, naive = (rate_factors(model, stage_of(sizes, rule)) for rule in ("mup", "dense"))
+    model = make_gpt2(name, BASE, vocabulary, sizes, seed=0)
+    aware, naive = (rate_factors(model, make_stage(sizes, rule)) for rule in ("mup", "dense"))
     numbers = {n: p.numel() for n, p in model.named_parameters() if aware[n] != naive[n]}
     logs = sum(count * math.log(naive[n] / aware[n]) for n, count in numbers.items())
     return math.exp(logs / sum(numbers.values()))

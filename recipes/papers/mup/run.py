@@ -26,37 +26,37 @@ import torch
 from torch import Tensor
 
 from surgery.core.device import choose_device
-from surgery.recipes.papers.mup.models import NAMES, Sizes, even, model_of, rate_factors, stage_of
+from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, matching_core_rate, make_gpt2, rate_factors, make_stage
 from surgery.recipes.papers.mup.tables import show
-from surgery.recipes.papers.quality.stacked import Stack
-from surgery.training.data.dataset import Data, DataConfig, make_data
+from surgery.recipes.papers.quality.stacked import StackedTraining
+from surgery.training.data.dataset import TrainingData, DataConfig, make_data
 from surgery.training.data.documents import Document
-from surgery.training.data.tokenize import Encoder, Piece
+from surgery.training.data.tokenize import TextEncoder, TokenSequence
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 RULES = ("mup", "dense")
 
 
 # -- data -------------------------------------------------------------------------------------------------
-def data_of(text: str) -> DataConfig:
+def make_data_config(text: str) -> DataConfig:
     return DataConfig.model_validate({"sources": text, "packing": "stream", "validation": 0.05})
 
 
-class Remembered(Encoder):
+class CachedEncoder(TextEncoder):
     """Every seed reads the same text in another order; its tokens are made once."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer)
-        self.known: dict[tuple[Any, ...], list[Piece]] = {}
+        self.known: dict[tuple[Any, ...], list[TokenSequence]] = {}
 
-    def texts(self, documents: list[Document]) -> list[Piece]:
+    def texts(self, documents: list[Document]) -> list[TokenSequence]:
         key = tuple((document.content, document.begins, document.ends) for document in documents)
         if key not in self.known:
             self.known[key] = super().texts(documents)
         return self.known[key]
 
 
-def gathered(data: Data, steps: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+def stack_examples(data: TrainingData, steps: int, rows: int, device: torch.device) -> dict[str, Tensor]:
     """(steps, rows, T), in the order in which the training loop reads them."""
     examples = [example for example, _ in zip(data.examples(0), range(steps * rows))]
     return {
@@ -67,7 +67,7 @@ def gathered(data: Data, steps: int, rows: int, device: torch.device) -> dict[st
 
 # -- runs -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     structure: str
     width: int
     rule: str
@@ -75,36 +75,36 @@ class Run:
     log2_rate: float
 
 
-def runs_of(name: str, width: int, sizes: Sizes) -> list[Run]:
+def list_runs(name: str, width: int, sizes: SweepSizes) -> list[SweepRun]:
     rules = RULES[:1] if name == "dense" else RULES  # of dense layers the rules say the same
     every = ((rule, seed, rate) for rule in rules for seed in range(sizes.seeds) for rate in sizes.log2_rates)
-    return [Run(name, width, *which) for which in every]
+    return [SweepRun(name, width, *which) for which in every]
 
 
 class Sweep:
-    def __init__(self, text: str, sizes: Sizes, device: torch.device, graph: bool = True):
+    def __init__(self, text: str, sizes: SweepSizes, device: torch.device, graph: bool = True):
         self.sizes, self.device, self.graph = sizes, device, graph
-        config = data_of(text)
+        config = make_data_config(text)
         self.tokenizer = make_tokenizer(TokenizerConfig(kind="characters"), config)
         data = [make_data(config, self.tokenizer, sizes.length, seed) for seed in range(sizes.seeds)]
-        encoder = Remembered(self.tokenizer)
+        encoder = CachedEncoder(self.tokenizer)
         for d in data:
             d.encoder = encoder
-        self.training = [gathered(d, sizes.steps, sizes.rows, device) for d in data]
+        self.training = [stack_examples(d, sizes.steps, sizes.rows, device) for d in data]
         held = data[0].validation()
         self.held = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
 
-    def train(self, runs: list[Run]) -> list[dict[str, Any]]:
+    def train(self, runs: list[SweepRun]) -> list[dict[str, Any]]:
         """All at once: of one structure and width."""
         began, sizes = time.perf_counter(), self.sizes
         name, width, vocabulary = runs[0].structure, runs[0].width, len(self.tokenizer)
-        models = {seed: model_of(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
-        constants = {"mup": even(name, vocabulary, sizes), "dense": 1.0}
-        stages = {rule: stage_of(sizes, rule, constant) for rule, constant in constants.items()}
+        models = {seed: make_gpt2(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
+        constants = {"mup": matching_core_rate(name, vocabulary, sizes), "dense": 1.0}
+        stages = {rule: make_stage(sizes, rule, constant) for rule, constant in constants.items()}
         factors = {rule: rate_factors(models[runs[0].seed], stage) for rule, stage in stages.items()}
         rates = [{n: f * 2.0**run.log2_rate for n, f in factors[run.rule].items()} for run in runs]
         stage = stages[runs[0].rule]
-        stack = Stack([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph)
+        stack = StackedTraining([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph)
         which = torch.tensor([run.seed for run in runs])
         tail = torch.zeros(len(runs), device=self.device)
         for step in range(sizes.steps):
@@ -116,46 +116,46 @@ class Sweep:
         told = {"parameters": sum(stack.sizes), "tokens": stage.steps * sizes.rows * sizes.length}
         told |= {"seconds": round(time.perf_counter() - began, 2), "stack": len(runs), "device": str(self.device)}
         return [
-            {**asdict(run), "held_out": _number(held), "train": _number(train), **told}
+            {**asdict(run), "held_out": _finite_or_none(held), "train": _finite_or_none(train), **told}
             for run, held, train in zip(runs, held_M.tolist(), tail_M)
         ]
 
-    def _held(self, stack: Stack, runs: int) -> Tensor:
+    def _held(self, stack: StackedTraining, runs: int) -> Tensor:
         rows = self.sizes.rows
         starts = range(0, len(self.held["labels"]) // rows * rows, rows)
         return stack.evaluate([{n: t[i : i + rows].expand(runs, -1, -1) for n, t in self.held.items()} for i in starts])
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def memory_of(width: int, sizes: Sizes) -> float:
+def estimate_memory(width: int, sizes: SweepSizes) -> float:
     """GB that one run of a stack takes, about: activations, and four times its numbers."""
     activations = sizes.rows * sizes.length * sizes.layers * width * 60
     return 4 * (activations + 4 * 12 * sizes.layers * width**2) / 1e9
 
 
-def stacks(runs: list[Run], memory: float, sizes: Sizes) -> Iterator[list[Run]]:
+def split_into_stacks(runs: list[SweepRun], memory: float, sizes: SweepSizes) -> Iterator[list[SweepRun]]:
     """Of about one size, one seed after the other, so that an interruption leaves whole seeds."""
     if runs:
         runs = sorted(runs, key=lambda r: r.seed)
-        count = -(-len(runs) // max(1, int(memory / memory_of(runs[0].width, sizes))))
+        count = -(-len(runs) // max(1, int(memory / estimate_memory(runs[0].width, sizes))))
         size = -(-len(runs) // count)
         yield from (runs[at : at + size] for at in range(0, len(runs), size))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    sizes = Sizes(**{k: v for k, v in vars(arguments).items() if k in Sizes.__dataclass_fields__ and v is not None})
+    sizes = SweepSizes(**{k: v for k, v in vars(arguments).items() if k in SweepSizes.__dataclass_fields__ and v is not None})
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     sweep, out = Sweep(arguments.text, sizes, device, not arguments.plain), Path(arguments.out)
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
-    done = {Run(*(json.loads(line)[f] for f in Run.__dataclass_fields__)) for line in lines}
+    done = {SweepRun(*(json.loads(line)[f] for f in SweepRun.__dataclass_fields__)) for line in lines}
     for width in arguments.width or [64, 128, 256, 512]:
-        for name in arguments.structure or NAMES:
-            todo = [r for r in runs_of(name, width, sizes) if r not in done]
-            for some in stacks(todo, arguments.memory, sizes):
+        for name in arguments.structure or STRUCTURE_NAMES:
+            todo = [r for r in list_runs(name, width, sizes) if r not in done]
+            for some in split_into_stacks(todo, arguments.memory, sizes):
                 rows = sweep.train(some)
                 with open(out, "a", encoding="utf-8") as file:
                     file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -169,7 +169,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("--text", required=True)
     running.add_argument("--out", required=True)
-    running.add_argument("--structure", action="append", choices=NAMES)
+    running.add_argument("--structure", action="append", choices=STRUCTURE_NAMES)
     running.add_argument("--width", action="append", type=int)
     running.add_argument("--memory", type=float, default=8.0, help="GB for a stack of runs")
     running.add_argument("--device")

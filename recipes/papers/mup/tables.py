@@ -13,7 +13,7 @@ Losses = dict[float, dict[int, float]]  # log2 of the base rate -> seed -> held-
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRate:
     """log2_rate: of the lowest loss, between the rates tried; error: standard error over the seeds; edge: it is the
     lowest or highest rate tried, so that the best may lie beyond."""
 
@@ -23,7 +23,7 @@ class Best:
     edge: bool
 
 
-def read(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
+def load_losses(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
     """By structure, rule and width; a run that diverged has an infinite loss. A run found twice counts once."""
     found: dict[tuple[str, str, int], Losses] = defaultdict(lambda: defaultdict(dict))
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
@@ -38,12 +38,12 @@ def _order(row: dict[str, Any]) -> tuple[bool, str, bool]:
     return row["structure"] == "dense", row["structure"], row["rule"] != "mup"
 
 
-def best(losses: Losses) -> Best:
+def find_best(losses: Losses) -> BestRate:
     """Of the mean over seeds; its error from the seeds one by one."""
     rates, means, seeds = mean_losses(losses)
-    each = [vertex(rates, [losses[r][seed] for r in rates]) for seed in seeds]
-    where, lowest = vertex(rates, means), min(means)
-    return Best(where, standard_error(each), lowest, means.index(lowest) in (0, len(rates) - 1))
+    each = [parabola_vertex(rates, [losses[r][seed] for r in rates]) for seed in seeds]
+    where, lowest = parabola_vertex(rates, means), min(means)
+    return BestRate(where, standard_error(each), lowest, means.index(lowest) in (0, len(rates) - 1))
 
 
 def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
@@ -53,7 +53,7 @@ def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
     return rates, [sum(losses[r][s] for s in seeds) / max(1, len(seeds)) for r in rates], seeds
 
 
-def vertex(rates: list[float], losses: list[float]) -> float:
+def parabola_vertex(rates: list[float], losses: list[float]) -> float:
     """Of the parabola through the lowest loss and its neighbours; the rate itself where one of them is missing."""
     i = losses.index(min(losses))
     if i in (0, len(rates) - 1) or not math.isfinite(losses[i - 1] + losses[i + 1]):
@@ -69,23 +69,23 @@ def standard_error(values: list[float]) -> float:
     return math.sqrt(spread / len(values)) if len(values) > 1 else math.nan
 
 
-def rows(found: dict[tuple[str, str, int], Losses]) -> list[dict[str, Any]]:
+def table_rows(found: dict[tuple[str, str, int], Losses]) -> list[dict[str, Any]]:
     """One a structure and rule: the best rate at every width, how far it moved from the first to the last, and what the
     last width loses at the first one's best rate."""
     table = []
     for structure, rule in dict.fromkeys((s, r) for s, r, _ in found):
         widths = sorted(w for s, r, w in found if (s, r) == (structure, rule))
-        bests = {w: best(found[structure, rule, w]) for w in widths}
+        bests = {w: find_best(found[structure, rule, w]) for w in widths}
         first, last = bests[widths[0]], bests[widths[-1]]
         moved, error = last.log2_rate - first.log2_rate, math.hypot(first.error, last.error)
-        lost = carried(found[structure, rule, widths[-1]], first.log2_rate) - last.loss
+        lost = interpolate_loss(found[structure, rule, widths[-1]], first.log2_rate) - last.loss
         table.append(
             {"structure": structure, "rule": rule, "bests": bests, "moved": moved, "error": error, "lost": lost}
         )
     return table
 
 
-def carried(losses: Losses, log2_rate: float) -> float:
+def interpolate_loss(losses: Losses, log2_rate: float) -> float:
     """The mean loss at a rate, between those tried in a straight line."""
     rates, means, _ = mean_losses(losses)
     at = dict(zip(rates, means))
@@ -112,7 +112,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _cell(found: Best | None) -> str:
+def _cell(found: BestRate | None) -> str:
     if found is None:
         return ""
     edge = " (edge)" if found.edge else ""
@@ -124,8 +124,8 @@ def _pair(value: float, error: float, sign: str = "") -> str:
 
 
 def show(paths: list[Path], plot: Path | None) -> None:
-    found = read(paths)
-    print(markdown(rows(found)))
+    found = load_losses(paths)
+    print(markdown(table_rows(found)))
     if plot is not None:
         draw(found, plot)
 
@@ -161,10 +161,10 @@ def _panel(axis: Any, widths: dict[int, Losses]) -> None:
     if not widths:
         axis.set_axis_off()
         return
-    lowest = min(best(losses).loss for losses in widths.values())
+    lowest = min(find_best(losses).loss for losses in widths.values())
     for i, (width, losses) in enumerate(sorted(widths.items())):
         rates, means, _ = mean_losses(losses)
-        colour, there = colormaps["viridis"](0.9 - 0.85 * i / max(1, len(widths) - 1)), best(losses)
+        colour, there = colormaps["viridis"](0.9 - 0.85 * i / max(1, len(widths) - 1)), find_best(losses)
         axis.plot(rates, means, color=colour, label=str(width), linewidth=1.3)
         axis.plot([there.log2_rate], [there.loss], "o", color=colour, markersize=5)
     axis.set_ylim(lowest - 0.05, lowest + 0.6)

@@ -26,13 +26,13 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions, SuiteResult
 from surgery.eval.suites import perplexity as ppl
-from surgery.planning.recipe import validated
+from surgery.planning.recipe import validate_recipe
 
-ALONE = {"calibrate": "independent", "allocate": "uniform", "curvature": "none"}
+INDEPENDENT = {"calibrate": "independent", "allocate": "uniform", "curvature": "none"}
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {"calibration": None},
-    "whitened": {**ALONE, "sweeps": 0},
-    "ALS": ALONE,
+    "whitened": {**INDEPENDENT, "sweeps": 0},
+    "ALS": INDEPENDENT,
     "everything": {},
 }
 STRUCTURES: dict[str, dict[str, Any]] = {
@@ -43,29 +43,29 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "pivoted_low_rank": {},
     "auto": {},
 }
-CLOSED = ("low_rank", "pivoted_low_rank")  # the whitened form is the optimum: no sweeps
+CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened form is the optimum: no sweeps
 
 
-def steps_of(structure: str, steps: list[str]) -> list[str]:
+def structure_steps(structure: str, steps: list[str]) -> list[str]:
     """auto chooses by calibrated error: with everything or not at all."""
     chosen = ["everything"] if structure == "auto" else steps
-    return [s for s in chosen if not (s == "ALS" and structure in CLOSED)]
+    return [s for s in chosen if not (s == "ALS" and structure in CLOSED_FORM)]
 
 
-def measured(folder: str, options: EvalOptions, device: torch.device) -> SuiteResult:
+def measure_checkpoint(folder: str, options: EvalOptions, device: torch.device) -> SuiteResult:
     return ppl.measure(*load(folder, device, "float32", False), options)
 
 
-def row(source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any) -> dict[str, Any]:
+def convert_and_measure(source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any) -> dict[str, Any]:
     """One conversion, measured and thrown away."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        report = convert(source, validated(recipe, "table"), out, device=str(device))
+        report = convert(source, validate_recipe(recipe, "table"), out, device=str(device))
         seconds = time.perf_counter() - began
-        found = measured(str(out), options, device)
+        found = measure_checkpoint(str(out), options, device)
     return {
-        **ppl.summary(found, base),
+        **ppl.summarize(found, base),
         "kept": report["totals"]["kept"],
         "macs": report["totals"]["macs_after"] / report["totals"]["macs_before"],
         "allocation": report["allocation"]["kept"],
@@ -88,26 +88,26 @@ def main() -> None:
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
-    base = measured(arguments.source, options, device)
-    rows = [{"structure": "original", **ppl.summary(base)}]
-    print(line(rows[0]), flush=True)
+    base = measure_checkpoint(arguments.source, options, device)
+    rows = [{"structure": "original", **ppl.summarize(base)}]
+    print(format_line(rows[0]), flush=True)
     text = {"calibration": arguments.calibration, "tokens": arguments.tokens, "length": arguments.length}
     for keep in arguments.keep or [0.75, 0.5]:
         for structure in arguments.structure or list(STRUCTURES):
-            for step in steps_of(structure, arguments.step or list(STEPS)):
+            for step in structure_steps(structure, arguments.step or list(STEPS)):
                 choices = {**text, "structure": structure, "keep": keep, **STRUCTURES[structure], **STEPS[step]}
                 found = {"structure": structure, "step": step, "keep": keep}
                 try:
-                    found |= row(arguments.source, choices, options, base, device)
+                    found |= convert_and_measure(arguments.source, choices, options, base, device)
                 except SurgeryError as error:
                     found["refused"] = str(error)
                 rows.append(found)
-                print(line(found), flush=True)
+                print(format_line(found), flush=True)
                 if arguments.json:
                     arguments.json.write_text(json.dumps(rows, indent=1))
 
 
-def line(found: dict[str, Any]) -> str:
+def format_line(found: dict[str, Any]) -> str:
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
     if "refused" in found:
         return f"{place}: {found['refused']}"
@@ -115,7 +115,7 @@ def line(found: dict[str, Any]) -> str:
     if "ratio" not in found:
         return said
     return (
-        f"{said}, x {ppl.interval(found['ratio'])}, kept {found['kept']:.3f}, "
+        f"{said}, x {ppl.format_interval(found['ratio'])}, kept {found['kept']:.3f}, "
         f"MACs {found['macs']:.3f}, {found['allocation']}, {found['seconds']:.0f} s"
     )
 

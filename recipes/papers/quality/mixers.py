@@ -23,13 +23,13 @@ from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.run import load
 from surgery.eval.suite import EvalOptions, SuiteResult
-from surgery.eval.suites.perplexity import interval, measure, summary
-from surgery.mixers import Inputs
-from surgery.modeling.cache import mixed_modules
+from surgery.eval.suites.perplexity import format_interval, measure, summarize
+from surgery.mixers import MixerInputs
+from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import load_recipe, shipped_recipes
 from surgery.publish.summary import softmax_cache
 
-PIECE = 1024
+CHUNK_TOKENS = 1024
 
 
 @torch.no_grad()
@@ -37,26 +37,26 @@ def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that the model's mixers, and softmax attention in their place, keep of one sequence of `length` tokens: of
     states that random tokens went through in pieces, as a prefill does."""
     ours = softmax = 0
-    for _, module in mixed_modules(model):
+    for _, module in mixer_modules(model):
         shape, device = module.mixer.shape, next(model.parameters()).device
         state = module.mixer.empty_state(1, device)
-        for first in range(0, length, PIECE):
-            tokens = min(PIECE, length - first)
+        for first in range(0, length, CHUNK_TOKENS):
+            tokens = min(CHUNK_TOKENS, length - first)
             _, state = module.mixer.mix(random_inputs(shape, tokens, device, dtype), state)
         ours += state.nbytes()
         softmax += softmax_cache(shape, length) * dtype.itemsize
     return ours, softmax
 
 
-def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> MixerInputs:
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(1, *sizes, device=device, dtype=dtype)
 
     k_BGTK, v_BGTV = draw(shape.groups, tokens, shape.key), draw(shape.groups, tokens, shape.value)
-    return Inputs(draw(shape.heads, tokens, shape.key), k_BGTK, v_BGTV, draw(tokens, shape.dim))
+    return MixerInputs(draw(shape.heads, tokens, shape.key), k_BGTK, v_BGTV, draw(tokens, shape.dim))
 
 
-def row(
+def convert_and_measure(
     source: str, recipe: Any, options: EvalOptions, base: SuiteResult, device: Any, contexts: list[int]
 ) -> dict[str, Any]:
     """One conversion, measured and thrown away."""
@@ -68,7 +68,7 @@ def row(
         model, tokenizer = load(str(out), device, "float32", False)
     errors = [list(record["errors"].values()) for record in report["mixers"]]
     return {
-        **summary(measure(model, tokenizer, options), base),
+        **summarize(measure(model, tokenizer, options), base),
         "copied": sorted(e[0] for e in errors)[len(errors) // 2] if errors[0] else None,
         "started": sorted(min(e) for e in errors)[len(errors) // 2] if errors[0] else None,
         "cache": {length: live_cache(model, length, torch.bfloat16) for length in contexts},
@@ -78,7 +78,7 @@ def row(
     }
 
 
-def line(found: dict[str, Any]) -> str:
+def format_line(found: dict[str, Any]) -> str:
     place = f"{found['recipe']} {found.get('start', '')}"
     if "refused" in found:
         return f"{place}: {found['refused']}"
@@ -87,7 +87,7 @@ def line(found: dict[str, Any]) -> str:
         return said
     kept = ", ".join(f"{length}: {ours}/{whole}={ours / whole:.4f}" for length, (ours, whole) in found["cache"].items())
     errors = f"errors {found['copied']:.3f} -> {found['started']:.3f}, " if found["copied"] is not None else ""
-    return f"{said}, x {interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
+    return f"{said}, x {format_interval(found['ratio'])}, {errors}cache {kept}, {found['seconds']:.0f} s"
 
 
 def main() -> None:
@@ -108,8 +108,8 @@ def main() -> None:
     model, tokenizer = load(arguments.source, device, "float32", False)
     options = EvalOptions(text=arguments.text, tokens=arguments.tokens, length=arguments.length)
     base = measure(model, tokenizer, options)
-    rows: list[dict[str, Any]] = [{"recipe": "original", **summary(base)}]
-    print(line(rows[0]), flush=True)
+    rows: list[dict[str, Any]] = [{"recipe": "original", **summarize(base)}]
+    print(format_line(rows[0]), flush=True)
     text = [
         f"calibration={json.dumps(arguments.calibration)}",
         f"tokens={arguments.tokens}",
@@ -121,11 +121,11 @@ def main() -> None:
             found: dict[str, Any] = {"recipe": name, "start": start}
             try:
                 recipe = load_recipe(name, [*text, f"attention.start={start}", *arguments.overrides])
-                found |= row(arguments.source, recipe, options, base, device, arguments.context)
+                found |= convert_and_measure(arguments.source, recipe, options, base, device, arguments.context)
             except SurgeryError as error:
                 found["refused"] = str(error)
             rows.append(found)
-            print(line(found), flush=True)
+            print(format_line(found), flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1))
 

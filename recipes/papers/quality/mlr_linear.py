@@ -19,7 +19,7 @@ from surgery.structures.base import MuP, StructureConfig, StructuredLinear
 
 
 @dataclass(frozen=True)
-class MLR(StructureConfig):
+class MLRLinearConfig(StructureConfig):
     """ranks: of a block, level after level."""
 
     name: ClassVar[str] = "mlr"
@@ -27,7 +27,7 @@ class MLR(StructureConfig):
 
 
 class MLRLinear(StructuredLinear):
-    """`weight` (k, r, a) and right (k, d, r) are of the first level, weight1, right1 .. of the next ones."""
+    """`total_cost` (k, r, a) and right (k, d, r) are of the first level, weight1, right1 .. of the next ones."""
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
@@ -56,7 +56,7 @@ class MLRLinear(StructuredLinear):
         return found
 
 
-def silence(linear: MLRLinear) -> None:
+def zero_output(linear: MLRLinear) -> None:
     """Answering zero, with a gradient."""
     for name in linear.core_names():
         if name.startswith("weight"):

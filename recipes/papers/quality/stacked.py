@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from surgery.core.dispatch import choose
-from surgery.training.optim import Optimiser
-from surgery.training.stages.base import targets_of
+from surgery.core.dispatch import use_kernels
+from surgery.training.optim import OptimizerConfig
+from surgery.training.stages.base import next_token_targets
 from surgery.training.stages.lm import cross_entropy
 
 WARM_UP = 3  # steps before a graph is recorded, undone afterwards
 
 
-class Stack:
+class StackedTraining:
     def __init__(
         self,
         models: list[nn.Module],
         rates: list[dict[str, float]],
-        optimiser: Optimiser,
+        optimiser: OptimizerConfig,
         clip: float | None,
         device: torch.device,
         graph: bool = True,
@@ -40,7 +40,7 @@ class Stack:
         shapes = [p.shape for p in models[0].parameters()]
         self.model = copy.deepcopy(models[0]).to(device).train()
         self.buffers = dict(self.model.named_buffers())
-        self.flat_MN = _flat([[p.detach() for p in model.parameters()] for model in models], device)
+        self.flat_MN = _flatten_parameters([[p.detach() for p in model.parameters()] for model in models], device)
         self.rates_MN = torch.cat(
             [torch.tensor([r[n] for r in rates])[:, None].expand(-1, s.numel()) for n, s in zip(self.names, shapes)], 1
         ).to(device)
@@ -56,7 +56,7 @@ class Stack:
     # -- forward ---------------------------------------------------------------------------------------
     def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean nats per token that counts, of one run."""
-        _, next_BT = targets_of({"labels": labels_BT})
+        _, next_BT = next_token_targets({"labels": labels_BT})
         parameters, length = dict(zip(self.names, numbers)), ids_BT.shape[1]
         given = {"attention_mask": self._mask(length), "use_cache": False}
         answer = functional_call(self.model, (parameters, self.buffers), (ids_BT,), given)
@@ -69,7 +69,7 @@ class Stack:
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """(M,); Triton knows nothing of vmap, so the references compute."""
-        with choose("reference"):
+        with use_kernels("reference"):
             return torch.vmap(self._loss)(self.leaves, batch["input_ids"], batch["labels"])
 
     @torch.no_grad()
@@ -132,5 +132,5 @@ class Stack:
             tensor.zero_()
 
 
-def _flat(parameters: list[list[Tensor]], device: torch.device) -> Tensor:
+def _flatten_parameters(parameters: list[list[Tensor]], device: torch.device) -> Tensor:
     return torch.stack([torch.cat([p.flatten() for p in own]) for own in parameters]).to(device)

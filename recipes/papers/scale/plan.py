@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from surgery.calibration.partition import PARTS, TOKENS
-from surgery.recipes.papers.scale.rates import MEASURED, Rates, check, rates_of
-from surgery.recipes.papers.scale.work import SHAPES, Shape, Text, calibrated, moments, without_text
+from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
+from surgery.recipes.papers.scale.rates import MEASUREMENTS, Rates, check_rates, fit_rates
+from surgery.recipes.papers.scale.work import SHAPES, LlamaShape, CalibrationText, calibrated_work, moments_work, data_free_work
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     """memory: bytes; products, roots: see Rates; training, reading: FLOP/s of bf16 steps and of a bare forward; starting:
     seconds before the first layer."""
 
@@ -27,13 +27,13 @@ class Device:
     starting: float = 6.0
 
 
-def h200() -> Device:
+def h200() -> DeviceRates:
     """docs/performance.md (conversion; eigenproblems of 1024, and smaller, 10 ms), docs/finetune.md (1B, layers recomputed: 37,255
     tokens/s), docs/evaluate.md (1.2B in bf16: 3.24 x 32,768 tokens/s)."""
     one, length = SHAPES["1b"], 32768
     trained = 37255 * (8 * one.params + 16 * one.layers * 2048 * one.width)
     read = 3.24 * length * (2 * one.params + 2 * one.layers * length * one.width)  # attention is causal
-    return Device(rates_of(MEASURED[:1], 0.010), 141e9, trained, read)
+    return DeviceRates(fit_rates(MEASUREMENTS[:1], 0.010), 141e9, trained, read)
 
 
 DEVICES = {"H200": h200}
@@ -41,10 +41,10 @@ DEVICES = {"H200": h200}
 
 # -- a plan ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Given:
+class PlanOptions:
     """disk, link, upload: bytes/s of each machine's disk, between processes, to the Hub. heal, evaluate: tokens."""
 
-    text: Text
+    text: CalibrationText
     disk: float
     link: float
     upload: float
@@ -54,7 +54,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     name: str
     seconds: float
     device: float  # bytes, the peak on one
@@ -65,37 +65,37 @@ class Stage:
 CHUNK = 16384  # tokens that go through a layer at a time on a GPU (surgery.calibration.layer_runner)
 
 
-def memory(shape: Shape, text: Text) -> tuple[float, float, float]:
+def estimate_memory(shape: LlamaShape, text: CalibrationText) -> tuple[float, float, float]:
     """(on the device, on the host, in a file) bytes while a layer is converted. Device: the layer and its stand-ins in
     float32, moments of the widest stage three times (fitted to, held out, a part or the fit's own), a chunk's
     activations, slices of the head. Host: both streams' hidden states, a layer as it is stored. File: what enters each
     layer, in bf16, for the way back."""
-    widest = max(moments(stage, i in (1, 3))[1] for i, stage in enumerate(shape.stages()))
-    chunk = min(CHUNK, max(TOKENS, text.fit // PARTS)) * (4 * shape.mlp + 8 * shape.width)
+    widest = max(moments_work(stage, i in (1, 3))[1] for i, stage in enumerate(shape.stages()))
+    chunk = min(CHUNK, max(MIN_SHARD_TOKENS, text.fit // MAX_SHARDS)) * (4 * shape.mlp + 8 * shape.width)
     hidden = 2 * text.tokens * shape.width
     device = 4.0 * (2 * shape.layer + 3 * widest + chunk + 4 * 2**27)
     return device, 4.0 * 2 * hidden + 2 * shape.layer + 2e9, 2.0 * text.fit * shape.width * shape.layers
 
 
-def plan(shape: Shape, device: Device, processes: int, given: Given) -> list[Stage]:
+def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, given: PlanOptions) -> list[PlannedStage]:
     """Of one model; half of the linears' numbers kept."""
     rates, kept = device.rates, shape.params - shape.layers * shape.layer / 2
-    gpu, host, saved = memory(shape, given.text)
+    gpu, host, saved = estimate_memory(shape, given.text)
     io = shape.layers * 2 * shape.layer / given.disk
-    budgets, layer = (rates.seconds(work, given.link) for work in calibrated(shape, given.text, processes))
+    budgets, layer = (rates.seconds(work, given.link) for work in calibrated_work(shape, given.text, processes))
     written = 2 * 2 * kept / given.disk  # pieces, then shards, by the first process
     reads = 6 * io  # survey twice, trial, conversion, and again for a margin: every process reads every layer
     most = -(-shape.layers // processes)
-    free = max(rates.seconds(without_text(shape)) * most, 2 * io / shape.layers * most)
+    free = max(rates.seconds(data_free_work(shape)) * most, 2 * io / shape.layers * most)
     stages = [
-        Stage("convert, no text", device.starting + free + written, 4 * 2 * shape.layer * min(3, most), host),
-        Stage(
+        PlannedStage("convert, no text", device.starting + free + written, 4 * 2 * shape.layer * min(3, most), host),
+        PlannedStage(
             "convert",
             device.starting
             + shape.layers * (budgets + layer)
             + reads
             + written
-            + 2 * saved / given.disk / min(processes, PARTS),
+            + 2 * saved / given.disk / min(processes, MAX_SHARDS),
             gpu,
             host,
             f"{saved / 1e9:,.0f} GB in a file" if saved > 4e9 else "",
@@ -106,7 +106,7 @@ def plan(shape: Shape, device: Device, processes: int, given: Given) -> list[Sta
     trained = 16 * kept / processes + 4e9
     fits = trained + teacher < device.memory
     stages.append(
-        Stage(
+        PlannedStage(
             "heal", given.heal * steps / (device.training * processes * (0.96 if processes > 1 else 1)),
             trained + (teacher if fits else 0), 2 * shape.params,
             "" if fits else "teacher from a cache" if trained < device.memory else "does not fit",
@@ -115,16 +115,16 @@ def plan(shape: Shape, device: Device, processes: int, given: Given) -> list[Sta
     whole = 2 * kept + 6e9
     read = 2 * kept + 2 * shape.layers * given.text.window * shape.width
     note = "" if whole < device.memory else "one device does not hold it"
-    stages.append(Stage("evaluate", given.evaluate * read / (device.reading * processes), whole, 4e9, note))
-    stages.append(Stage("push", 2 * kept / given.upload, 0, 1e9))
+    stages.append(PlannedStage("evaluate", given.evaluate * read / (device.reading * processes), whole, 4e9, note))
+    stages.append(PlannedStage("push", 2 * kept / given.upload, 0, 1e9))
     return stages
 
 
-def table(shape: Shape, device: Device, processes: list[int], given: Given) -> list[str]:
+def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], given: PlanOptions) -> list[str]:
     lines = ["| stage | processes | hours | peak GB, device | peak GB, host, each process | cost | |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for count in processes:
-        for stage in plan(shape, device, count, given):
+        for stage in plan_stages(shape, device, count, given):
             hours = stage.seconds / 3600
             cost = "" if stage.name == "push" else f"{hours * count * given.price:,.2f}"
             memory = f"{stage.device / 1e9:,.0f}" if stage.device else ""
@@ -152,12 +152,12 @@ def main() -> None:
     parser.add_argument("--check", nargs="+", choices=SHAPES, help="convert these here, smaller ones first")
     told = parser.parse_args()
     if told.check:
-        print("\n".join(check(told.check, Text(4096, 256, 1))))
+        print("\n".join(check_rates(told.check, CalibrationText(4096, 256, 1))))
         return
-    text = Text(told.tokens, 2048, told.sweeps)
+    text = CalibrationText(told.tokens, 2048, told.sweeps)
     disk, link, upload = (1e9 * number for number in (told.disk, told.link, told.upload))
-    given = Given(text, disk, link, upload, told.heal, told.evaluate, told.price)
-    print("\n".join(table(SHAPES[told.model], DEVICES[told.device](), told.processes, given)))
+    given = PlanOptions(text, disk, link, upload, told.heal, told.evaluate, told.price)
+    print("\n".join(format_table(SHAPES[told.model], DEVICES[told.device](), told.processes, given)))
 
 
 if __name__ == "__main__":

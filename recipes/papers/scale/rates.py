@@ -8,25 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.recipes.papers.scale.work import SHAPES, Text, Work, calibrated
+from surgery.recipes.papers.scale.work import SHAPES, CalibrationText, ConversionWork, calibrated_work
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredConversion:
     """Seconds of the two parts of a conversion, all layers: of docs/performance.md, or by --measure."""
 
     device: str
     shape: str
     layers: int
-    text: Text
+    text: CalibrationText
     budgets: float
     conversion: float
     free: float | None = None  # without a text, where that was measured
 
 
-MEASURED = [
-    Measured("H200", "7b", 32, Text(), 152, 96, 33),
-    Measured("H200", "1b", 4, Text(), 16.2, 9.0),
+MEASUREMENTS = [
+    MeasuredConversion("H200", "7b", 32, CalibrationText(), 152, 96, 33),
+    MeasuredConversion("H200", "1b", 4, CalibrationText(), 16.2, 9.0),
 ]
 
 
@@ -36,30 +36,30 @@ class Rates:
     roots: float = 1e30  # n^3/s
     calls: float = 1e30  # 1/s
 
-    def seconds(self, work: Work, link: float = 50e9) -> float:
+    def seconds(self, work: ConversionWork, link: float = 50e9) -> float:
         arithmetic = work.products / self.products + work.roots / self.roots + work.calls / self.calls
         return arithmetic + work.passed / link
 
 
-def rates_of(rows: list[Measured], root: float = 0.0) -> Rates:
+def fit_rates(rows: list[MeasuredConversion], root: float = 0.0) -> Rates:
     """The rate of products, by least squares of relative errors; root: seconds of an eigenproblem of 1024, where that was
     timed (on a CPU, of the small models that are tried there, it is too little to tell)."""
     roots, known, wanted = Rates(1e30, 1024**3 / root, 1 / root) if root else Rates(1e30), [], []
     for row in rows:
-        for work, seconds in zip(calibrated(SHAPES[row.shape], row.text), (row.budgets, row.conversion)):
+        for work, seconds in zip(calibrated_work(SHAPES[row.shape], row.text), (row.budgets, row.conversion)):
             known.append(row.layers * work.products / seconds)
             wanted.append(1 - row.layers * roots.seconds(work) / seconds)
     products = sum(k * k for k in known) / sum(k * w for k, w in zip(known, wanted))
     return Rates(products, roots.roots, roots.calls)
 
 
-def predicted(row: Measured, rates: Rates) -> tuple[float, float]:
-    budgets, conversion = (row.layers * rates.seconds(work) for work in calibrated(SHAPES[row.shape], row.text))
+def predict_seconds(row: MeasuredConversion, rates: Rates) -> tuple[float, float]:
+    budgets, conversion = (row.layers * rates.seconds(work) for work in calibrated_work(SHAPES[row.shape], row.text))
     return budgets, conversion
 
 
 # -- rates of this machine ---------------------------------------------------------------------------------------
-def measured(name: str, text: Text) -> Measured:
+def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
     """A random Llama of that shape, converted here; seconds of this process's processor, so that others' work does not
     count."""
     import tempfile
@@ -70,7 +70,7 @@ def measured(name: str, text: Text) -> Measured:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from surgery.checkpoint.safetensors_io import Entry, write_shard
+    from surgery.checkpoint.safetensors_io import TensorSource, write_shard
     from surgery.conversion.convert import convert
     from surgery.core.progress import Progress
     from surgery.planning.recipe import load_recipe
@@ -95,23 +95,23 @@ def measured(name: str, text: Text) -> Measured:
         torch.manual_seed(0)
         LlamaForCausalLM(config).bfloat16().save_pretrained(Path(folder) / "model")
         ids = torch.randint(3, shape.vocabulary, (text.tokens // text.window, text.window))
-        write_shard(Path(folder) / "text.safetensors", [Entry.of("input_ids", ids)])
+        write_shard(Path(folder) / "text.safetensors", [TensorSource.of("input_ids", ids)])
         recipe = load_recipe("btt-half", [f"calibration={folder}/text.safetensors", "sweeps=1"])
         convert(f"{folder}/model", recipe, Path(folder) / "out", device="cpu", progress=Clock())
-    return Measured("here", name, shape.layers, text, spent["budgets"], spent["layers"])
+    return MeasuredConversion("here", name, shape.layers, text, spent["budgets"], spent["layers"])
 
 
-def check(names: list[str], text: Text) -> list[str]:
+def check_rates(names: list[str], text: CalibrationText) -> list[str]:
     """Rates from all but the last, which they predict."""
-    rows = [measured(name, text) for name in names]
-    rates = rates_of(rows[:-1])
+    rows = [measure_conversion(name, text) for name in names]
+    rates = fit_rates(rows[:-1])
     lines = [f"{rates.products / 1e9:,.1f} GFLOP/s"]
     lines += [
         "| model | | survey and trial | predicted | layers | predicted |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for i, row in enumerate(rows):
-        budgets, layers = predicted(row, rates)
+        budgets, layers = predict_seconds(row, rates)
         use = "predicted" if i == len(rows) - 1 else "gave the rates"
         cells = [f"{row.budgets:.1f}", f"{budgets:.1f} ({budgets / row.budgets - 1:+.0%})"]
         cells += [f"{row.conversion:.1f}", f"{layers:.1f} ({layers / row.conversion - 1:+.0%})"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surgery.calibration.partition import PARTS, TOKENS
-from surgery.core.distributed import Ranks
+from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
+from surgery.core.distributed import DistContext
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     layers: int
     width: int
     mlp: int
@@ -41,19 +41,19 @@ class Shape:
 
 
 SHAPES = {
-    "1b": Shape(16, 2048, 8192, 32, 8, 128256, True, 64),
-    "7b": Shape(32, 4096, 11008, 32, 32, 32000),
-    "70b": Shape(80, 8192, 28672, 64, 8, 128256),
-    "405b": Shape(126, 16384, 53248, 128, 8, 128256),
+    "1b": LlamaShape(16, 2048, 8192, 32, 8, 128256, True, 64),
+    "7b": LlamaShape(32, 4096, 11008, 32, 32, 32000),
+    "70b": LlamaShape(80, 8192, 28672, 64, 8, 128256),
+    "405b": LlamaShape(126, 16384, 53248, 128, 8, 128256),
     # for checking rates on two cores
-    "w256": Shape(2, 256, 1024, 4, 4, 1000, True, 64),
-    "w512": Shape(2, 512, 2048, 8, 8, 1000, True, 64),
-    "w1024": Shape(2, 1024, 4096, 16, 16, 1000, True, 64),
+    "w256": LlamaShape(2, 256, 1024, 4, 4, 1000, True, 64),
+    "w512": LlamaShape(2, 512, 2048, 8, 8, 1000, True, 64),
+    "w1024": LlamaShape(2, 1024, 4096, 16, 16, 1000, True, 64),
 }
 
 
 @dataclass(frozen=True)
-class Text:
+class CalibrationText:
     tokens: int = 8192
     window: int = 1024
     sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
@@ -67,11 +67,11 @@ class Text:
         return self.tokens - self.held
 
 
-LARGE = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
 
 
 @dataclass(frozen=True)
-class Work:
+class ConversionWork:
     """products: FLOP; roots: n^3 of symmetric eigenproblems, in all, of those at least LARGE; calls: how many smaller ones;
     passed: bytes between processes."""
 
@@ -80,64 +80,64 @@ class Work:
     calls: float = 0.0
     passed: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: ConversionWork) -> ConversionWork:
         sums = self.products + other.products, self.roots + other.roots, self.calls + other.calls
-        return Work(*sums, self.passed + other.passed)
+        return ConversionWork(*sums, self.passed + other.passed)
 
-    def times(self, share: float) -> Work:
-        return Work(self.products * share, self.roots * share, self.calls * share, self.passed)
+    def times(self, share: float) -> ConversionWork:
+        return ConversionWork(self.products * share, self.roots * share, self.calls * share, self.passed)
 
 
 # -- counting ------------------------------------------------------------------------------------------------
-def forward(shape: Shape, tokens: float, window: int, linears: int | None = None) -> Work:
+def forward_work(shape: LlamaShape, tokens: float, window: int, linears: int | None = None) -> ConversionWork:
     """A layer on so many tokens; linears: numbers of those that run, attention with them."""
-    return Work(tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head))
+    return ConversionWork(tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head))
 
 
-def projected(out: int, in_: int) -> Work:
+def projection_work(out: int, in_: int) -> ConversionWork:
     """Blocks whitened, their Gram matrices, 16 eigenproblems, cores."""
     a, d = out / 4, in_ / 4
     size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
-    return Work(products, 16 * size**3) if size >= LARGE else Work(products, calls=16)
+    return ConversionWork(products, 16 * size**3) if size >= LARGE_EIGENPROBLEM else ConversionWork(products, calls=16)
 
 
-def swept(out: int, in_: int) -> Work:
+def sweep_work(out: int, in_: int) -> ConversionWork:
     """surgery.structures.btt.sweep: C R and step C, W C - L (R C), least squares of both sides."""
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
-    return Work(2 * (2 * in_ * in_ * 4 * s + 2 * out * 4 * s * in_ + out * s * in_) + 4 * (4 * s) ** 3 / 3 * 2)
+    return ConversionWork(2 * (2 * in_ * in_ * 4 * s + 2 * out * 4 * s * in_ + out * s * in_) + 4 * (4 * s) ** 3 / 3 * 2)
 
 
-def fitted(out: int, in_: int, text: Text) -> Work:
+def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
     """Two targets, the better one swept; each candidate judged on held-out rows; the moved target and W C."""
     product = 2 * out * in_ * in_
     judged = (2 + min(text.sweeps, 2)) * product
-    whole = Work(judged + 2 * product + product) + projected(out, in_) + projected(out, in_)
+    whole = ConversionWork(judged + 2 * product + product) + projection_work(out, in_) + projection_work(out, in_)
     for _ in range(text.sweeps):
-        whole = whole + swept(out, in_)
+        whole = whole + sweep_work(out, in_)
     return whole
 
 
-def weight(job: Work) -> float:
+def total_cost(job: ConversionWork) -> float:
     """For dealing out."""
     return job.products + job.roots + job.calls
 
 
-def shared(jobs: list[Work], processes: int) -> Work:
+def busiest_work(jobs: list[ConversionWork], processes: int) -> ConversionWork:
     """What the busiest process does."""
-    costs = [weight(job) for job in jobs]
-    owners = Ranks(0, processes).shares(costs)
+    costs = [total_cost(job) for job in jobs]
+    owners = DistContext(0, processes).shares(costs)
     loads = [[job for job, owner in zip(jobs, owners) if owner == rank] for rank in set(owners)]
-    return max((sum(load, Work()) for load in loads), key=weight)
+    return max((sum(load, ConversionWork()) for load in loads), key=total_cost)
 
 
-def turns(tokens: float, processes: int, most: int = PARTS) -> float:
+def busiest_share(tokens: float, processes: int, most: int = MAX_SHARDS) -> float:
     """The share of its tokens that the busiest process runs."""
-    parts = max(1, min(most, int(tokens) // TOKENS))
+    parts = max(1, min(most, int(tokens) // MIN_SHARD_TOKENS))
     return -(-parts // processes) / parts
 
 
-def moments(stage: list[tuple[int, int]], residual: bool) -> tuple[float, float]:
+def moments_work(stage: list[tuple[int, int]], residual: bool) -> tuple[float, float]:
     """(FLOP a token, numbers held) of a stage's second moments: C by its upper half; E[x0 x] and E[x0 x0] for outputs
     wider than the input, else y and K of each output."""
     in_ = stage[0][1]
@@ -147,35 +147,35 @@ def moments(stage: list[tuple[int, int]], residual: bool) -> tuple[float, float]
     return flop, in_ * in_ * (3 if wide else 1) + sum(out * in_ for out in narrow)
 
 
-def calibrated(shape: Shape, text: Text, processes: int = 1) -> tuple[Work, Work]:
+def calibrated_work(shape: LlamaShape, text: CalibrationText, processes: int = 1) -> tuple[ConversionWork, ConversionWork]:
     """(survey and quick trial, conversion) of a layer, of the busiest process."""
     few = max(text.window, text.fit // 4)
-    survey = forward(shape, 4 * text.fit * turns(text.fit, processes), text.window)
-    trial = forward(shape, few * turns(few, processes) + 3 * text.held * turns(text.held * 3, processes), text.window)
-    run = (text.fit * turns(text.fit, processes) if processes < 8 else text.fit / PARTS) + text.held / min(processes, 2)
-    layer, so_far, linears = forward(shape, 2 * run, text.window), 0, [m for stage in shape.stages() for m in stage]
+    survey = forward_work(shape, 4 * text.fit * busiest_share(text.fit, processes), text.window)
+    trial = forward_work(shape, few * busiest_share(few, processes) + 3 * text.held * busiest_share(text.held * 3, processes), text.window)
+    run = (text.fit * busiest_share(text.fit, processes) if processes < 8 else text.fit / MAX_SHARDS) + text.held / min(processes, 2)
+    layer, so_far, linears = forward_work(shape, 2 * run, text.window), 0, [m for stage in shape.stages() for m in stage]
     for i, stage in enumerate(shape.stages()):
-        flop, held = moments(stage, residual=i in (1, 3))
+        flop, held = moments_work(stage, residual=i in (1, 3))
         in_ = stage[0][1]
-        survey += Work(text.fit * turns(text.fit, processes) * in_ * in_)
-        trial += Work(few * turns(few, processes) * in_ * in_)
-        layer += forward(shape, 2 * run, text.window if i else 0, so_far) + Work(run * flop)
-        layer += shared([fitted(out, width, text) for out, width in stage], processes)
-        quick = [projected(o, w) + swept(o, w) + Work(2 * o * w * w) for o, w in stage for _ in range(2)]
-        trial += shared(quick, processes)
+        survey += ConversionWork(text.fit * busiest_share(text.fit, processes) * in_ * in_)
+        trial += ConversionWork(few * busiest_share(few, processes) * in_ * in_)
+        layer += forward_work(shape, 2 * run, text.window if i else 0, so_far) + ConversionWork(run * flop)
+        layer += busiest_work([fit_work(out, width, text) for out, width in stage], processes)
+        quick = [projection_work(o, w) + sweep_work(o, w) + ConversionWork(2 * o * w * w) for o, w in stage for _ in range(2)]
+        trial += busiest_work(quick, processes)
         so_far += sum(out * width for out, width in stage)
         if processes > 1:
-            sizes = 4.0 * held * (1 + -(-PARTS // processes)) * 2, 4.0 * in_ * in_ * (1 + -(-PARTS // processes))
-            layer, trial = layer + Work(passed=sizes[0]), trial + Work(passed=sizes[1])
-            survey += Work(passed=sizes[1])
-            layer += Work(passed=sum(2.0 * out * width for out, width in stage))
+            sizes = 4.0 * held * (1 + -(-MAX_SHARDS // processes)) * 2, 4.0 * in_ * in_ * (1 + -(-MAX_SHARDS // processes))
+            layer, trial = layer + ConversionWork(passed=sizes[0]), trial + ConversionWork(passed=sizes[1])
+            survey += ConversionWork(passed=sizes[1])
+            layer += ConversionWork(passed=sum(2.0 * out * width for out, width in stage))
     for out, _ in linears:
         if 4 * out <= text.tokens:
-            survey += Work(text.fit * turns(text.fit, processes) * out * out)
-    survey += shared([projected(out, in_) for out, in_ in linears], processes)
+            survey += ConversionWork(text.fit * busiest_share(text.fit, processes) * out * out)
+    survey += busiest_work([projection_work(out, in_) for out, in_ in linears], processes)
     return survey + trial, layer
 
 
-def without_text(shape: Shape) -> Work:
+def data_free_work(shape: LlamaShape) -> ConversionWork:
     """Of a layer."""
-    return sum((projected(out, in_) for stage in shape.stages() for out, in_ in stage), Work())
+    return sum((projection_work(out, in_) for stage in shape.stages() for out, in_ in stage), ConversionWork())

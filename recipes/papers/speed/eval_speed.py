@@ -23,11 +23,11 @@ import torch
 
 from surgery.calibration.data import load_tokenizer
 from surgery.core.device import choose_device, device_name
-from surgery.core.distributed import Ranks, device_of, start_ranks
+from surgery.core.distributed import DistContext, local_device, init_distributed
 from surgery.core.progress import RichProgress
-from surgery.eval.batching import TOKENS
+from surgery.eval.batching import BATCH_TOKENS
 from surgery.eval.lm_eval.adapter import generation_tokens
-from surgery.eval.suite import EvalOptions, Subject, find_suite
+from surgery.eval.suite import EvalOptions, EvalModel, find_suite
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def subject_of(shape: str, device: torch.device, longest: int, ranks: Ranks | None = None) -> Subject:
+def random_model(shape: str, device: torch.device, longest: int, ranks: DistContext | None = None) -> EvalModel:
     """Random weights, the same in every process; the embedded checkpoint's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +55,7 @@ def subject_of(shape: str, device: torch.device, longest: int, ranks: Ranks | No
             model = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-    return Subject(
+    return EvalModel(
         "converted",
         f"random-{shape}",
         folder,
@@ -65,24 +65,24 @@ def subject_of(shape: str, device: torch.device, longest: int, ranks: Ranks | No
         device,
         dtype,
         longest,
-        ranks or Ranks(),
+        ranks or DistContext(),
         RichProgress(),
     )
 
 
 @torch.inference_mode()
-def bare(subject: Subject, length: int, batches: int, rows: int, new: int) -> list[float]:
+def time_bare_loop(subject: EvalModel, length: int, batches: int, rows: int, new: int) -> list[float]:
     """Seconds of each batch of the model alone."""
     ids_BT = torch.randint(5, 1000, (rows, length - new), device=subject.device)
     seconds = []
     for _ in range(batches):
         began = time.perf_counter()
-        _read(subject.model, ids_BT, new)
+        _run_batch(subject.model, ids_BT, new)
         seconds.append(time.perf_counter() - began)
     return seconds
 
 
-def _read(model: Any, ids_BT: torch.Tensor, new: int) -> None:
+def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
     """The sum waits for the device."""
     if new:
         told = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
@@ -91,8 +91,8 @@ def _read(model: Any, ids_BT: torch.Tensor, new: int) -> None:
         model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
 
 
-def measured(
-    subject: Subject, name: str, length: int, samples: int, rows: int, data_root: Path | None
+def time_suite(
+    subject: EvalModel, name: str, length: int, samples: int, rows: int, data_root: Path | None
 ) -> dict[str, Any]:
     suite, _, task = name.partition(":")
     options = EvalOptions(
@@ -111,15 +111,15 @@ def measured(
     return {"suite": name, "samples": len(result.samples), "seconds": seconds}
 
 
-def beside(subject: Subject, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
+def compare_with_bare_loop(subject: EvalModel, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
     """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
-    tokens = generation_tokens(subject.device) if new else TOKENS.get(subject.device.type, 2**17)
+    tokens = generation_tokens(subject.device) if new else BATCH_TOKENS.get(subject.device.type, 2**17)
     own = -(-told.samples // subject.ranks.count)
     rows = told.rows or max(1, min(own, tokens // length))
-    bare(subject, length, min(1, told.bare_batches), rows, new)  # a warm-up: the memory that it takes is kept
-    times = bare(subject, length, told.bare_batches, rows, new)
-    found = measured(subject, name, length, told.samples, rows, told.data_root)
-    times += bare(subject, length, told.bare_batches, rows, new)
+    time_bare_loop(subject, length, min(1, told.bare_batches), rows, new)  # a warm-up: the memory that it takes is kept
+    times = time_bare_loop(subject, length, told.bare_batches, rows, new)
+    found = time_suite(subject, name, length, told.samples, rows, told.data_root)
+    times += time_bare_loop(subject, length, told.bare_batches, rows, new)
     every = subject.ranks.gather(times)  # the processes' rates, added turn by turn
     rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
     mean = statistics.fmean(rates)
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
     told = parser.parse_args()
-    ranks = start_ranks(told.device)
-    device = choose_device(device_of(ranks, told.device))
+    ranks = init_distributed(told.device)
+    device = choose_device(local_device(ranks, told.device))
     lengths = told.length or [32768]
-    subject = subject_of(told.shape, device, max(lengths) + 1024, ranks)
+    subject = random_model(told.shape, device, max(lengths) + 1024, ranks)
     say = print if ranks.main else lambda *_, **__: None
     say(f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True)
     names = told.suite or ["needle:needle", "needle:needle-rank"]
@@ -154,12 +154,12 @@ def main() -> None:
             if told.alone and ranks.count > 1:
                 if ranks.main:
                     share = argparse.Namespace(**{**vars(told), "samples": -(-told.samples // ranks.count)})
-                    say(_json(beside(replace(subject, ranks=Ranks()), name, length, new, share)), flush=True)
+                    say(_to_json(compare_with_bare_loop(replace(subject, ranks=DistContext()), name, length, new, share)), flush=True)
                 ranks.agreed(None)  # the others wait
-            say(_json(beside(subject, name, length, new, told)), flush=True)
+            say(_to_json(compare_with_bare_loop(subject, name, length, new, told)), flush=True)
 
 
-def _json(found: dict[str, Any]) -> str:
+def _to_json(found: dict[str, Any]) -> str:
     return json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()})
 
 

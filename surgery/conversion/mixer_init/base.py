@@ -2,7 +2,7 @@
 
     started = STARTS[config]().start(seat, settings, fit, held)
 
-`fit` and `held` are surgery.calibration.attention_samples.Windows; what is fitted is accepted only if the error on held-out windows falls.
+`fit` and `held` are surgery.calibration.attention_samples.AttentionSamples; what is fitted is accepted only if the error on held-out windows falls.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.attention_samples import Window, Windows
+from surgery.calibration.attention_samples import AttentionSample, AttentionSamples
 from surgery.core.registry import Registry
 from surgery.mixers import MIXERS, Mixer
-from surgery.planning.attention_plan import Seat
-from surgery.planning.attention_recipe import Attention
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.attention_recipe import AttentionRecipe
 
 
 @dataclass
-class Started:
+class InitializedMixer:
     """errors: name of the stage -> relative error of the heads' outputs on held-out windows, |o - o*| / |o*|."""
 
     mixer: Mixer
     errors: dict[str, float]
 
 
-class Start:
+class MixerInit:
     """As an untrained mixer starts, with the model's own projections."""
 
-    def start(self, seat: Seat, settings: Attention, fit: Windows, held: Windows) -> Started:
-        mixer = blank(seat, fit[0].inputs.q_BHTK.device)
-        return Started(mixer, {"copied": relative_error(mixer, held)})
+    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
+        mixer = build_mixer(seat, fit[0].inputs.q_BHTK.device)
+        return InitializedMixer(mixer, {"copied": relative_error(mixer, held)})
 
 
-STARTS: Registry[Start] = Registry("start", "surgery.conversion.mixer_init")
+MIXER_INITS: Registry[MixerInit] = Registry("start", "surgery.conversion.mixer_init")
 
 
-def blank(seat: Seat, device: torch.device) -> Mixer:
+def build_mixer(seat: AttentionTarget, device: torch.device) -> Mixer:
     with torch.device(device):
         mixer = MIXERS[seat.config](seat.config, seat.shape).float()
         for name, value in seat.fixed.items():
@@ -48,29 +48,29 @@ def blank(seat: Seat, device: torch.device) -> Mixer:
     return mixer
 
 
-def real(x_BHTV: Tensor, window: Window) -> Tensor:
+def unpadded_tokens(x_BHTV: Tensor, window: AttentionSample) -> Tensor:
     """(H, N, V): tokens that are not padding."""
     valid_BT = window.inputs.valid_BT
     x_HXV = x_BHTV.transpose(0, 1).flatten(1, 2)
     return x_HXV if valid_BT is None else x_HXV[:, valid_BT.flatten()]
 
 
-HOPELESS = 1e30
+ERROR_CAP = 1e30
 
 
 @torch.no_grad()
-def relative_error(mixer: Mixer, windows: Iterable[Window]) -> float:
+def relative_error(mixer: Mixer, windows: Iterable[AttentionSample]) -> float:
     wrong = whole = 0.0
     for window in windows:
         out_BHTV, _ = mixer.mix(window.inputs)
-        wrong += float(real(out_BHTV.float() - window.target_BHTV, window).square().sum(dtype=torch.float64))
-        whole += float(real(window.target_BHTV, window).square().sum(dtype=torch.float64))
+        wrong += float(unpadded_tokens(out_BHTV.float() - window.target_BHTV, window).square().sum(dtype=torch.float64))
+        whole += float(unpadded_tokens(window.target_BHTV, window).square().sum(dtype=torch.float64))
     error = (wrong / max(whole, 1e-30)) ** 0.5
-    return error if error < HOPELESS else HOPELESS  # not a number neither, which JSON has no word for
+    return error if error < ERROR_CAP else ERROR_CAP  # not a number neither, which JSON has no word for
 
 
-def start_of(config: Any, settings: Attention) -> Start:
+def select_init(config: Any, settings: AttentionRecipe) -> MixerInit:
     """The family's own, or the plain one where the recipe says so or there is no other."""
-    if settings.start == "copied" or type(config) not in list(STARTS):
-        return Start()
-    return STARTS[config]()
+    if settings.start == "copied" or type(config) not in list(MIXER_INITS):
+        return MixerInit()
+    return MIXER_INITS[config]()

@@ -6,44 +6,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.calibration.attention_samples import Windows
-from surgery.conversion.mixer_init.base import STARTS, Start, Started, blank, relative_error
-from surgery.mixers.bilinear import Bilinear, from_bilinear
+from surgery.calibration.attention_samples import AttentionSamples
+from surgery.conversion.mixer_init.base import MIXER_INITS, MixerInit, InitializedMixer, build_mixer, relative_error
+from surgery.mixers.bilinear import Bilinear, fit_bilinear
 from surgery.mixers.bilinear_btt import BilinearBTT
 from surgery.mixers.bilinear_mlr import BilinearMLR
-from surgery.planning.attention_plan import Seat
-from surgery.planning.attention_recipe import Attention
-from surgery.planning.weights import role_matrix
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.attention_recipe import AttentionRecipe
+from surgery.planning.weights import role_weight
 
 
-@STARTS.register(BilinearBTT)
-@STARTS.register(BilinearMLR)
-class BilinearStart(Start):
-    def start(self, seat: Seat, settings: Attention, fit: Windows, held: Windows) -> Started:
+@MIXER_INITS.register(BilinearBTT)
+@MIXER_INITS.register(BilinearMLR)
+class BilinearInit(MixerInit):
+    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
         device = fit[0].inputs.x_BTD.device
-        mixer = blank(seat, device)
+        mixer = build_mixer(seat, device)
         assert isinstance(mixer, Bilinear)
         errors = {"copied": relative_error(mixer, held)}
         if mixer.config.base == "own" and mixer.config.norm == "none" and not seat.shape.rotary:
-            better = blank(seat, device)
+            better = build_mixer(seat, device)
             assert isinstance(better, Bilinear)
-            query, key = (role_matrix(fit.skeleton, seat.layer, f"attention.{role}") for role in ("query", "key"))
+            query, key = (role_weight(fit.skeleton, seat.layer, f"attention.{role}") for role in ("query", "key"))
             moment_DD, mean_D = input_moments(fit)
             bias = None if query[1] is None else query[1].unflatten(0, (seat.shape.heads, -1))
-            per_head = (by_head(query[0], seat.shape.heads), by_head(key[0], seat.shape.groups))
-            from_bilinear(better, *per_head, moment_DD, mean_D, bias)
+            per_head = (split_heads(query[0], seat.shape.heads), split_heads(key[0], seat.shape.groups))
+            fit_bilinear(better, *per_head, moment_DD, mean_D, bias)
             errors["projected"] = relative_error(better, held)
             mixer = better if errors["projected"] < errors["copied"] else mixer
-        return Started(mixer, errors)
+        return InitializedMixer(mixer, errors)
 
 
-def by_head(weight_OI: Tensor, heads: int) -> Tensor:
+def split_heads(weight_OI: Tensor, heads: int) -> Tensor:
     """(H, D, K)"""
     return weight_OI.unflatten(0, (heads, -1)).mT
 
 
 @torch.no_grad()
-def input_moments(windows: Windows) -> tuple[Tensor, Tensor]:
+def input_moments(windows: AttentionSamples) -> tuple[Tensor, Tensor]:
     """E[x x^T] and E[x] of what the projections read, over real tokens."""
     moment_DD, sum_D, count = torch.zeros(()), torch.zeros(()), 0
     for window in windows:

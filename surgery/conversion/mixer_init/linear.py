@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.attention_samples import Window, Windows
-from surgery.conversion.mixer_init.base import STARTS, Start, Started, blank, real, relative_error
+from surgery.calibration.attention_samples import AttentionSample, AttentionSamples
+from surgery.conversion.mixer_init.base import MIXER_INITS, MixerInit, InitializedMixer, build_mixer, unpadded_tokens, relative_error
 from surgery.mixers import AttentionShape
 from surgery.mixers.features.hedgehog import HedgehogMap
 from surgery.mixers.linear import LinearAttention, LinearMixer
@@ -34,31 +34,31 @@ from surgery.mixers.masks.decay import DecayMask
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocksMask
-from surgery.mixers.masks.toeplitz_fit import fit_heads, nonnegative
-from surgery.planning.attention_plan import Seat
-from surgery.planning.attention_recipe import Attention
+from surgery.mixers.masks.toeplitz_fit import fit_heads, nonnegative_lstsq
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.attention_recipe import AttentionRecipe
 
-RATE = 1e-2  # of Adam; falls to nothing along half a cosine
+LEARNING_RATE = 1e-2  # of Adam; falls to nothing along half a cosine
 PROFILE_WINDOWS = 4
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
 WEIGHTS = (0.0, *(2.0**n for n in range(-8, 5)))  # of the linear part; the softmax part has weight 1
-OFF, ON = -30.0, math.log(math.e - 1)  # softplus gives 1e-13 and 1
+SOFTPLUS_ZERO, SOFTPLUS_ONE = -30.0, math.log(math.e - 1)  # softplus gives 1e-13 and 1
 
 
-@STARTS.register(LinearAttention)
-class LinearStart(Start):
-    def start(self, seat: Seat, settings: Attention, fit: Windows, held: Windows) -> Started:
-        mixer = blank(seat, fit[0].inputs.q_BHTK.device)
+@MIXER_INITS.register(LinearAttention)
+class LinearInit(MixerInit):
+    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
+        mixer = build_mixer(seat, fit[0].inputs.q_BHTK.device)
         assert isinstance(mixer, LinearMixer)
         errors = {"copied": relative_error(mixer, held)}
         best = mixer
         for stage, better in (
-            ("features", sharpened),
-            ("profile", profiled),
-            ("least_squares", solved),
+            ("features", sharpen_features),
+            ("profile", fit_mask_to_profile),
+            ("least_squares", solve_least_squares),
             ("weights", weighed),
             ("window", window_alone),
-            ("local", trained),
+            ("local", train_locally),
         ):
             candidate = better(copy.deepcopy(best), fit, settings.steps)
             if candidate is None:
@@ -66,12 +66,12 @@ class LinearStart(Start):
             errors[stage] = relative_error(candidate, held)
             if errors[stage] < min(v for k, v in errors.items() if k != stage):
                 best = candidate
-        return Started(best, errors)
+        return InitializedMixer(best, errors)
 
 
 # -- 0. how sharp the features are -------------------------------------------------------------------
 @torch.no_grad()
-def sharpened(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+def sharpen_features(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """Hedgehog's W as a multiple of the identity: at 1 its softmax over the features is all but flat."""
     if not isinstance(mixer.feature_map, HedgehogMap) or shared_scale(mixer):
         return None
@@ -94,7 +94,7 @@ def sharpened_by(mixer: LinearMixer, factor_G: Tensor) -> LinearMixer:
 
 # -- 1. what the teacher attends to ------------------------------------------------------------------
 @dataclass
-class Profile:
+class AttentionProfile:
     """Of each query head: mean distance of what it attends to, tokens; entropy of its attention over that of a
     uniform one, 0 to 1; attention that a token of one block gives to each token it sees of another (H, M, M)."""
 
@@ -104,7 +104,7 @@ class Profile:
 
 
 @torch.no_grad()
-def profile(windows: Windows, block: int | None) -> Profile:
+def measure_profile(windows: AttentionSamples, block: int | None) -> AttentionProfile:
     distances, entropies, blocks = [], [], []
     for i in range(min(len(windows), PROFILE_WINDOWS)):
         window = windows[i]
@@ -112,17 +112,17 @@ def profile(windows: Windows, block: int | None) -> Profile:
         length = map_BHTT.shape[-1]
         t_T = torch.arange(length, device=map_BHTT.device)
         apart_TT = (t_T[:, None] - t_T).abs().float()
-        distances.append(real((map_BHTT * apart_TT).sum(-1, keepdim=True), window).mean((1, 2)))
+        distances.append(unpadded_tokens((map_BHTT * apart_TT).sum(-1, keepdim=True), window).mean((1, 2)))
         entropy_BHT = torch.special.entr(map_BHTT).sum(-1) / (t_T + 2).log()
-        entropies.append(real(entropy_BHT[..., None], window).mean((1, 2)))
+        entropies.append(unpadded_tokens(entropy_BHT[..., None], window).mean((1, 2)))
         if block is not None:
-            blocks.append(by_blocks(map_BHTT, block, windows.seat.shape.causal).mean(0))
+            blocks.append(block_means(map_BHTT, block, windows.seat.shape.causal).mean(0))
     nothing = torch.zeros(0)
     mean_HMM = torch.stack(blocks).mean(0) if blocks else nothing
-    return Profile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
+    return AttentionProfile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
 
 
-def by_blocks(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
+def block_means(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
     """(B, H, M, M): mean over the pairs of tokens of two blocks of which one sees the other."""
     length = map_BHTT.shape[-1]
     seen_TT = torch.ones(length, length, dtype=map_BHTT.dtype, device=map_BHTT.device)
@@ -131,7 +131,7 @@ def by_blocks(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
     return member_TM.mT @ map_BHTT @ member_TM / count_MM.clamp_min(1)
 
 
-def attention_map(window: Window, shape: AttentionShape) -> Tensor:
+def attention_map(window: AttentionSample, shape: AttentionShape) -> Tensor:
     """softmax(Q K^T) of the teacher (B, H, T, T), float32; causal and padding, which is all a profile needs."""
     inputs = window.teacher
     keys = inputs.k_BGTK.repeat_interleave(inputs.q_BHTK.shape[1] // inputs.k_BGTK.shape[1], dim=1)
@@ -146,13 +146,13 @@ def attention_map(window: Window, shape: AttentionShape) -> Tensor:
 
 
 @torch.no_grad()
-def profiled(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """The mixer itself, its mask and steps set by what the teacher attends to; None where neither has a say."""
     mask = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
     known = (GatesMask, DecayMask, BlocksMask, ToeplitzBlocksMask)
     if not isinstance(mask, known) and mixer.beta_proj is None:
         return None
-    seen = profile(fit, mask.config.block if isinstance(mask, (BlocksMask, ToeplitzBlocksMask)) else None)
+    seen = measure_profile(fit, mask.config.block if isinstance(mask, (BlocksMask, ToeplitzBlocksMask)) else None)
     groups = mixer.shape.groups
     rate_G = math.log(2) / seen.distance_H.view(groups, -1).mean(1).clamp_min(0.5)
     if isinstance(mask, GatesMask):
@@ -160,7 +160,7 @@ def profiled(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None
     elif isinstance(mask, DecayMask):
         mask.log_decay_G.copy_(rate_G.log())
     elif isinstance(mask, BlocksMask):
-        mask.start(continued(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
+        mask.start(extend_blocks(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
     elif isinstance(mask, ToeplitzBlocksMask):
         heads = fit_heads(seen.blocks_HMM.unflatten(0, (groups, -1)), mask.config.components, mask.shape.causal)
         size = seen.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-9)
@@ -173,8 +173,8 @@ def profiled(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None
     return mixer
 
 
-def continued(blocks_HMM: Tensor, count: int) -> Tensor:
-    """To `count` blocks: those the text did not reach mix by distance as its last one does."""
+def extend_blocks(blocks_HMM: Tensor, count: int) -> Tensor:
+    """To `format_count` blocks: those the text did not reach mix by distance as its last one does."""
     size = min(blocks_HMM.shape[-1], count)
     last_HM = blocks_HMM[:, size - 1, :size].flip(-1)  # by distance
     at_M = torch.arange(count, device=blocks_HMM.device)
@@ -185,36 +185,36 @@ def continued(blocks_HMM: Tensor, count: int) -> Tensor:
 
 # -- 2. least squares --------------------------------------------------------------------------------
 @torch.no_grad()
-def solved(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
-    """None where the output is linear in nothing: a shared denominator, a norm behind it (see `weighed`)."""
+def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
+    """None where the output is linear in nothing: a shared denominator, a norm behind it (see `nearby_rows`)."""
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
-    ways = alone(mixer, fit[0].inputs.x_BTD.shape[1])
+    ways = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1])
     gram_HNN = torch.zeros(mixer.shape.heads, len(ways), len(ways), dtype=torch.float64)
     wanted_HN = torch.zeros(gram_HNN.shape[:2], dtype=torch.float64)
     for window in fit:
-        near_HX = written(nothing(mixer), window) if mixer.delay is not None else torch.zeros(())
-        given_HNX = torch.stack([written(way, window) - near_HX for way in ways], 1)
-        goal_HX = real(window.target_BHTV.float(), window).flatten(1) - near_HX
+        near_HX = head_outputs(without_linear_part(mixer), window) if mixer.delay is not None else torch.zeros(())
+        given_HNX = torch.stack([head_outputs(way, window) - near_HX for way in ways], 1)
+        goal_HX = unpadded_tokens(window.target_BHTV.float(), window).flatten(1) - near_HX
         gram_HNN += (given_HNX @ given_HNX.mT).double().cpu()
         wanted_HN += (given_HNX @ goal_HX[..., None])[..., 0].double().cpu()
-    put(mixer, nonnegative(gram_HNN, wanted_HN, rounds=200).float().to(mixer.linear_weight_H.device))
+    set_term_weights(mixer, nonnegative_lstsq(gram_HNN, wanted_HN, rounds=200).float().to(mixer.linear_weight_H.device))
     return mixer
 
 
-def written(mixer: LinearMixer, window: Window) -> Tensor:
+def head_outputs(mixer: LinearMixer, window: AttentionSample) -> Tensor:
     """(H, N V)"""
-    return real(mixer.mix(window.inputs)[0].float(), window).flatten(1)
+    return unpadded_tokens(mixer.mix(window.inputs)[0].float(), window).flatten(1)
 
 
-def nothing(mixer: LinearMixer) -> LinearMixer:
+def without_linear_part(mixer: LinearMixer) -> LinearMixer:
     """The softmax part alone."""
     way = copy.deepcopy(mixer)
     way.linear_weight_H.fill_(0.0)  # type: ignore[union-attr]
     return way
 
 
-def alone(mixer: LinearMixer, length: int) -> list[LinearMixer]:
+def single_term_copies(mixer: LinearMixer, length: int) -> list[LinearMixer]:
     """Copies that each show one of the terms the linear part is a sum of, with weight one."""
     mask, ways = mixer.mask, []
     if isinstance(mask, HierarchicalMask):
@@ -224,18 +224,18 @@ def alone(mixer: LinearMixer, length: int) -> list[LinearMixer]:
     for i in range(terms):
         way = copy.deepcopy(mixer)
         if isinstance(way.mask, HierarchicalMask):
-            way.mask.level.bias.view(mixer.shape.heads, -1).fill_(OFF)[:, i] = ON
+            way.mask.level.bias.view(mixer.shape.heads, -1).fill_(SOFTPLUS_ZERO)[:, i] = SOFTPLUS_ONE
         elif isinstance(way.mask, ToeplitzBlocksMask):
-            way.mask.amplitude_RGJ.fill_(OFF)[i] = ON
+            way.mask.amplitude_RGJ.fill_(SOFTPLUS_ZERO)[i] = SOFTPLUS_ONE
         way.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
         ways.append(way)
     return ways
 
 
-def put(mixer: LinearMixer, weight_HN: Tensor) -> None:
+def set_term_weights(mixer: LinearMixer, weight_HN: Tensor) -> None:
     """The terms' weights where they belong; levels that the text is too short for take the last one's."""
     mask, heads = mixer.mask, mixer.shape.heads
-    mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]  # as in `alone`
+    mixer.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]  # as in `exclusive_lock`
     raw_HN = inverse_softplus(weight_HN.double().clamp_min(1e-6)).float()
     if isinstance(mask, HierarchicalMask):
         bias_HL = mask.level.bias.view(heads, -1)
@@ -253,7 +253,7 @@ def shared_scale(mixer: LinearMixer) -> bool:
 
 
 @torch.no_grad()
-def weighed(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+def weighed(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """Of each head the weight of the linear part, 0 among them, and of each key/value head the sharpness of learned
     softmax features, that come nearest to the teacher; by trying all pairs of SHARPNESS and WEIGHTS."""
     if not shared_scale(mixer):
@@ -264,10 +264,10 @@ def weighed(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
     wrong_SPH = torch.zeros(len(ways), len(WEIGHTS), mixer.shape.heads, dtype=torch.float64)
     for i in range(min(len(fit), PROFILE_WINDOWS)):
         window = fit[i]
-        goal_HNV = real(window.target_BHTV.float(), window)
+        goal_HNV = unpadded_tokens(window.target_BHTV.float(), window)
         for s, way in enumerate(ways):
             for p, out_BHTV in enumerate(way.weighed(window.inputs, WEIGHTS)):
-                off_HNV = real(out_BHTV.float(), window) - goal_HNV
+                off_HNV = unpadded_tokens(out_BHTV.float(), window) - goal_HNV
                 wrong_SPH[s, p] += off_HNV.square().sum((1, 2), dtype=torch.float64).cpu()
     wrong_SPH = wrong_SPH.nan_to_num(nan=torch.inf)
     least_SH, at_SH = wrong_SPH.min(1)
@@ -281,26 +281,26 @@ def weighed(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
 
 
 @torch.no_grad()
-def window_alone(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+def window_alone(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """The softmax over the window and the sinks, the linear part switched off; None where there is no window."""
-    return nothing(mixer) if mixer.delay is not None else None
+    return without_linear_part(mixer) if mixer.delay is not None else None
 
 
 # -- 3. local steps ----------------------------------------------------------------------------------
-def trained(mixer: LinearMixer, fit: Windows, steps: int) -> LinearMixer | None:
+def train_locally(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """Every parameter of the mixer, on |W_o (o - o*)|^2 / |W_o o*|^2, a window a step."""
     parameters = [p.requires_grad_(True) for p in mixer.parameters()]
     if steps == 0 or not parameters:
         return None
     output_OI = fit.output_OI()
-    adam = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.95))
+    adam = torch.optim.Adam(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))
     with torch.enable_grad():
         for step in range(steps):
-            adam.param_groups[0]["lr"] = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            adam.param_groups[0]["lr"] = LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
             window = fit[step]
             out_BHTV, _ = mixer.mix(window.inputs)
             wrong, whole = (
-                (real(x, window).transpose(0, 1).flatten(1) @ output_OI.mT).square().mean()
+                (unpadded_tokens(x, window).transpose(0, 1).flatten(1) @ output_OI.mT).square().mean()
                 for x in (out_BHTV.float() - window.target_BHTV, window.target_BHTV)
             )
             adam.zero_grad()

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from surgery.calibration.attention_samples import Windows
-from surgery.conversion.mixer_init.base import STARTS, Start, Started, blank, relative_error
+from surgery.calibration.attention_samples import AttentionSamples
+from surgery.conversion.mixer_init.base import MIXER_INITS, MixerInit, InitializedMixer, build_mixer, relative_error
 from surgery.mixers.mlr import MLR
-from surgery.planning.attention_plan import Seat
-from surgery.planning.attention_recipe import Attention
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.attention_recipe import AttentionRecipe
 
 
-@STARTS.register(MLR)
-class MLRStart(Start):
-    def start(self, seat: Seat, settings: Attention, fit: Windows, held: Windows) -> Started:
+@MIXER_INITS.register(MLR)
+class MLRInit(MixerInit):
+    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
         device = fit[0].inputs.q_BHTK.device
         without = {name: value for name, value in seat.fixed.items() if name != "near"}
-        plain = blank(replace(seat, fixed=without), device)
+        plain = build_mixer(replace(seat, fixed=without), device)
         errors = {"arranged": relative_error(plain, held)}
         if "near" not in seat.fixed:
-            return Started(plain, errors)
-        mixer = blank(seat, device)
+            return InitializedMixer(plain, errors)
+        mixer = build_mixer(seat, device)
         errors["near"] = relative_error(mixer, held)
-        return Started(mixer if errors["near"] < errors["arranged"] else plain, errors)
+        return InitializedMixer(mixer if errors["near"] < errors["arranged"] else plain, errors)

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.attention_samples import seated
-from surgery.calibration.data import Batch
-from surgery.calibration.fisher import Survey
-from surgery.calibration.layer_runner import LayerCall, Stream
-from surgery.calibration.partition import Turn
-from surgery.checkpoint.meta_model import Skeleton
-from surgery.conversion.mixer_init.mlr_ranks import EVERYWHERE, Damage, allocate, balanced_basis, ladder
+from surgery.calibration.attention_samples import attention_replaced
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.fisher import FisherPass
+from surgery.calibration.layer_runner import LayerCall, LayerRunner
+from surgery.calibration.partition import Round
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.mixer_init.mlr_ranks import UNLIMITED, ScoreSensitivity, allocate_ranks, balanced_basis, candidate_extents
 from surgery.core.progress import Progress
-from surgery.mixers import AttentionShape, Inputs, State
+from surgery.mixers import AttentionShape, MixerInputs, MixerState
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
-from surgery.planning.attention_plan import Seat
+from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import Plan
-from surgery.planning.recipe import Recipe
+from surgery.planning.recipe import ConversionRecipe
 
 
-class Sizes:
+class QueryKeyMoments:
     """Second moments of a head's queries and keys, for the basis of heads without RoPE."""
 
     def __init__(self, shape: AttentionShape, device: torch.device):
@@ -36,7 +36,7 @@ class Sizes:
         self.key_GKK = torch.zeros_like(self.query_GKK)
 
     @torch.no_grad()
-    def add(self, inputs: Inputs) -> None:
+    def add(self, inputs: MixerInputs) -> None:
         groups = self.query_GKK.shape[0]
         q_BTHK, k_BTGK = inputs.q_BHTK.float().transpose(1, 2), inputs.k_BGTK.float().transpose(1, 2)
         real = slice(None) if inputs.valid_BT is None else inputs.valid_BT
@@ -50,16 +50,16 @@ class Sizes:
         return tuple(basis.float() for basis in balanced_basis(self.query_GKK, self.key_GKK))  # type: ignore[return-value]
 
 
-class Watched(MLRAttention):
-    """The library's attention, looked at: on the way there by `sizes`, on the way back, with the gradient at its
+class RecordingAttention(MLRAttention):
+    """The library's attention, looked at: on the way there by `named_sizes`, on the way back, with the gradient at its
     output, by `damage`."""
 
-    def __init__(self, shape: AttentionShape, sizes: Sizes | None, damage: Damage | None):
+    def __init__(self, shape: AttentionShape, sizes: QueryKeyMoments | None, damage: ScoreSensitivity | None):
         super().__init__(MLR((shape.key,)), shape)
         self.sizes, self.damage = sizes, damage
         self.bases = sizes.bases() if sizes is not None and damage is not None else None
 
-    def mix(self, inputs: Inputs, state: State | None = None) -> tuple[Tensor, State | None]:
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         out_BHTV, _ = super().mix(inputs)
         damage = self.damage
         if damage is None and self.sizes is not None:
@@ -68,7 +68,7 @@ class Watched(MLRAttention):
             out_BHTV.register_hook(lambda grad_BHTV: damage.add(self._turned(inputs), grad_BHTV))
         return out_BHTV, None
 
-    def _turned(self, inputs: Inputs) -> Inputs:
+    def _turned(self, inputs: MixerInputs) -> MixerInputs:
         if self.bases is None:
             return inputs
         query_GKK, key_GKK = self.bases
@@ -76,10 +76,10 @@ class Watched(MLRAttention):
         return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=inputs.k_BGTK.detach().float() @ key_GKK)
 
 
-class Watching:
+class ScoreRecorder:
     """Around one layer, on the way there or (`back`) on the way back."""
 
-    def __init__(self, survey: ScoreSurvey, call: LayerCall, back: bool):
+    def __init__(self, survey: ScoreFisherPass, call: LayerCall, back: bool):
         self.survey, self.seat, self.back, self.stack = survey, survey.plan.seats.get(call.path), back, ExitStack()
 
     def __enter__(self) -> None:
@@ -88,53 +88,53 @@ class Watching:
             return
         damage = None
         if self.back:
-            damage = self.survey.damages[seat.layer] = Damage(seat.shape, self.survey.extents, device)
+            damage = self.survey.damages[seat.layer] = ScoreSensitivity(seat.shape, self.survey.extents, device)
         elif not seat.shape.rotary:
-            self.survey.sizes[seat.layer] = Sizes(seat.shape, device)
+            self.survey.sizes[seat.layer] = QueryKeyMoments(seat.shape, device)
         else:
             return
-        watched = Watched(seat.shape, self.survey.sizes.get(seat.layer), damage).to(device)
-        self.stack.enter_context(seated(self.survey.skeleton.module(seat.path), watched))
+        watched = RecordingAttention(seat.shape, self.survey.sizes.get(seat.layer), damage).to(device)
+        self.stack.enter_context(attention_replaced(self.survey.skeleton.module(seat.path), watched))
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
 
-    def fold(self, turn: Turn) -> None:
+    def fold(self, turn: Round) -> None:
         """The forms are added to as windows go by; one process sees them all."""
 
     def record(self) -> None:
         """Nothing is written: the forms are small, and what follows from them goes into the journal."""
 
 
-class ScoreSurvey(Survey):
+class ScoreFisherPass(FisherPass):
     """damages: layer -> its quadratic form; sizes: of layers without RoPE."""
 
     def __init__(
-        self, skeleton: Skeleton, plan: Plan, recipe: Recipe, stream: Stream, folder: Path, done: Callable[[], None]
+        self, skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, stream: LayerRunner, folder: Path, done: Callable[[], None]
     ):
         super().__init__(skeleton, replace(plan, cuts={}), recipe, stream, folder, done)
         self.extents: tuple[int, ...] = ()
-        self.damages: dict[str, Damage] = {}
-        self.sizes: dict[str, Sizes] = {}
+        self.damages: dict[str, ScoreSensitivity] = {}
+        self.sizes: dict[str, QueryKeyMoments] = {}
 
     def going_there(self, call: LayerCall) -> Any:
-        return Watching(self, call, back=False)
+        return ScoreRecorder(self, call, back=False)
 
     def gathering(self, call: LayerCall) -> Any:
-        return Watching(self, call, back=True)
+        return ScoreRecorder(self, call, back=True)
 
 
-def arrange(
-    skeleton: Skeleton, plan: Plan, recipe: Recipe, batch: Batch, stream: Stream, folder: Path, progress: Progress
+def allocate_score_dims(
+    skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, batch: CalibrationSet, stream: LayerRunner, folder: Path, progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.conversion.mixer_init.mlr_ranks.allocate."""
+    """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.conversion.mixer_init.mlr_ranks.allocate_ranks."""
     settings = recipe.attention
     assert settings is not None and settings.cache is not None
     length = next(iter(batch.inputs.values())).shape[1]
     with progress.bar("measuring what score dims are worth", len(plan.body.layers)) as tick:
-        survey = ScoreSurvey(skeleton, plan, recipe, stream, folder, tick)
+        survey = ScoreFisherPass(skeleton, plan, recipe, stream, folder, tick)
         given = settings.ladder
-        survey.extents = ladder(length) if given is None else (0, *sorted(given), EVERYWHERE)
+        survey.extents = candidate_extents(length) if given is None else (0, *sorted(given), UNLIMITED)
         survey.run(batch)
     by_shape: dict[Any, list[str]] = {}
     for layer, seat in plan.seats.items():
@@ -142,7 +142,7 @@ def arrange(
     chosen: dict[str, dict[str, Any]] = {}
     for layers in by_shape.values():
         damages = [survey.damages[layer] for layer in layers]
-        for layer, found in zip(layers, allocate(damages, settings.cache, settings.context or length)):
+        for layer, found in zip(layers, allocate_ranks(damages, settings.cache, settings.context or length)):
             fixed = {"order": found.order_GK.tolist()}
             if found.near_HL.shape[1]:
                 fixed["near"] = found.near_HL.tolist()
@@ -155,8 +155,8 @@ def arrange(
     return chosen
 
 
-def arranged_seats(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str, Seat]:
-    """The plan's seats with what `arrange` found."""
+def allocated_targets(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str, AttentionTarget]:
+    """The plan's seats with what `allocate_score_dims` found."""
     return {
         layer: replace(seat, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
         for layer, seat in plan.seats.items()

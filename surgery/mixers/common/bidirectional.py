@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.mixers.common.padding import Packing, zeroed
-from surgery.mixers.masks.base import Mask, Rows
+from surgery.mixers.common.padding import Unpadder, zero_outside
+from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.delta_rule import dense_scores
 
 
-def by_definition(mask: Mask, rows: Rows) -> Tensor:
+def dense_output(mask: Mask, rows: MaskInputs) -> Tensor:
     """out_BGJTV with A and M written out."""
     m_BGJTT = mask.dense(rows.start_B, rows.v_BGTV.shape[2], rows.signals)
     return torch.einsum(
@@ -21,26 +21,26 @@ def by_definition(mask: Mask, rows: Rows) -> Tensor:
     )
 
 
-def silent(rows: Rows, written: tuple[str, ...]) -> Rows:
+def zero_padding_writes(rows: MaskInputs, written: tuple[str, ...]) -> MaskInputs:
     """Tokens past count_B write nothing."""
     real_BT = torch.arange(rows.v_BGTV.shape[2], device=rows.count_B.device) < rows.count_B.unsqueeze(1)
     return replace(
         rows,
-        k_BGTF=zeroed(rows.k_BGTF, real_BT, dim=2),
-        v_BGTV=zeroed(rows.v_BGTV, real_BT, dim=2),
-        beta_BGT=None if rows.beta_BGT is None else zeroed(rows.beta_BGT, real_BT, dim=2),
-        signals={n: zeroed(t, real_BT, dim=1) if n in written else t for n, t in rows.signals.items()},
+        k_BGTF=zero_outside(rows.k_BGTF, real_BT, dim=2),
+        v_BGTV=zero_outside(rows.v_BGTV, real_BT, dim=2),
+        beta_BGT=None if rows.beta_BGT is None else zero_outside(rows.beta_BGT, real_BT, dim=2),
+        signals={n: zero_outside(t, real_BT, dim=1) if n in written else t for n, t in rows.signals.items()},
     )
 
 
-def both_ways(read: Callable[[Rows], Tensor], mask: Mask, rows: Rows, packing: Packing) -> Tensor:
+def bidirectional_output(read: Callable[[MaskInputs], Tensor], mask: Mask, rows: MaskInputs, packing: Unpadder) -> Tensor:
     """A causal mask for bidirectional attention: the tokens before and with each one, those after and with it in the
     reversed sequence (which is read from position 0 too), less the token itself, which both have."""
-    back = turned(rows, packing)
-    return read(rows) + packing.reversed(read(back) - itself(mask, back), dim=3)
+    back = reverse_inputs(rows, packing)
+    return read(rows) + packing.reversed(read(back) - diagonal_output(mask, back), dim=3)
 
 
-def turned(rows: Rows, packing: Packing) -> Rows:
+def reverse_inputs(rows: MaskInputs, packing: Unpadder) -> MaskInputs:
     """The rows the other way round."""
     return replace(
         rows,
@@ -52,7 +52,7 @@ def turned(rows: Rows, packing: Packing) -> Rows:
     )
 
 
-def itself(mask: Mask, rows: Rows) -> Tensor:
+def diagonal_output(mask: Mask, rows: MaskInputs) -> Tensor:
     """The diagonal's share, M_tt A_tt v_t (B, G, J, T, V): M of sequences of one token each, at their positions."""
     batch, length = rows.v_BGTV.shape[0], rows.v_BGTV.shape[2]
     position_BT = rows.start_B.unsqueeze(1) + torch.arange(length, device=rows.start_B.device)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.mixers.common.padding import Packing
+from surgery.mixers.common.padding import Unpadder
 
 
-def as_written(device: torch.device) -> AbstractContextManager[None]:
+def autocast_disabled(device: torch.device) -> AbstractContextManager[None]:
     """No autocast: sums over thousands of tokens stay in float32 when a trainer casts every product to bfloat16."""
     usual = device.type in ("cpu", "cuda")  # of others torch is asked, which it cannot trace when it compiles
     known = usual or torch.amp.is_autocast_available(device.type)
@@ -30,7 +30,7 @@ class ShortConvolution(nn.Module):
         weight_CW[:, -1] = 1
         self.weight = nn.Parameter(weight_CW)
 
-    def forward(self, x_BTC: Tensor, past_BWC: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, past_BWC: Tensor, packing: Unpadder) -> tuple[Tensor, Tensor]:
         """(y in the dtype of x, the past after these tokens); the past and all sums in float32 or more."""
         all_BSC = torch.cat([past_BWC, x_BTC.to(torch.promote_types(x_BTC.dtype, past_BWC.dtype))], dim=1)
         weight_C1W = self.weight.to(all_BSC.dtype).unsqueeze(1)

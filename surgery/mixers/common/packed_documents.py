@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.mixers.base import Inputs
+from surgery.mixers.base import MixerInputs
 
 
-def visible(mask: Tensor) -> Tensor:
+def mask_to_bool(mask: Tensor) -> Tensor:
     """True where a boolean or additive mask lets a token be seen."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
+def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
     """border_BT (bool) of a call without a cache; None where positions say nothing."""
     B, T = x_BTD.shape[:2]
     given = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
@@ -32,7 +32,7 @@ def borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor
         return None
     restart_BT = (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(x_BTD.device).expand(B, T - 1)
     if isinstance(mask, Tensor):
-        restart_BT = restart_BT & ~visible(mask[:, 0, :, :T].diagonal(offset=-1, dim1=-2, dim2=-1))
+        restart_BT = restart_BT & ~mask_to_bool(mask[:, 0, :, :T].diagonal(offset=-1, dim1=-2, dim2=-1))
     elif mask is not None:
         rows_B1, t_T = torch.arange(B, device=x_BTD.device)[:, None], torch.arange(1, T, device=x_BTD.device)
         restart_BT = restart_BT & ~mask.mask_mod(rows_B1, rows_B1.new_zeros(()), t_T, t_T - 1)
@@ -42,7 +42,7 @@ def borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor
 
 
 @dataclass(frozen=True)
-class Group:
+class DocumentGroup:
     """Documents laid out together. index_DU: the token of each slot, among all B T; real_DU: None where none is empty."""
 
     index_DU: Tensor
@@ -50,15 +50,15 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Documents:
+class PackedDocuments:
     """number_BT counts the documents of a row; back_N: the slot of each of the B T tokens among those of all groups."""
 
     number_BT: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[DocumentGroup, ...]
     back_N: Tensor
 
     @classmethod
-    def of(cls, border_BT: Tensor) -> Documents | None:
+    def of(cls, border_BT: Tensor) -> PackedDocuments | None:
         """None where every row is one document. Reads the borders back from the device."""
         B, T = border_BT.shape
         begins_BT = border_BT.cpu()
@@ -69,42 +69,42 @@ class Documents:
         length_D = torch.diff(start_D, append=torch.tensor([B * T]))
         groups, slots = [], torch.empty(B * T, dtype=torch.long)
         before = 0
-        for which in _alike(length_D):
+        for which in _group_by_length(length_D):
             slot_U = torch.arange(int(length_D[which].max()))
             real_DU = slot_U < length_D[which, None]
             index_DU = start_D[which, None] + slot_U.minimum(length_D[which, None] - 1)
             slots[index_DU[real_DU]] = before + real_DU.flatten().nonzero().flatten()
             before += real_DU.numel()
             everything = bool(real_DU.all())
-            groups.append(Group(index_DU.to(border_BT.device), None if everything else real_DU.to(border_BT.device)))
+            groups.append(DocumentGroup(index_DU.to(border_BT.device), None if everything else real_DU.to(border_BT.device)))
         return cls(border_BT.cumsum(1), tuple(groups), slots.to(border_BT.device))
 
-    def mixed(self, mix: Callable[[Inputs], tuple[Tensor, Any]], inputs: Inputs) -> Tensor:
+    def mixed(self, mix: Callable[[MixerInputs], tuple[Tensor, Any]], inputs: MixerInputs) -> Tensor:
         """out_BHTV of a mixer that sees one document a row."""
         B, T = self.number_BT.shape
         outs = []
         for group in self.groups:
-            out_DHUV, _ = mix(_laid_out(group, inputs))
+            out_DHUV, _ = mix(_gather_group(group, inputs))
             outs.append(out_DHUV.transpose(1, 2).flatten(0, 1))
         out_NHV = torch.cat(outs).index_select(0, self.back_N)
         return out_NHV.unflatten(0, (B, T)).transpose(1, 2)
 
 
 @dataclass
-class Known:
+class DocumentMemo:
     """What one layer found out about a call's mask and positions, for the layers that follow. plain: None if nobody
     has looked."""
 
-    documents: Documents | None
+    documents: PackedDocuments | None
     plain: bool | None = None
 
     @staticmethod
-    def recalled(mask: Any, position_ids: Any) -> Known | None:
+    def recalled(mask: Any, position_ids: Any) -> DocumentMemo | None:
         whose, versions, known = getattr(position_ids if mask is None else mask, "surgery_known", (None, None, None))
         mine = whose is (None if mask is None else position_ids) and versions == _versions(mask, position_ids)
         return known if mine else None
 
-    def remember(self, mask: Any, position_ids: Any) -> Known:
+    def remember(self, mask: Any, position_ids: Any) -> DocumentMemo:
         """On the mask, or where there is none on the positions, if changes of theirs would be noticed."""
         if mask is not None:
             mask.surgery_known = (position_ids, _versions(mask, position_ids), self)
@@ -118,7 +118,7 @@ def _versions(*tensors: Any) -> list[int]:
     return [t._version if isinstance(t, Tensor) and not t.is_inference() else -1 for t in tensors]
 
 
-def _alike(length_D: Tensor) -> list[Tensor]:
+def _group_by_length(length_D: Tensor) -> list[Tensor]:
     """Numbers of documents to be laid out together: all, or where that would more than double the tokens, those whose
     lengths are within a power of two."""
     if len(length_D) * int(length_D.max()) <= 2 * int(length_D.sum()):
@@ -127,7 +127,7 @@ def _alike(length_D: Tensor) -> list[Tensor]:
     return [(size_D == size).nonzero().flatten() for size in size_D.unique().tolist()]
 
 
-def _laid_out(group: Group, inputs: Inputs) -> Inputs:
+def _gather_group(group: DocumentGroup, inputs: MixerInputs) -> MixerInputs:
     """A slot that is empty holds some token's numbers."""
     index_N, shape = group.index_DU.flatten(), tuple(group.index_DU.shape)
 

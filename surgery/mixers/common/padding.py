@@ -15,35 +15,35 @@ import torch
 from torch import Tensor
 
 
-def along(index_BT: Tensor, tensor: Tensor, dim: int) -> Tensor:
+def expand_index(index_BT: Tensor, tensor: Tensor, dim: int) -> Tensor:
     """index_BT shaped to broadcast against `tensor`, whose axes 0 and `dim` are B and T."""
     shape = [1] * tensor.dim()
     shape[0], shape[dim] = index_BT.shape
     return index_BT.view(shape)
 
 
-def take(tensor: Tensor, index_BT: Tensor, dim: int) -> Tensor:
+def gather_rowwise(tensor: Tensor, index_BT: Tensor, dim: int) -> Tensor:
     """Of each row its own entries along `dim`."""
     size = list(tensor.shape)
     size[dim] = index_BT.shape[1]
-    return tensor.gather(dim, along(index_BT, tensor, dim).expand(size))
+    return tensor.gather(dim, expand_index(index_BT, tensor, dim).expand(size))
 
 
-def zeroed(tensor: Tensor, keep_BT: Tensor, dim: int) -> Tensor:
+def zero_outside(tensor: Tensor, keep_BT: Tensor, dim: int) -> Tensor:
     """Zeros where not to be kept, whatever stands there (NaN too)."""
-    return tensor.masked_fill(~along(keep_BT, tensor, dim), 0)
+    return tensor.masked_fill(~expand_index(keep_BT, tensor, dim), 0)
 
 
-def shifted(tensor: Tensor, offset_B: Tensor, dim: int) -> Tensor:
+def shift_rows(tensor: Tensor, offset_B: Tensor, dim: int) -> Tensor:
     """Entry i of a row is its entry i + offset; zeros where that is outside."""
     length = tensor.shape[dim]
     index_BT = torch.arange(length, device=tensor.device) + offset_B.unsqueeze(1)
     inside_BT = (index_BT >= 0) & (index_BT < length)
-    return zeroed(take(tensor, index_BT.clamp(0, max(length - 1, 0)), dim), inside_BT, dim)
+    return zero_outside(gather_rowwise(tensor, index_BT.clamp(0, max(length - 1, 0)), dim), inside_BT, dim)
 
 
 @dataclass
-class Packing:
+class Unpadder:
     """count_B real tokens a row, the first ones once packed (real_BT). index: where packed token i was, slot: where
     token t has gone; both None where nothing is padding."""
 
@@ -54,7 +54,7 @@ class Packing:
     valid_BT: Tensor | None = None
 
     @classmethod
-    def of(cls, valid_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
+    def of(cls, valid_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Unpadder:
         if valid_BT is None:
             count_B = torch.full((batch,), length, device=device)
             return cls(count_B, torch.ones(batch, length, dtype=torch.bool, device=device))
@@ -65,21 +65,21 @@ class Packing:
         return cls(count_B, torch.arange(length, device=device) < count_B.unsqueeze(1), index_BT, slot_BT, valid_BT)
 
     def packed(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor if self.index_BT is None else zeroed(take(tensor, self.index_BT, dim), self.real_BT, dim)
+        return tensor if self.index_BT is None else zero_outside(gather_rowwise(tensor, self.index_BT, dim), self.real_BT, dim)
 
     def unpacked(self, tensor: Tensor, dim: int) -> Tensor:
         if self.slot_BT is None or self.valid_BT is None:
             return tensor
-        return zeroed(take(tensor, self.slot_BT, dim), self.valid_BT, dim)
+        return zero_outside(gather_rowwise(tensor, self.slot_BT, dim), self.valid_BT, dim)
 
     def latest(self, tensor: Tensor, kept: int, dim: int) -> Tensor:
         """The last `kept` entries of [remembered, packed tokens], where `kept` are remembered: entries count_B .. of
         each row, so that the last one is the latest real token."""
         index_BW = self.count_B.unsqueeze(1) + torch.arange(kept, device=tensor.device)
-        return take(tensor, index_BW, dim)
+        return gather_rowwise(tensor, index_BW, dim)
 
     def reversed(self, tensor: Tensor, dim: int) -> Tensor:
         """Each row's packed tokens the other way round."""
         length = tensor.shape[dim]
         index_BT = self.count_B.unsqueeze(1) - 1 - torch.arange(length, device=tensor.device)
-        return zeroed(take(tensor, index_BT.clamp_min(0), dim), self.real_BT, dim)
+        return zero_outside(gather_rowwise(tensor, index_BT.clamp_min(0), dim), self.real_BT, dim)

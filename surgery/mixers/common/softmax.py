@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from surgery.core.dispatch import op
-from surgery.mixers.base import AttentionShape, Inputs
-from surgery.mixers.common.kv_layout import Frame, counted, positions
+from surgery.core.dispatch import dispatched
+from surgery.mixers.base import AttentionShape, MixerInputs
+from surgery.mixers.common.kv_layout import KVLayout, positions_from_mask, token_positions
 
-QUERIES = 512  # of one pass: what bounds the score matrices held at once
+QUERIES_PER_PASS = 512  # of one pass: what bounds the score matrices held at once
 
 
-class Term(NamedTuple):
+class ScoreTerm(NamedTuple):
     """One summand of the score. `k` holds the last slots only, at least those that `extent` reaches; None: all.
     scale: a factor on the products with each key, for each head, at the slots of `k`."""
 
@@ -37,7 +37,7 @@ class Term(NamedTuple):
     scale_BGJS: Tensor | None = None
 
 
-def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
+def within_extent(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
     """Whether two positions are inside one extent."""
     if extent is None:
         return torch.ones_like(t == s)
@@ -46,16 +46,16 @@ def near(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
     return (t - s).abs() < extent
 
 
-def grouped(q_BHTK: Tensor, groups: int) -> Tensor:
+def group_heads(q_BHTK: Tensor, groups: int) -> Tensor:
     """q_BGJTK: query heads beside those that share their keys."""
     return q_BHTK.unflatten(1, (groups, -1))
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def weigh(
+def weighted_values(
     score_BGJCS: Tensor, allowed: Tensor | None, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
     """softmax(cap(scaling S) + mask) V with dropout p of the weights. A query that may see nothing averages the
@@ -73,69 +73,69 @@ def weigh(
     return (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
 
 
-@op
+@dispatched
 def attend(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
     """out_BHTV. The first term has no extent of its own: every pair that the module allows has it."""
-    terms = [term._replace(q_BGJTR=wide(term.q_BGJTR), k_BGSR=wide(term.k_BGSR)) for term in terms]
-    values = wide(v_BGSV)
-    out = passes(lambda start, stop: _one_pass(terms, values, frame, shape, mask, p, start, stop), frame.queries)
+    terms = [term._replace(q_BGJTR=upcast(term.q_BGJTR), k_BGSR=upcast(term.k_BGSR)) for term in terms]
+    values = upcast(v_BGSV)
+    out = run_in_passes(lambda start, stop: _attend_pass(terms, values, frame, shape, mask, p, start, stop), frame.queries)
     return out.flatten(1, 2).to(v_BGSV.dtype)
 
 
-def passes(one: Callable[[int, int], Tensor], queries: int) -> Tensor:
+def run_in_passes(one: Callable[[int, int], Tensor], queries: int) -> Tensor:
     """out_BGJTV of all queries, a bounded number at a time; backward computes each pass anew."""
-    again = torch.is_grad_enabled() and queries > QUERIES
-    spans = [(start, min(start + QUERIES, queries)) for start in range(0, queries, QUERIES)]
+    again = torch.is_grad_enabled() and queries > QUERIES_PER_PASS
+    spans = [(start, min(start + QUERIES_PER_PASS, queries)) for start in range(0, queries, QUERIES_PER_PASS)]
     return torch.cat([checkpoint(one, *span, use_reentrant=False) if again else one(*span) for span in spans], 3)
 
 
-def define(terms: list[Term], inputs: Inputs, shape: AttentionShape) -> Tensor:
+def dense_attention(terms: list[ScoreTerm], inputs: MixerInputs, shape: AttentionShape) -> Tensor:
     """What `attend` computes, by the definition: a sequence from its start, its padding where it is."""
-    position_BT, valid_BS = positions(inputs)
+    position_BT, valid_BS = token_positions(inputs)
     t, s = position_BT.unsqueeze(-1), position_BT.unsqueeze(1)
     score: Any = 0.0
     for term in terms:
-        product = torch.einsum("bgjtr,bgsr->bgjts", wide(term.q_BGJTR), wide(term.k_BGSR))
+        product = torch.einsum("bgjtr,bgsr->bgjts", upcast(term.q_BGJTR), upcast(term.k_BGSR))
         product = product if term.scale_BGJS is None else product * term.scale_BGJS.to(product.dtype)[..., None, :]
         product = product if term.bias_GJ is None else product + term.bias_GJ[..., None, None].to(product.dtype)
-        score = score + product * near(term.form, term.extent, t, s)[:, None, None]
-    allowed = _allowed(t, s, Frame(t, 0, 0, holes=False), shape)
-    return weigh_all(score, allowed, valid_BS, inputs, shape)
+        score = score + product * within_extent(term.form, term.extent, t, s)[:, None, None]
+    allowed = _allowed(t, s, KVLayout(t, 0, 0, holes=False), shape)
+    return dense_weighted_values(score, allowed, valid_BS, inputs, shape)
 
 
-def weigh_all(score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: Inputs, shape: AttentionShape) -> Tensor:
+def dense_weighted_values(score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: MixerInputs, shape: AttentionShape) -> Tensor:
     """out_BHTV of whole scores."""
     allowed = allowed if valid_BS is None else allowed & valid_BS[:, None, :]
     mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -score.shape[-1] :]
-    out = weigh(score, allowed[:, None, None], wide(inputs.v_BGTV), shape, mask, inputs.dropout)
+    out = weighted_values(score, allowed[:, None, None], upcast(inputs.v_BGTV), shape, mask, inputs.dropout)
     return out.flatten(1, 2).to(inputs.v_BGTV.dtype)
 
 
-def _one_pass(
-    terms: list[Term], v_BGSV: Tensor, frame: Frame, shape: AttentionShape, mask: Any, p: float, start: int, stop: int
+def _attend_pass(
+    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Any, p: float, start: int, stop: int
 ) -> Tensor:
     low, high = frame.reach(start, stop, shape.window, shape.causal)
     first = frame.slots - frame.queries
     t_BC1 = frame.positions(first + start, first + stop).unsqueeze(-1)
-    score = _product(terms[0], frame, start, stop, low, high)
+    score = _term_score(terms[0], frame, start, stop, low, high)
     for term in terms[1:]:
         near_low, near_high = frame.reach(start, stop, term.extent, shape.causal)
         near_low, near_high = max(near_low, low, frame.slots - term.k_BGSR.shape[2]), min(near_high, high)
-        part = _product(term, frame, start, stop, near_low, near_high)
+        part = _term_score(term, frame, start, stop, near_low, near_high)
         if term.bias_GJ is not None:
             part = part + term.bias_GJ[..., None, None].to(part.dtype)
         if term.extent is not None:
-            inside_BCS = near(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
+            inside_BCS = within_extent(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
             part = part * inside_BCS[:, None, None]
-        score = added(score, part, near_low - low)
+        score = add_score_slice(score, part, near_low - low)
     allowed_BCS = _allowed(t_BC1, frame.positions(low, high).unsqueeze(1), frame, shape)
     cut = None if mask is None else mask[..., start:stop, low:high]
-    return weigh(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
+    return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
 
 
-def added(score: Tensor, part: Tensor, at: int) -> Tensor:
+def add_score_slice(score: Tensor, part: Tensor, at: int) -> Tensor:
     """score + part from slot `at` on; in place where no gradient needs the old one."""
     if score.shape == part.shape:
         return score + part
@@ -145,7 +145,7 @@ def added(score: Tensor, part: Tensor, at: int) -> Tensor:
     return score
 
 
-def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: int) -> Tensor:
+def _term_score(term: ScoreTerm, frame: KVLayout, start: int, stop: int, low: int, high: int) -> Tensor:
     """q . k of queries start .. stop and slots low .. high, all heads of a group at once."""
     missing = frame.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
@@ -155,23 +155,23 @@ def _product(term: Term, frame: Frame, start: int, stop: int, low: int, high: in
     return product * term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)
 
 
-def _allowed(t: Tensor, s: Tensor, frame: Frame, shape: AttentionShape) -> Tensor:
+def _allowed(t: Tensor, s: Tensor, frame: KVLayout, shape: AttentionShape) -> Tensor:
     allowed = s <= t if shape.causal else torch.ones_like(s <= t)
     if frame.holes:
         allowed &= s >= 0
     if shape.window is not None:
-        allowed &= near("sliding", shape.window, t, s)
+        allowed &= within_extent("sliding", shape.window, t, s)
     return allowed
 
 
 # -- the library's own attention, for scores without structure -----------------------------------------------------
-def library_mask(frame: Frame, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def sdpa_attn_mask(frame: KVLayout, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """The library's mask with the module's window and the real slots in it; None where `causal` says everything."""
     windowed = shape.window is not None and frame.slots > shape.window
     later = shape.causal and frame.slots > frame.queries > 1
     if not (frame.holes or windowed or later or valid_BS is not None):
         return mask
-    s_BS = frame.positions(0, frame.slots) if valid_BS is None else counted(valid_BS)
+    s_BS = frame.positions(0, frame.slots) if valid_BS is None else positions_from_mask(valid_BS)
     t_BT1 = s_BS[:, frame.slots - frame.queries :].unsqueeze(-1)
     allowed = _allowed(t_BT1, s_BS.unsqueeze(1), frame, shape).unsqueeze(1)
     if valid_BS is not None:
@@ -181,14 +181,14 @@ def library_mask(frame: Frame, shape: AttentionShape, valid_BS: Tensor | None, m
     return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
 
 
-def library(
+def sdpa_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
     """out_BHTV, bit by bit what transformers computes: torch's fused attention, or its eager formula under a cap."""
     length, heads = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGSK.shape[1]
     causal = shape.causal and mask is None and length > 1
     if shape.softcap is not None:
-        return _eager(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
+        return _eager_attention(q_BHTK, k_BGSK, v_BGSV, shape, mask, p)
     gqa = heads > 1 and mask is None and k_BGSK.shape[-1] == v_BGSV.shape[-1] <= 256
     if heads > 1 and not gqa and length > 1:
         k_BGSK, v_BGSV = k_BGSK.repeat_interleave(heads, 1), v_BGSV.repeat_interleave(heads, 1)
@@ -203,7 +203,7 @@ def library(
     return out.reshape(out.shape[0], -1, length, out.shape[-1])
 
 
-def _eager(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float) -> Tensor:
+def _eager_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float) -> Tensor:
     heads = q_BHTK.shape[1] // k_BGSK.shape[1]
     weights = torch.matmul(q_BHTK, k_BGSK.repeat_interleave(heads, 1).mT) * shape.scaling
     if shape.softcap is not None:

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.padding import Packing, shifted, take, zeroed
-from surgery.mixers.masks.base import Rows
+from surgery.mixers.common.padding import Unpadder, shift_rows, gather_rowwise, zero_outside
+from surgery.mixers.masks.base import MaskInputs
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Delay:
+class WindowBuffer:
     window: int
     sinks: int
 
@@ -42,64 +42,64 @@ class Delay:
         """What the call's queries find written last: entry i for query i."""
         return {name: t[:, : t.shape[1] - self.window] for name, t in queue.items()}
 
-    def rings(self, queue: Tensors, packing: Packing) -> Tensors:
+    def rings(self, queue: Tensors, packing: Unpadder) -> Tensors:
         return {f"ring.{name}": packing.latest(t, self.window, dim=1) for name, t in queue.items()}
 
-    def filled(self, name: str, new_BTGK: Tensor, past: Tensors, seen_B: Tensor, packing: Packing) -> Tensor:
+    def filled(self, name: str, new_BTGK: Tensor, past: Tensors, seen_B: Tensor, packing: Unpadder) -> Tensor:
         """The sinks with the call's tokens taken in: slot j is the token at position j."""
         position_S = torch.arange(self.sinks, device=seen_B.device)
         all_BXGK = torch.cat([past[f"sink.{name}"].to(new_BTGK.dtype), new_BTGK], dim=1)
         late_BS = (self.sinks + position_S - seen_B.unsqueeze(1)).clamp_max(all_BXGK.shape[1] - 1)
         index_BS = torch.where(position_S < seen_B.unsqueeze(1), position_S, late_BS)
         there_BS = position_S < (seen_B + packing.count_B).unsqueeze(1)
-        return zeroed(take(all_BXGK, index_BS, dim=1), there_BS, dim=1)
+        return zero_outside(gather_rowwise(all_BXGK, index_BS, dim=1), there_BS, dim=1)
 
-    def aligned(self, rows: Rows) -> tuple[Rows, Tensor]:
+    def aligned(self, rows: MaskInputs) -> tuple[MaskInputs, Tensor]:
         """Rows whose entry i pairs query i with what is due then, as the mask wants them: from the first token written
         on, at its position behind the sinks. And how many queries of each row came before it."""
         offset_B = (self.window + self.sinks - rows.start_B).clamp_min(0)
         beta_BGT = rows.beta_BGT
         moved = replace(
             rows,
-            q_BGJTF=shifted(rows.q_BGJTF, offset_B, dim=3),
-            k_BGTF=shifted(rows.k_BGTF, offset_B, dim=2),
-            v_BGTV=shifted(rows.v_BGTV, offset_B, dim=2),
-            beta_BGT=None if beta_BGT is None else shifted(beta_BGT, offset_B, dim=2),
+            q_BGJTF=shift_rows(rows.q_BGJTF, offset_B, dim=3),
+            k_BGTF=shift_rows(rows.k_BGTF, offset_B, dim=2),
+            v_BGTV=shift_rows(rows.v_BGTV, offset_B, dim=2),
+            beta_BGT=None if beta_BGT is None else shift_rows(beta_BGT, offset_B, dim=2),
             start_B=(rows.start_B - self.window - self.sinks).clamp_min(0),
             count_B=(rows.count_B - offset_B).clamp_min(0),
-            signals={name: shifted(t, offset_B, dim=1) for name, t in rows.signals.items()},
+            signals={name: shift_rows(t, offset_B, dim=1) for name, t in rows.signals.items()},
             most=None if rows.most is None else max(0, rows.most - self.window - self.sinks),
         )
         return moved, offset_B
 
 
-Pair = tuple[Tensor, Tensor]  # (B, G, T, .): of the ring and the call joined, and of the sinks
+RingAndSinks = tuple[Tensor, Tensor]  # (B, G, T, .): of the ring and the call joined, and of the sinks
 
 
-def nearby(
-    q_BGJTK: Tensor, keys: Pair, values: Pair, seen_B: Tensor, shape: AttentionShape, block: int
+def local_attention(
+    q_BGJTK: Tensor, keys: RingAndSinks, values: RingAndSinks, seen_B: Tensor, shape: AttentionShape, block: int
 ) -> tuple[Tensor, Tensor]:
     """(numerator_BGJTV, denominator_BGJT1) in q's dtype, `block` queries at a time against the keys in their reach."""
     length, dtype = q_BGJTK.shape[3], q_BGJTK.dtype
     window, sinks = keys[0].shape[2] - length, keys[1].shape[2]
     block = min(length, block)
     count = -(-length // block)
-    q_BGJNCK = _blocks(q_BGJTK, count * block).unflatten(3, (count, block)) * shape.scaling
+    q_BGJNCK = _pad_length(q_BGJTK, count * block).unflatten(3, (count, block)) * shape.scaling
     k_BGNXK, v_BGNXV = (
-        _blocks(t[0].to(dtype), window + count * block).unfold(2, window + block, block).mT for t in (keys, values)
+        _pad_length(t[0].to(dtype), window + count * block).unfold(2, window + block, block).mT for t in (keys, values)
     )
     band_BGJNCX = torch.einsum("bgjnck,bgnxk->bgjncx", q_BGJNCK, k_BGNXK)
     sink_BGJNCS = torch.einsum("bgjnck,bgsk->bgjncs", q_BGJNCK, keys[1].to(dtype))
-    seen_BNCX = _seen(seen_B, window, sinks, count, block)
-    score = capped(torch.cat([sink_BGJNCS, band_BGJNCX], dim=-1), shape.softcap)
-    weight = weights(score, seen_BNCX[:, None, None])
+    seen_BNCX = _visible_slots(seen_B, window, sinks, count, block)
+    score = apply_softcap(torch.cat([sink_BGJNCS, band_BGJNCX], dim=-1), shape.softcap)
+    weight = masked_exp(score, seen_BNCX[:, None, None])
     out = torch.einsum("bgjncx,bgnxv->bgjncv", weight[..., sinks:], v_BGNXV)
     out = out + torch.einsum("bgjncs,bgsv->bgjncv", weight[..., :sinks], values[1].to(dtype))
     total = weight.sum(-1, keepdim=True)
     return out.flatten(3, 4)[:, :, :, :length], total.flatten(3, 4)[:, :, :, :length]
 
 
-def _seen(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Tensor:
+def _visible_slots(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Tensor:
     """(B, N, C, S + W + C): which sinks and which slots of its band a query sees."""
     device = seen_B.device
     start_BN11 = (seen_B.unsqueeze(1) + block * torch.arange(count, device=device))[:, :, None, None]
@@ -111,17 +111,17 @@ def _seen(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Te
     return torch.cat([sink_BNCS, band_BNCX], dim=-1)
 
 
-def weights(score: Tensor, seen: Tensor) -> Tensor:
+def masked_exp(score: Tensor, seen: Tensor) -> Tensor:
     """exp(score - the largest seen), zero where not seen."""
     score = score.masked_fill(~seen, -torch.inf)
     largest = score.amax(-1, keepdim=True)
     return torch.exp(score - largest.clamp_min(torch.finfo(score.dtype).min))
 
 
-def capped(score: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(score: Tensor, softcap: float | None) -> Tensor:
     return score if softcap is None else softcap * torch.tanh(score / softcap)
 
 
-def _blocks(t: Tensor, length: int) -> Tensor:
+def _pad_length(t: Tensor, length: int) -> Tensor:
     """Zeros behind along the axis before the last, up to that length."""
     return F.pad(t, (0, 0, 0, length - t.shape[-2]))

@@ -21,9 +21,9 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.random_draws import orthogonal, per_group
+from surgery.mixers.features.random_draws import draw_orthogonal, project_groups
 
-CEILING = 40.0  # the product of two features stays below e^80, inside float32
+MAX_EXPONENT = 40.0  # the product of two features stays below e^80, inside float32
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Favor:
     sides: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
-        known(self.name, self.queries)
+        check_queries_option(self.name, self.queries)
         if self.sides not in (1, 2) or self.features % self.sides:
             raise SurgeryError(
                 f"favor: features {self.features} with sides {self.sides}; sides must be 1 or 2, and 2 needs an even "
@@ -46,7 +46,7 @@ class Favor:
             )
 
 
-def known(name: str, queries: str) -> None:
+def check_queries_option(name: str, queries: str) -> None:
     if queries not in ("scaled", "exact"):
         raise SurgeryError(f"{name}: queries {queries!r} is neither 'scaled' nor 'exact'; use queries: scaled")
 
@@ -58,7 +58,7 @@ class FavorMap(FeatureMap):
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
         draws = config.features // config.sides
-        self.register_buffer("w_GFK", orthogonal(config.seed, shape.groups, draws, shape.key))
+        self.register_buffer("w_GFK", draw_orthogonal(config.seed, shape.groups, draws, shape.key))
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
@@ -70,7 +70,7 @@ class FavorMap(FeatureMap):
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         log_BHTF = self._logarithms(q_BHTK)
-        return of_queries(log_BHTF, self.config.queries) * self.config.features**-0.5
+        return query_features(log_BHTF, self.config.queries) * self.config.features**-0.5
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
         return bounded_exp(self._logarithms(k_BGTK)) * self.config.features**-0.5
@@ -83,14 +83,14 @@ class FavorMap(FeatureMap):
 
 def exponents(x_BHTK: Tensor, w_GFK: Tensor) -> Tensor:
     """w x - |x|^2 / 2, (B, H, T, F)."""
-    return per_group(x_BHTK, w_GFK) - x_BHTK.square().sum(-1, keepdim=True) / 2
+    return project_groups(x_BHTK, w_GFK) - x_BHTK.square().sum(-1, keepdim=True) / 2
 
 
 def bounded_exp(log: Tensor) -> Tensor:
-    return log.clamp_max(CEILING).exp()
+    return log.clamp_max(MAX_EXPONENT).exp()
 
 
-def of_queries(log_BHTF: Tensor, queries: str) -> Tensor:
+def query_features(log_BHTF: Tensor, queries: str) -> Tensor:
     if queries == "exact":
         return bounded_exp(log_BHTF)
     return torch.exp(log_BHTF - log_BHTF.amax(-1, keepdim=True))

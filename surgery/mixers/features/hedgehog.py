@@ -40,12 +40,12 @@ class HedgehogMap(FeatureMap):
         return (shape.heads + shape.groups) * shape.key**2
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
-        return both_signs(q_BHTK, self.query_HKK)
+        return signed_softmax(q_BHTK, self.query_HKK)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
-        return both_signs(k_BGTK, self.key_GKK)
+        return signed_softmax(k_BGTK, self.key_GKK)
 
 
-def both_signs(x_BHTK: Tensor, w_HKK: Tensor) -> Tensor:
+def signed_softmax(x_BHTK: Tensor, w_HKK: Tensor) -> Tensor:
     y_BHTK = torch.einsum("bhtk,hfk->bhtf", x_BHTK, w_HKK.to(x_BHTK.dtype))
     return torch.cat([y_BHTK.softmax(-1), (-y_BHTK).softmax(-1)], dim=-1)

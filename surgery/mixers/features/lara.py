@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.favor import bounded_exp, exponents, known, of_queries
-from surgery.mixers.features.random_draws import gaussian, per_group
+from surgery.mixers.features.favor import bounded_exp, exponents, check_queries_option, query_features
+from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lara:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known(self.name, self.queries)
+        check_queries_option(self.name, self.queries)
 
 
 @FEATURES.register(Lara)
@@ -46,8 +46,8 @@ class LaraMap(FeatureMap):
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
         size = (shape.groups, config.features, shape.key)
-        self.mu_GCK = nn.Parameter(config.spread * gaussian(config.seed, *size))
-        self.register_buffer("draw_GCK", gaussian(config.seed + 1, *size))
+        self.mu_GCK = nn.Parameter(config.spread * draw_gaussian(config.seed, *size))
+        self.register_buffer("draw_GCK", draw_gaussian(config.seed + 1, *size))
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
@@ -65,10 +65,10 @@ class LaraMap(FeatureMap):
         own_GC = density_GCD.diagonal(dim1=-2, dim2=-1)
         balance_GC = (own_GC - density_GCD.logsumexp(-1)).exp()
         heads = q_BHTK.shape[1] // self.shape.groups
-        r_BHTC = per_group(q_BHTK, mu_GCK).softmax(-1)
+        r_BHTC = project_groups(q_BHTK, mu_GCK).softmax(-1)
         alpha_BHTC = (r_BHTC + balance_GC.repeat_interleave(heads, 0).unsqueeze(1)) / 2
         log_BHTC = exponents(q_BHTK, w_GCK) - own_GC.repeat_interleave(heads, 0).unsqueeze(1)
-        return of_queries(log_BHTC + alpha_BHTC.clamp_min(math.exp(-80)).log(), self.config.queries)
+        return query_features(log_BHTC + alpha_BHTC.clamp_min(math.exp(-80)).log(), self.config.queries)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
         return bounded_exp(exponents(k_BGTK, self.mu_GCK + self.draw_GCK))

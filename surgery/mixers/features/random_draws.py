@@ -8,12 +8,12 @@ from torch import Tensor
 from surgery.structures import linalg
 
 
-def gaussian(seed: int, *shape: int) -> Tensor:
+def draw_gaussian(seed: int, *shape: int) -> Tensor:
     """Standard normal numbers of that seed, on the default device (meta included)."""
     return _draw(seed, shape).to(torch.get_default_device())
 
 
-def orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
+def draw_orthogonal(seed: int, groups: int, features: int, dim: int) -> Tensor:
     """w_GFK with rows orthogonal within each run of `dim` and lengths as of a Gaussian's: marginally N(0, I), and
     with less variance (Choromanski et al. 2021, "Rethinking Attention with Performers", section 2.4)."""
     runs = -(-features // dim)
@@ -30,7 +30,7 @@ def _draw(seed: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-def per_group(x_BHTK: Tensor, w_GFK: Tensor) -> Tensor:
+def project_groups(x_BHTK: Tensor, w_GFK: Tensor) -> Tensor:
     """w x with the w of each head's key/value group: (B, H, T, F); heads or groups."""
     heads, groups = x_BHTK.shape[1], w_GFK.shape[0]
     x_BGJTK = x_BHTK.unflatten(1, (groups, heads // groups))

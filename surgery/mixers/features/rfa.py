@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.random_draws import gaussian, per_group
+from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RFAMap(FeatureMap):
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
-        self.register_buffer("w_GFK", gaussian(config.seed, shape.groups, config.features, shape.key))
+        self.register_buffer("w_GFK", draw_gaussian(config.seed, shape.groups, config.features, shape.key))
         self.sigma_GK = nn.Parameter(torch.full((shape.groups, shape.key), float(config.sigma)))
 
     @classmethod
@@ -60,6 +60,6 @@ class RFAMap(FeatureMap):
         x_BHTK = x_BHTK * (x_BHTK.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
         sigma_HK = self.sigma_GK.to(x_BHTK.dtype).repeat_interleave(x_BHTK.shape[1] // self.shape.groups, dim=0)
         x_BHTK = x_BHTK * sigma_HK.unsqueeze(1)
-        angle_BHTF = per_group(x_BHTK, self.w_GFK)
+        angle_BHTF = project_groups(x_BHTK, self.w_GFK)
         scale_BHT1 = (x_BHTK.square().sum(-1, keepdim=True) / 2).exp() * self.config.features**-0.5
         return scale_BHT1 * torch.cat([angle_BHTF.cos(), angle_BHTF.sin()], dim=-1)

@@ -1,7 +1,7 @@
 """The masks M of linear-type attention, O = (A . M) V (Guo et al. 2025, "Log-Linear Attention", section 2).
 
-A mask has three faces that agree to rounding: `dense` (the definition), `chunked` (training, prefill) and `step`
-(a token at a time with a bounded state). It sees tokens as `Rows`: packed to the front, padding behind them, each
+A mask has three faces that agree to rounding: `dense` (the definition), `print_chunked` (training, prefill) and `step`
+(a token at a time with a bounded state). It sees tokens as `MaskInputs`: packed to the front, padding behind them, each
 row with its own position, so that masks that are not invariant under shifts are right for every row.
 Leading axes B, G, J: a tensor that does not differ over the J query heads of a group has 1 there.
 """
@@ -18,7 +18,7 @@ from surgery.mixers.base import AttentionShape
 
 
 @dataclass
-class Rows:
+class MaskInputs:
     """q reads at the position where k, v are written. Tokens past count_B (padding) write nothing: their k, v, beta
     and every signal that is written are 0; what they read is any number.
 
@@ -38,7 +38,7 @@ class Rows:
 
 
 class Mask(nn.Module):
-    """One structured mask. `written`: signals that belong to the written token (gates); others belong to the reader
+    """One structured mask. `head_outputs`: signals that belong to the written token (gates); others belong to the reader
     (lambda, mixing rows). Parameters and signals are float32."""
 
     config_type: ClassVar[type]
@@ -66,12 +66,12 @@ class Mask(nn.Module):
         raise NotImplementedError
 
     def chunked(
-        self, rows: Rows, state: dict[str, Tensor] | None, chunk: int
+        self, rows: MaskInputs, state: dict[str, Tensor] | None, chunk: int
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """(out_BGJTV, state after the rows' tokens, or None where None was given)."""
         raise NotImplementedError
 
-    def step(self, rows: Rows, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, rows: MaskInputs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for one token a row (T = 1), without chunks."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ A block is a whole number of chunks.      I blocks of the call, m chunks in a bl
 M_ts = W[block(t), block(s)], a free matrix for each query head: dense block mixing (MHLA, Zhang et al. 2026).
 
 Rows of W are nonnegative and sum to one, over the blocks so far where attention is causal (s <= t inside a block too).
-W has `count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
+W has `format_count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
 
 The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block reached, of the delta rule as carried by now.
 """
@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Mask, Rows
-from surgery.mixers.masks.chunking import Frame, inverse_softplus, widened
-from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
-from surgery.mixers.masks.semiseparable import carried_by_one
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
+from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus, upcast_inputs
+from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
+from surgery.mixers.masks.semiseparable import apply_carry
 
 
-@op
+@dispatched
 def blocks_from_zero(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -40,35 +40,35 @@ def blocks_from_zero(
     in float32 or wider (a kernel: or v's dtype)."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
-    rows = Rows(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
-    out, sums_BAGFV = Grid.of(rows, matrix_GJMM.to(wide), chunk, block).mixed(rows.v_BGTV.new_zeros(0))
+    rows = MaskInputs(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
+    out, sums_BAGFV = BlockChunks.of(rows, matrix_GJMM.to(wide), chunk, block).mixed(rows.v_BGTV.new_zeros(0))
     return out, sums_BAGFV if keep else None
 
 
-@op
-def blocks_both_ways(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+@dispatched
+def blocks_bidirectional(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
     """out_BGJTV of the same where W is full."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
-    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
     sums_BGNFV = frame.cut(k_BGTF.to(wide), 2).mT @ frame.cut(v_BGTV.to(wide), 2)
     weight_GJNN = matrix_GJMM[:, :, : frame.count, : frame.count].to(wide)
     mixed_BGJNFV = torch.einsum("gjnm,bgmfv->bgjnfv", weight_GJNN, sums_BGNFV)
     return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
-def grown(sums_BAGFV: Tensor, blocks: int) -> Tensor:
+def pad_blocks(sums_BAGFV: Tensor, blocks: int) -> Tensor:
     """With zeros for at least that many blocks."""
     missing = blocks - sums_BAGFV.shape[1]
     return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else sums_BAGFV
 
 
-def only(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
+def scatter_to_block(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
     """(B, A, G, F, V): each row's sum in its block, zeros in the others."""
     here_BA = here_B.unsqueeze(1) == torch.arange(blocks, device=here_B.device)
     return torch.where(here_BA[..., None, None, None], sum_BGFV.unsqueeze(1), 0)
 
 
-def rows_of(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
+def mixing_rows(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
     """W's rows of these blocks, (B, G, J, I, A); blocks past the last have no tokens."""
     count = matrix_GJMM.shape[-1]
     rows_GJBIM = matrix_GJMM[:, :, block_BI.clamp_max(count - 1)]
@@ -76,24 +76,24 @@ def rows_of(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
 
 
 @dataclass
-class Grid:
+class BlockChunks:
     """One call's chunks, (B, G, N, ..) each, and the rows of W for its blocks."""
 
-    frame: Frame
+    frame: ChunkLayout
     per_block: int
-    scores: Chunk
+    scores: ChunkScores
     v_BGNCV: Tensor
     block_BI: Tensor
     weight_BGJIA: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, matrix_GJMM: Tensor, chunk: int, block: int) -> Grid:
-        frame = Frame.aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
+    def of(cls, rows: MaskInputs, matrix_GJMM: Tensor, chunk: int, block: int) -> BlockChunks:
+        frame = ChunkLayout.aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
         per_block = -(-block // frame.chunk)
         beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
         scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
         block_BI = frame.base_B.unsqueeze(1) + torch.arange(frame.count // per_block, device=frame.base_B.device)
-        weight_BGJIA = rows_of(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
+        weight_BGJIA = mixing_rows(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
         return cls(frame, per_block, scores, frame.cut(rows.v_BGTV, 2), block_BI, weight_BGJIA)
 
     def before(self, sums_BAGFV: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Grid:
         if sums_BAGFV.dim() == 1:  # no state
             batch, groups, _, _, values = self.v_BGNCV.shape
             sums_BAGFV = self.v_BGNCV.new_zeros(batch, 0, groups, self.scores.write_xCF.shape[-1], values)
-        return grown(sums_BAGFV, self.weight_BGJIA.shape[-1])
+        return pad_blocks(sums_BAGFV, self.weight_BGJIA.shape[-1])
 
     def mixed(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BGJTV, every block's sum)."""
@@ -135,7 +135,7 @@ class Grid:
             seen_BAGCV = keys_BGNCF[:, None, :, n] @ sums_BAGFV
             sums_BAGFV = sums_BAGFV - self.scores.write_xCF[:, None, :, n].mT @ seen_BAGCV
             here_B = self.block_BI[:, n // self.per_block]
-            sums_BAGFV = sums_BAGFV + only(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
+            sums_BAGFV = sums_BAGFV + scatter_to_block(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
         return self.frame.joined(torch.stack(out, 3), 3), sums_BAGFV
 
     def _own(self) -> Tensor:
@@ -145,7 +145,7 @@ class Grid:
         return own_BGJI.transpose(2, 3).repeat_interleave(self.per_block, 2)
 
 
-State = dict[str, Tensor]
+MaskState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -224,44 +224,44 @@ class BlocksMask(Mask):
                 "toeplitz_blocks, which has no last block"
             )
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         return {"blocks": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
         self._check(int(start_B.max()) + length)
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.matrix()[:, :, block_BT.unsqueeze(2), block_BT.unsqueeze(1)].movedim(2, 0)
         return mask.tril() if self.shape.causal else mask
 
-    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         end, furthest = torch.stack([rows.start_B + rows.count_B, rows.start_B]).amax(1).tolist()
         self._check(end)
         qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
         if not self.shape.causal:
-            return blocks_both_ways(*qkv, self.matrix(), block), state
+            return blocks_bidirectional(*qkv, self.matrix(), block), state
         behind = 0 if state is None else state["blocks"].shape[1]
         if rows.beta_BGT is None and furthest == behind == 0:
             out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk, state is not None)
         else:
-            out, sums_BAGFV = self._further(widened(rows), state, chunk)
+            out, sums_BAGFV = self._further(upcast_inputs(rows), state, chunk)
         if state is None or sums_BAGFV is None:
             return out, None
         return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), behind)]}
 
-    def _further(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, Tensor]:
-        grid = Grid.of(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
+    def _further(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor]:
+        grid = BlockChunks.of(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
         before = grid.v_BGNCV.new_zeros(0) if state is None else state["blocks"].to(rows.v_BGTV.dtype)
         return (grid.mixed if rows.beta_BGT is None else grid.passed)(before)
 
-    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
-        rows, block = widened(rows), self.config.block
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        rows, block = upcast_inputs(rows), self.config.block
         end = int((rows.start_B + rows.count_B).max())
         self._check(end)
         write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
-        sums_BAGFV = carried_by_one(rows, write_BGF1, grown(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
+        sums_BAGFV = apply_carry(rows, write_BGF1, pad_blocks(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
         here_B = rows.start_B // block
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
-        weight_BGJA = rows_of(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
+        weight_BGJA = mixing_rows(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
         mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
         return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}

@@ -1,6 +1,6 @@
 """What the masks share: arithmetic in float32 or more, chunks of the time axis, and maps that read the hidden states.
 
-A `Frame` lays the tokens of every row on a grid of chunks: `Frame.plain` from the row's first token on, `Frame.aligned`
+A `KVLayout` lays the tokens of every row on a grid of chunks: `Frame.plain` from the row's first token on, `Frame.aligned`
 so that chunks lie alike in all rows, each inside one block of absolute positions.
 """
 
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.mixers.masks.base import Rows
+from surgery.mixers.masks.base import MaskInputs
 
 # Numbers that a temporary of one span may hold; more is slower on a CPU, whose caches they leave.
-SPAN_NUMBERS = {"cpu": 2**19, "cuda": 2**28}
+SPAN_ELEMENTS = {"cpu": 2**19, "cuda": 2**28}
 
-WIDENS = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
+MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
 
 
-def widened(rows: Rows) -> Rows:
+def upcast_inputs(rows: MaskInputs) -> MaskInputs:
     """With everything in float32, or float64 where the values are."""
     wide = torch.promote_types(rows.v_BGTV.dtype, torch.float32)
     return replace(
@@ -34,25 +34,25 @@ def widened(rows: Rows) -> Rows:
     )
 
 
-def spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
-    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `per_group`
+def token_spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
+    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `project_groups`
     query heads of a group stay small."""
     batch, groups, length, _ = v_BGTV.shape
-    most = SPAN_NUMBERS.get(v_BGTV.device.type, SPAN_NUMBERS["cuda"])
+    most = SPAN_ELEMENTS.get(v_BGTV.device.type, SPAN_ELEMENTS["cuda"])
     span = max(1, most // max(1, batch * groups * per_group * chunk**2)) * chunk
     yield from (slice(a, a + span) for a in range(0, length, span))
 
 
 def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
     """linear(x) in float32 or more, whatever the hidden states and the checkpoint are stored in."""
-    if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and WIDENS and not torch.is_grad_enabled():
-        return _by_parts(linear, x_BTD)
+    if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and MM_HAS_OUT_DTYPE and not torch.is_grad_enabled():
+        return _split_bfloat16_linear(linear, x_BTD)
     wide = torch.promote_types(torch.promote_types(x_BTD.dtype, linear.weight.dtype), torch.float32)
     bias = None if linear.bias is None else linear.bias.to(wide)
     return F.linear(x_BTD.to(wide), linear.weight.to(wide), bias)
 
 
-def _by_parts(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
+def _split_bfloat16_linear(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
     """linear(x) of x in bfloat16, whose products with another bfloat16 are exact in float32: the weight goes in as the sum
     of two, which are its first 16 bits, at several times the speed of float32 on tensor cores."""
     x_ND, weight_OD = x_BTD.flatten(0, -2), linear.weight
@@ -68,7 +68,7 @@ def inverse_softplus(y: Tensor) -> Tensor:
     return y + torch.log(-torch.expm1(-y))
 
 
-def log_products(gate_xC: Tensor) -> Tensor:
+def segsum(gate_xC: Tensor) -> Tensor:
     """log_xCC[t, s] = gate_s+1 + .. + gate_t where s <= t, -inf elsewhere.
 
     Summed column by column, as in the SSD paper's `segsum`: differences of one long cumulative sum would lose the
@@ -80,13 +80,13 @@ def log_products(gate_xC: Tensor) -> Tensor:
     return sums_xSC.masked_fill(square.tril(-1), -torch.inf).mT
 
 
-def to_end(gate_xC: Tensor) -> Tensor:
-    """gate_s+1 + .. + gate_C-1: the last row of `log_products`."""
+def log_decay_to_end(gate_xC: Tensor) -> Tensor:
+    """gate_s+1 + .. + gate_C-1: the last row of `segsum`."""
     return F.pad(gate_xC[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
 
 @dataclass
-class Frame:
+class ChunkLayout:
     """N chunks of C slots for the T tokens of each row. Slots without a token are zeros.
 
     source_BM: the token in a slot, T where there is none; slot_BT: where token t lies; both None where the row's
@@ -101,12 +101,12 @@ class Frame:
     slot_BT: Tensor | None = None
 
     @classmethod
-    def plain(cls, start_B: Tensor, length: int, chunk: int) -> Frame:
+    def plain(cls, start_B: Tensor, length: int, chunk: int) -> ChunkLayout:
         chunk = max(1, min(chunk, length))
         return cls(length, -(-length // chunk), chunk, start_B)
 
     @classmethod
-    def aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> Frame:
+    def aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> ChunkLayout:
         """Each block of `block` positions takes up a whole number of chunks; one more block than tokens reach, so
         that the place of the next token is there too."""
         stride = -(-block // chunk) * chunk
@@ -133,16 +133,16 @@ class Frame:
         zeros = slots - self.length if self.source_BM is None else 1
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, zeros))
         if self.source_BM is not None:
-            x = _along(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
+            x = _gather_rowwise(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
         return x.unflatten(dim, (self.count, self.chunk))
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """Back again: (.., N, C, ..) -> (.., T, ..), `dim` being N."""
         x = x.flatten(dim, dim + 1)
-        return x.narrow(dim, 0, self.length) if self.slot_BT is None else _along(x, self.slot_BT, dim)
+        return x.narrow(dim, 0, self.length) if self.slot_BT is None else _gather_rowwise(x, self.slot_BT, dim)
 
 
-def _along(x: Tensor, index_BT: Tensor, dim: int) -> Tensor:
+def _gather_rowwise(x: Tensor, index_BT: Tensor, dim: int) -> Tensor:
     """Of each row (axis 0) the entries of that index along `dim`."""
     row_B1 = torch.arange(len(index_BT), device=x.device).unsqueeze(1)
     return x.movedim(dim, 1)[row_B1, index_BT].movedim(1, dim)

@@ -3,7 +3,7 @@
     kernel   A_ts = q_t . k_s
     delta    A_ts = q_t . (I - beta_t k_t k_t^T) .. (I - beta_s+1 k_s+1 k_s+1^T) beta_s k_s      (s <= t)
 
-Either is, for each chunk: `inner`, A inside the chunk; `read`, its queries as states carried to the chunk's start
+Either is, for each chunk: `inner_product`, A inside the chunk; `read`, its queries as states carried to the chunk's start
 see them; `write`, its keys as they stand in a state at the chunk's end; and `carry`, what the chunk does to states
 that pass through it. Without a mask, S' = carry S + write^T V and O = read S + inner V.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 @dataclass
-class Chunk:
+class ChunkScores:
     """inner_xJCC is lower triangular; keys_xCF: k of the delta rule, None for kernel scores (the carry is I)."""
 
     inner_xJCC: Tensor
@@ -38,14 +38,14 @@ class Chunk:
         return eye_FF - self.write_xCF.mT @ self.keys_xCF
 
 
-def chunk_scores(q_xJCF: Tensor, k_xCF: Tensor, beta_xC: Tensor | None) -> Chunk:
+def chunk_scores(q_xJCF: Tensor, k_xCF: Tensor, beta_xC: Tensor | None) -> ChunkScores:
     """Of every chunk at once; beta None: kernel scores."""
     qk_xJCC = (q_xJCF @ k_xCF.mT.unsqueeze(-3)).tril()
     if beta_xC is None:
-        return Chunk(qk_xJCC, q_xJCF, k_xCF)
+        return ChunkScores(qk_xJCC, q_xJCF, k_xCF)
     t_xCC = householder(k_xCF, beta_xC)
     inner_xJCC = qk_xJCC @ t_xCC.unsqueeze(-3)
-    return Chunk(inner_xJCC, q_xJCF - inner_xJCC @ k_xCF.unsqueeze(-3), t_xCC.mT @ k_xCF, k_xCF)
+    return ChunkScores(inner_xJCC, q_xJCF - inner_xJCC @ k_xCF.unsqueeze(-3), t_xCC.mT @ k_xCF, k_xCF)
 
 
 def householder(k_xCF: Tensor, beta_xC: Tensor) -> Tensor:

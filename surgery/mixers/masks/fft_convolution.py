@@ -2,7 +2,7 @@
 
 Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, a convolution over time for each feature and value by FFT: T log T.
 A block of features at a time bounds the memory; it is computed again in the backward pass.
-The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `chunked`
+The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `print_chunked`
 is the exact quadratic sum, a chunk of rows at a time.
 
 The state is the history, linear in length: `keys` (B, G, n, F), of the delta rule as they stand by now, and `values`
@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import Mask, Rows
-from surgery.mixers.masks.chunking import Frame, widened
+from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
 from surgery.mixers.masks.delta_rule import chunk_scores
 
-State = dict[str, Tensor]
+MaskState = dict[str, Tensor]
 
 # Complex numbers of one block of features.
-FFT_NUMBERS = {"cpu": 2**21, "cuda": 2**26}
+FFT_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 
-class History(Mask):
+class DistanceMask(Mask):
     """A subclass says M twice: entry by entry, and as h and its phases."""
 
     bounded: ClassVar[bool] = False
@@ -55,16 +55,16 @@ class History(Mask):
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach - 1)) * (features + values)
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         of = {"keys": features, "values": values}
         return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in of.items()}
 
-    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         return self.entries(at_BT, at_BT).expand(len(start_B), -1, -1, -1, -1)
 
-    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
-        rows = widened(rows)
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        rows = upcast_inputs(rows)
         if rows.beta_BGT is None:
             old = self._before(rows, state)
             k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(old, (rows.k_BGTF, rows.v_BGTV)))
@@ -73,18 +73,18 @@ class History(Mask):
             out, k_BGSF, v_BGSV = self._row_by_row(rows, state, chunk)
         return out, None if state is None else self._latest(rows, state, k_BGSF, v_BGSV)
 
-    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
-        rows = widened(rows)
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        rows = upcast_inputs(rows)
         out, k_BGSF, v_BGSV = self._row_by_row(rows, state, 1)
         return out, self._latest(rows, state, k_BGSF, v_BGSV)
 
-    def _before(self, rows: Rows, state: State | None) -> tuple[Tensor, Tensor]:
+    def _before(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
         """The history's keys and values in the dtype of the call."""
         if state is None:
             return rows.k_BGTF[:, :, :0], rows.v_BGTV[:, :, :0]
         return state["keys"].to(rows.v_BGTV.dtype), state["values"].to(rows.v_BGTV.dtype)
 
-    def _convolved(self, rows: Rows, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
+    def _convolved(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
         """Kernel scores, by FFT."""
         size, length = v_BGSV.shape[2], rows.v_BGTV.shape[2]
         h_GJS = self.distances(size)
@@ -92,16 +92,16 @@ class History(Mask):
         at_BS = rows.start_B.unsqueeze(1) - (size - length) + torch.arange(size, device=rows.start_B.device)
         numbers = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
         out = torch.zeros((), dtype=v_BGSV.dtype, device=v_BGSV.device)
-        most = FFT_NUMBERS.get(out.device.type, FFT_NUMBERS["cuda"])
+        most = FFT_ELEMENTS.get(out.device.type, FFT_ELEMENTS["cuda"])
         for q_BGJTf, k_BGSf in zip(*(x.split(max(1, most // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
             args = (q_BGJTf, k_BGSf, v_BGSV, h_GJS, self.phase(at_BS), points)
-            out = out + checkpoint(filtered, *args, use_reentrant=False)
+            out = out + checkpoint(fft_filter, *args, use_reentrant=False)
         return out
 
-    def _row_by_row(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _row_by_row(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         """Either score rule, quadratic: (out_BGJTV, keys and values of the history and the call)."""
         length = rows.v_BGTV.shape[2]
-        frame = Frame.plain(rows.start_B, length, chunk)
+        frame = ChunkLayout.plain(rows.start_B, length, chunk)
         beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
         v_BGNCV = frame.cut(rows.v_BGTV, 2)
         scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
@@ -119,7 +119,7 @@ class History(Mask):
             u_BGSF = torch.cat([u_BGSF, scores.write_xCF[:, :, n]], 2)
         return torch.cat(outs, 3)[:, :, :, :length], u_BGSF, v_BGSV
 
-    def _latest(self, rows: Rows, state: State, k_BGSF: Tensor, v_BGSV: Tensor) -> State:
+    def _latest(self, rows: MaskInputs, state: MaskState, k_BGSF: Tensor, v_BGSV: Tensor) -> MaskState:
         """What a later token can see, the last real token of every row last; zeros before a row's first."""
         size, reach = int((rows.start_B + rows.count_B).max()), self.reach(self.config)
         size = max(size if reach is None else min(size, reach - 1), 0)
@@ -133,7 +133,7 @@ class History(Mask):
         return kept
 
 
-def filtered(
+def fft_filter(
     q_BGJTF: Tensor, k_BGSF: Tensor, v_BGSV: Tensor, h_GJS: Tensor, phase_BS: Tensor | None, points: int
 ) -> Tensor:
     """sum_f q_tf Re(phase_t sum_s h[t - s] phase_s k_sf v_s) for the last T of S positions."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.fft_convolution import History
+from surgery.mixers.masks.fft_convolution import DistanceMask
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fourier:
 
 
 @MASKS.register(Fourier)
-class FourierMask(History):
+class FourierMask(DistanceMask):
     """Angles are reduced as integers, so that far positions are as exact as near ones. `omega_2` is in the checkpoint
     for the record; the arithmetic has its dtype, float32 at least."""
 

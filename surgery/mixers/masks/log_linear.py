@@ -19,18 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
-from surgery.mixers.masks.base import MASKS, Mask, Rows
-from surgery.mixers.masks.chunking import affine, inverse_softplus, widened
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
+from surgery.mixers.masks.chunking import affine, inverse_softplus, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
-from surgery.mixers.masks.log_linear_chunked import Tree, bit_length
+from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
-from surgery.mixers.masks.semiseparable import Semiseparable, one_written
+from surgery.mixers.masks.semiseparable import Semiseparable, write_token
 
-State = dict[str, Tensor]
+MaskState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class HierarchicalMask(Mask):
     def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         return length.bit_length() * features * values
 
-    def signals(self, x_BTD: Tensor) -> State:
+    def signals(self, x_BTD: Tensor) -> MaskState:
         heads = (self.shape.groups, -1, self.config.levels)
         level_BTGJL = F.softplus(affine(self.level, x_BTD)).unflatten(-1, heads)
         return {"level": level_BTGJL, **self.gates.signals(x_BTD)}
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         # Bits beyond the last level change nothing.
         level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
@@ -91,25 +91,25 @@ class HierarchicalMask(Mask):
         chosen_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
         return chosen_BGJTT * self.gates.dense(start_B, length, signals)
 
-    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
         before = None if state is None else state["buckets"]
-        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, levels_of(rows, before))
+        out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, max_levels_after(rows, before))
         return out, None if after is None else {"buckets": after}
 
-    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         gate_BG = self.gates.log_gates(rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
         level_BGJL = rows.signals["level"].squeeze(1)
         place = rows.start_B, rows.count_B, state["buckets"]
-        levels = levels_of(rows, state["buckets"])
+        levels = max_levels_after(rows, state["buckets"])
         out_BGJV, after = log_linear_step(*token, beta_BG, gate_BG, level_BGJL, *place, levels)
         return out_BGJV.unsqueeze(3), {"buckets": after}
 
 
-@op
+@dispatched
 def log_linear(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -128,13 +128,13 @@ def log_linear(
     levels: how many buckets there are then, None: the fewest, for which the device is asked."""
     length = v_BGTV.shape[2]
     bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
-    rows = widened(Rows(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
-    tree = Tree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
+    rows = upcast_inputs(MaskInputs(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
+    tree = FenwickTree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
     levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     return tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
 
 
-@op
+@dispatched
 def log_linear_step(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -152,7 +152,7 @@ def log_linear_step(
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
         x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
     )
-    write_BGF, buckets_BLGFV = one_written(k_BGF, beta_BG, buckets_BLGFV)
+    write_BGF, buckets_BLGFV = write_token(k_BGF, beta_BG, buckets_BLGFV)
     buckets_BLGFV = gate_BG.exp()[:, None, :, None, None] * buckets_BLGFV
     token_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
     every_BLGFV = torch.cat([token_BGFV.unsqueeze(1), buckets_BLGFV], dim=1)
@@ -160,10 +160,10 @@ def log_linear_step(
     seen_BLGJV = q_BGJF.unsqueeze(1) @ every_BLGFV
     out_BGJV = (level_BGJL[..., which_L].movedim(-1, 1).unsqueeze(-1) * seen_BLGJV).sum(1)
     size = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return out_BGJV, merged(buckets_BLGFV, token_BGFV, start_B, count_B, size)
+    return out_BGJV, merge_buckets(buckets_BLGFV, token_BGFV, start_B, count_B, size)
 
 
-def levels_of(rows: Rows, buckets_BLGFV: Tensor | None) -> int | None:
+def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:
     """How many buckets there may be after the rows' tokens, None where only the device knows."""
     held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
     return None if rows.most is None else max(held, rows.most.bit_length())
@@ -175,7 +175,7 @@ def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor)
     return max(held, int((start_B + count_B).max()).bit_length())
 
 
-def merged(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
+def merge_buckets(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
     """The buckets after the token, of which there are `size`: those below the lowest zero bit of the position fall into
     that bit's. Rows that have no token stay as they are."""
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.mixers.masks.base import Rows
-from surgery.mixers.masks.chunking import Frame, log_products, to_end
-from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+from surgery.mixers.masks.base import MaskInputs
+from surgery.mixers.masks.chunking import ChunkLayout, segsum, log_decay_to_end
+from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 
 def bit_length(x: Tensor, bits: int) -> Tensor:
@@ -33,13 +33,13 @@ def bit_length(x: Tensor, bits: int) -> Tensor:
     return torch.bucketize(x, 2 ** torch.arange(bits, device=x.device), right=True)
 
 
-def pick(x_BN: Tensor, index_BX: Tensor) -> Tensor:
+def gather_entries(x_BN: Tensor, index_BX: Tensor) -> Tensor:
     """Of each row the entries of that index."""
     row_B1 = torch.arange(len(x_BN), device=x_BN.device).unsqueeze(1)
     return x_BN[row_B1, index_BX]
 
 
-def spread(x: Tensor, like: Tensor) -> Tensor:
+def expand_like(x: Tensor, like: Tensor) -> Tensor:
     """With axes behind, up to those of `like`."""
     return x.view(*x.shape, *[1] * (like.dim() - x.dim()))
 
@@ -56,13 +56,13 @@ class Segments:
         """(left, right) of the pairs; the rows of which the first segment is a right one have their bucket before it.
         What was carried in a bucket is carried to the row's start already."""
         ones = torch.ones_like(self.gate_BnG[:, :1])
-        left_sum, right_sum = _paired(self.sum_BnGFV, bucket_B1GFV, torch.zeros_like(bucket_B1GFV), odd_B)
-        left_gate, right_gate = _paired(self.gate_BnG, ones, ones, odd_B)
+        left_sum, right_sum = _pair_up(self.sum_BnGFV, bucket_B1GFV, torch.zeros_like(bucket_B1GFV), odd_B)
+        left_gate, right_gate = _pair_up(self.gate_BnG, ones, ones, odd_B)
         left_carry = right_carry = None
         if self.carry_BnGFF is not None:
             eye = torch.eye(self.carry_BnGFF.shape[-1], dtype=ones.dtype, device=ones.device)
             eye = eye.expand_as(self.carry_BnGFF[:, :1])
-            left_carry, right_carry = _paired(self.carry_BnGFF, eye, eye, odd_B)
+            left_carry, right_carry = _pair_up(self.carry_BnGFF, eye, eye, odd_B)
         return Segments(left_sum, left_gate, left_carry), Segments(right_sum, right_gate, right_carry)
 
     def then(self, right: Segments) -> Segments:
@@ -70,20 +70,20 @@ class Segments:
         passed, carry = self.sum_BnGFV, None
         if self.carry_BnGFF is not None and right.carry_BnGFF is not None:
             passed, carry = right.carry_BnGFF @ passed, right.carry_BnGFF @ self.carry_BnGFF
-        total = torch.addcmul(right.sum_BnGFV, spread(right.gate_BnG, passed), passed)
+        total = torch.addcmul(right.sum_BnGFV, expand_like(right.gate_BnG, passed), passed)
         return Segments(total, self.gate_BnG * right.gate_BnG, carry)
 
 
-def _paired(x: Tensor, before: Tensor, nothing: Tensor, odd_B: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_up(x: Tensor, before: Tensor, nothing: Tensor, odd_B: Tensor) -> tuple[Tensor, Tensor]:
     """[before, x..] of odd rows, [x.., nothing] of even ones, in pairs: (left, right)."""
     pairs = x.shape[1] // 2 + 1
     every = torch.cat([before, x] + [nothing] * (2 * pairs - x.shape[1]), dim=1)
-    even = torch.where(spread(odd_B, every), every[:, :-1], every[:, 1:]).unflatten(1, (pairs, 2))
+    even = torch.where(expand_like(odd_B, every), every[:, :-1], every[:, 1:]).unflatten(1, (pairs, 2))
     return even[:, :, 0], even[:, :, 1]
 
 
 @dataclass
-class Reader:
+class SegmentQueries:
     """Queries of some chunks, carried to the starts of their segments. at_BX: chunks, counted from position 0."""
 
     at_BX: Tensor
@@ -95,39 +95,39 @@ class Reader:
         they are in left segments themselves. Carries them on to the pairs' starts."""
         right_BX = (self.at_BX >> level) & 1 == 1
         pair_BX = (self.at_BX >> (level + 1)) - (first_B >> (level + 1)).unsqueeze(1)
-        seen_BXGRV = self.read_BXGRF @ pick(left.sum_BnGFV, pair_BX)
-        weight_BXGC = torch.where(spread(right_BX, self.fade_BXGC), self.fade_BXGC, 0)
-        passed_BXG1 = torch.where(right_BX.unsqueeze(-1), pick(left.gate_BnG, pair_BX), 1).unsqueeze(-1)
+        seen_BXGRV = self.read_BXGRF @ gather_entries(left.sum_BnGFV, pair_BX)
+        weight_BXGC = torch.where(expand_like(right_BX, self.fade_BXGC), self.fade_BXGC, 0)
+        passed_BXG1 = torch.where(right_BX.unsqueeze(-1), gather_entries(left.gate_BnG, pair_BX), 1).unsqueeze(-1)
         self.fade_BXGC = self.fade_BXGC * passed_BXG1
         if left.carry_BnGFF is not None:
-            carried = self.read_BXGRF @ pick(left.carry_BnGFF, pair_BX)
-            self.read_BXGRF = torch.where(spread(right_BX, carried), carried, self.read_BXGRF)
+            carried = self.read_BXGRF @ gather_entries(left.carry_BnGFF, pair_BX)
+            self.read_BXGRF = torch.where(expand_like(right_BX, carried), carried, self.read_BXGRF)
         return seen_BXGRV, weight_BXGC
 
 
 @dataclass
-class Tree:
+class FenwickTree:
     """One call. bits: c; write: keys as they stand at their chunk's end, gates included."""
 
-    rows: Rows
+    rows: MaskInputs
     bits: int
-    frame: Frame
-    scores: Chunk
+    frame: ChunkLayout
+    scores: ChunkScores
     v_BNGCV: Tensor
     gates_BNGC: Tensor
     level_BNGJCL: Tensor
     write_BNGCF: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, gates_BGT: Tensor, bits: int) -> Tree:
-        frame = Frame.aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
+    def of(cls, rows: MaskInputs, gates_BGT: Tensor, bits: int) -> FenwickTree:
+        frame = ChunkLayout.aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
         gates_BGT = gates_BGT.expand(rows.v_BGTV.shape[:3])
         q_BNGJCF = frame.cut(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
         k_BNGCF, v_BNGCV, gates_BNGC = (frame.cut(x, 2).transpose(1, 2) for x in (rows.k_BGTF, rows.v_BGTV, gates_BGT))
         beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2).transpose(1, 2)
         level_BNGJCL = frame.cut(rows.signals["level"], 1).permute(0, 1, 3, 4, 2, 5)
         scores = chunk_scores(q_BNGJCF, k_BNGCF, beta)
-        write_BNGCF = scores.write_xCF * to_end(gates_BNGC).exp().unsqueeze(-1)
+        write_BNGCF = scores.write_xCF * log_decay_to_end(gates_BNGC).exp().unsqueeze(-1)
         return cls(rows, bits, frame, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
 
     def swept(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
@@ -169,14 +169,14 @@ class Tree:
     def _inside(self) -> Tensor:
         at_C = torch.arange(1 << self.bits, device=self.v_BNGCV.device)
         lambda_BNGJCC = self._lambdas(bit_length(at_C.unsqueeze(1) ^ at_C, self.bits), self.level_BNGJCL)
-        gates_BNG1CC = log_products(self.gates_BNGC).exp().unsqueeze(3)
+        gates_BNG1CC = segsum(self.gates_BNGC).exp().unsqueeze(3)
         return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
 
-    def _chunks(self) -> Reader:
+    def _chunks(self) -> SegmentQueries:
         at_N = torch.arange(self.frame.count, device=self.v_BNGCV.device)
-        return Reader(self.frame.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
+        return SegmentQueries(self.frame.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
 
-    def _last(self, segments: Segments, end_B: Tensor) -> Reader:
+    def _last(self, segments: Segments, end_B: Tensor) -> SegmentQueries:
         """The place behind the last token: what passes its chunk's tokens, for each feature."""
         at_B1 = (end_B >> self.bits).unsqueeze(1)
         here_B1 = at_B1 - self.frame.base_B.unsqueeze(1)
@@ -184,7 +184,7 @@ class Tree:
         if through is None:
             eye = torch.eye(self.write_BNGCF.shape[-1], dtype=self.write_BNGCF.dtype, device=at_B1.device)
             through = eye.expand(*segments.gate_BnG.shape, -1, -1)
-        return Reader(at_B1, pick(segments.gate_BnG, here_B1).unsqueeze(-1), pick(through, here_B1))
+        return SegmentQueries(at_B1, gather_entries(segments.gate_BnG, here_B1).unsqueeze(-1), gather_entries(through, here_B1))
 
     def _first_reads(self, low_BlGFV: Tensor) -> Tensor:
         """What the first chunk's queries see of the row's buckets below c, (B, G, J, C, V)."""
@@ -212,8 +212,8 @@ class Tree:
         slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)
         at_C = torch.arange(1 << self.bits, device=end_B.device)
         into_BcC = bit_length(at_C ^ slot_B1, self.bits).unsqueeze(1) - 1 == which_c.unsqueeze(1)
-        write_BcGCF = into_BcC[:, :, None, :, None] * pick(self.write_BNGCF, here_B1)
-        new_BcGFV = write_BcGCF.mT @ pick(self.v_BNGCV, here_B1)
+        write_BcGCF = into_BcC[:, :, None, :, None] * gather_entries(self.write_BNGCF, here_B1)
+        new_BcGFV = write_BcGCF.mT @ gather_entries(self.v_BNGCV, here_B1)
         old = old_BlGFV.shape[1]
         if not old:
             return new_BcGFV

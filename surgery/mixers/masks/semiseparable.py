@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import Mask, Rows
-from surgery.mixers.masks.chunking import Frame, log_products, spans, to_end
-from surgery.mixers.masks.delta_rule import Chunk, chunk_scores
+from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.chunking import ChunkLayout, segsum, token_spans, log_decay_to_end
+from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
-State = dict[str, Tensor]
+MaskState = dict[str, Tensor]
 
 
 class Semiseparable(Mask):
     """A subclass says its log-gates and, where it mixes several, the weights."""
 
-    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: State) -> Tensor:
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: MaskState) -> Tensor:
         """g_BRGT <= 0 of tokens at start .. start + length, 0 from the count-th on; B, R, G may be 1."""
         raise NotImplementedError
 
@@ -40,22 +40,22 @@ class Semiseparable(Mask):
     def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         return cls.components(config) * features * values
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> State:
+    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         shape = (rows, self.components(self.config), self.shape.groups, features, values)
         return {"sum": torch.zeros(shape, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
         gates_BRGT = self.log_gates(start_B, torch.full_like(start_B, length), length, signals)
-        return mixed(gates_BRGT.unsqueeze(3), self.amplitudes()).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
+        return chunk_masks(gates_BRGT.unsqueeze(3), self.amplitudes()).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
 
-    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         gates_BRGT = self.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         first = None if state is None else state["sum"]
         qkv = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV
         out, last = semiseparable(*qkv, rows.beta_BGT, gates_BRGT, self.amplitudes(), first, chunk)
         return out, None if state is None else {"sum": last}
 
-    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         gates_BRG = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).squeeze(-1)
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
@@ -63,7 +63,7 @@ class Semiseparable(Mask):
         return out_BGJV.unsqueeze(3), {"sum": after}
 
 
-@op
+@dispatched
 def semiseparable_step(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -76,14 +76,14 @@ def semiseparable_step(
     """One token: (out_BGJV, the sums behind it), as `semiseparable`."""
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV))
-    write_BGF, sum_BRGFV = one_written(k_BGF, beta_BG, sum_BRGFV)
+    write_BGF, sum_BRGFV = write_token(k_BGF, beta_BG, sum_BRGFV)
     token_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
     sum_BRGFV = gates_BRG.exp()[..., None, None] * sum_BRGFV + token_BGFV.unsqueeze(1)
     out_BRGJV = q_BGJF.unsqueeze(1) @ sum_BRGFV
     return (out_BRGJV if weight_RGJ is None else weight_RGJ.to(wide).unsqueeze(-1) * out_BRGJV).sum(1), sum_BRGFV
 
 
-@op
+@dispatched
 def semiseparable(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -104,15 +104,15 @@ def semiseparable(
         first_BRGFV = v_BGTV.new_zeros(batch, components, groups, features, v_BGTV.shape[-1])
     outs, last = [], first_BRGFV.to(wide)
     weight_RGJ = None if weight_RGJ is None else weight_RGJ.to(wide)
-    for t in spans(v_BGTV, per_group, chunk):
+    for t in token_spans(v_BGTV, per_group, chunk):
         beta = None if beta_BGT is None else beta_BGT[:, :, t].to(wide)
         qkv = q_BGJTF[:, :, :, t].to(wide), k_BGTF[:, :, t].to(wide), v_BGTV[:, :, t].to(wide)
-        out, last = _span(*qkv, beta, gates_BRGT[..., t].to(wide), weight_RGJ, last, chunk)
+        out, last = _semiseparable_span(*qkv, beta, gates_BRGT[..., t].to(wide), weight_RGJ, last, chunk)
         outs.append(out)
     return torch.cat(outs, 3), last
 
 
-def _span(
+def _semiseparable_span(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
     v_BGTV: Tensor,
@@ -122,35 +122,35 @@ def _span(
     first_BRGFV: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], chunk)
+    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], chunk)
     q_BGNJCF = frame.cut(q_BGJTF, 3).transpose(2, 3)
     k_BGNCF, v_BGNCV, gates_BRGNC = frame.cut(k_BGTF, 2), frame.cut(v_BGTV, 2), frame.cut(gates_BRGT, 3)
     scores = chunk_scores(q_BGNJCF, k_BGNCF, None if beta_BGT is None else frame.cut(beta_BGT, 2))
-    inside_BGNJCV = (scores.inner_xJCC * mixed(gates_BRGNC, weight_RGJ)) @ v_BGNCV.unsqueeze(3)
-    passed_BGNJCV, last_BRGFV = _passed(scores, v_BGNCV, gates_BRGNC, weight_RGJ, first_BRGFV)
+    inside_BGNJCV = (scores.inner_xJCC * chunk_masks(gates_BRGNC, weight_RGJ)) @ v_BGNCV.unsqueeze(3)
+    passed_BGNJCV, last_BRGFV = _inter_chunk(scores, v_BGNCV, gates_BRGNC, weight_RGJ, first_BRGFV)
     return frame.joined((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), last_BRGFV
 
 
-def mixed(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
+def chunk_masks(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
     """M_BGNJCC inside chunks, a component at a time."""
     if weight_RGJ is None:
-        return log_products(gates_BRGNC.squeeze(1)).exp().unsqueeze(3)
+        return segsum(gates_BRGNC.squeeze(1)).exp().unsqueeze(3)
     terms = (
-        weight_GJ[:, None, :, None, None] * log_products(gates_BGNC).exp().unsqueeze(3)
+        weight_GJ[:, None, :, None, None] * segsum(gates_BGNC).exp().unsqueeze(3)
         for weight_GJ, gates_BGNC in zip(weight_RGJ, gates_BRGNC.unbind(1))
     )
     return sum(terms, torch.zeros((), dtype=gates_BRGNC.dtype, device=gates_BRGNC.device))
 
 
-def _passed(
-    scores: Chunk, v_BGNCV: Tensor, gates_BRGNC: Tensor, weight_RGJ: Tensor | None, first_BRGFV: Tensor
+def _inter_chunk(
+    scores: ChunkScores, v_BGNCV: Tensor, gates_BRGNC: Tensor, weight_RGJ: Tensor | None, first_BRGFV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What chunks read of earlier ones, (B, G, N, J, C, V), and the state behind the last."""
     out, after = torch.zeros_like(v_BGNCV[:, :, :, None]), []
     for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
         fade_BGNJC = gates_BGNC.cumsum(-1).exp().unsqueeze(3)  # from the chunk's start to a token
-        added_BGNFV = (scores.write_xCF * to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
-        before_BGNFV, last = states(scores, added_BGNFV, fade_BGNJC[:, :, :, 0, -1], first_BRGFV[:, r])
+        added_BGNFV = (scores.write_xCF * log_decay_to_end(gates_BGNC).exp().unsqueeze(-1)).mT @ v_BGNCV
+        before_BGNFV, last = scan_states(scores, added_BGNFV, fade_BGNJC[:, :, :, 0, -1], first_BRGFV[:, r])
         if weight_RGJ is not None:
             fade_BGNJC = weight_RGJ[r, :, None, :, None] * fade_BGNJC
         out = out + fade_BGNJC.unsqueeze(-1) * (scores.read_xJCF @ before_BGNFV.unsqueeze(3))
@@ -158,7 +158,7 @@ def _passed(
     return out, torch.stack(after, 1)
 
 
-def states(scores: Chunk, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor) -> tuple[Tensor, Tensor]:
+def scan_states(scores: ChunkScores, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor) -> tuple[Tensor, Tensor]:
     """S_n+1 = total_n carry_n S_n + added_n from S_0 = first: (every S_n, the last one)."""
     before, state = [], first_BGFV.to(added_BGNFV.dtype)
     factors = None if scores.keys_xCF is None else (scores.write_xCF.mT.unbind(2), scores.keys_xCF.unbind(2))
@@ -169,7 +169,7 @@ def states(scores: Chunk, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Te
     return torch.stack(before, 2), state
 
 
-def one_written(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tuple[Tensor, Tensor]:
+def write_token(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tuple[Tensor, Tensor]:
     """One token: (beta k, sums as it leaves them: (I - beta k k^T) S)."""
     if beta_BG is None:
         return k_BGF, sum_BRGFV
@@ -178,7 +178,7 @@ def one_written(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tup
     return write_BGF, sum_BRGFV - write_BGF[:, None, :, :, None] * seen_BRG1V
 
 
-def carried_by_one(rows: Rows, write_BGF1: Tensor, sum_BRGFV: Tensor) -> Tensor:
+def apply_carry(rows: MaskInputs, write_BGF1: Tensor, sum_BRGFV: Tensor) -> Tensor:
     """(I - beta k k^T) S."""
     if rows.beta_BGT is None:
         return sum_BRGFV

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.fft_convolution import History
+from surgery.mixers.masks.fft_convolution import DistanceMask
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Toeplitz:
 
 
 @MASKS.register(Toeplitz)
-class ToeplitzMask(History):
+class ToeplitzMask(DistanceMask):
     """Starts at c[d] = (1 + d)^(-1/2)."""
 
     def __init__(self, config: Any, shape: AttentionShape):

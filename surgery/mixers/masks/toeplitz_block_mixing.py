@@ -27,15 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.dispatch import op
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Rows
-from surgery.mixers.masks.chunking import Frame, inverse_softplus
+from surgery.mixers.masks.base import MASKS, MaskInputs
+from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable, semiseparable
 
 
-@op
+@dispatched
 def block_scan(
     sum_BGMFV: Tensor,
     rate_RG: Tensor,
@@ -62,8 +62,8 @@ def block_scan(
     return torch.stack(mixed, 3).to(sum_BGMFV.dtype), last
 
 
-@op
-def block_scan_both(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
+@dispatched
+def block_scan_bidirectional(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
     """mixed_BGJMFV, both ways."""
     dtype, sum_BGMFV = sum_BGMFV.dtype, sum_BGMFV.to(torch.promote_types(sum_BGMFV.dtype, torch.float32))
     out = torch.zeros_like(sum_BGMFV[:, :, None])
@@ -83,7 +83,7 @@ def _sweep(sum_BGMFV: Tensor, gate_G11: Tensor) -> Tensor:
     return torch.stack(states, 2)
 
 
-State = dict[str, Tensor]
+MaskState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -139,26 +139,26 @@ class ToeplitzBlocksMask(Semiseparable):
         self.amplitude_RGJ.copy_(inverse_softplus(amplitude_RGJ.double().clamp_min(1e-12)))
         self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
 
-    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: State) -> Tensor:
-        return gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        return block_log_gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
 
-    def dense(self, start_B: Tensor, length: int, signals: State) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.kernel(block_BT.unsqueeze(2) - block_BT.unsqueeze(1)).permute(0, 3, 4, 1, 2)
         return mask.tril() if self.shape.causal else mask
 
-    def chunked(self, rows: Rows, state: State | None, chunk: int) -> tuple[Tensor, State | None]:
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         if rows.beta_BGT is not None:
             return super().chunked(rows, state, chunk)
         qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
         kernel = _positive(self.rate_RG), self.amplitudes()
         if not self.shape.causal:
-            return toeplitz_both_ways(*qkv, *kernel, block), state
+            return toeplitz_bidirectional(*qkv, *kernel, block), state
         first = None if state is None else state["sum"]
         out, last = toeplitz_causal(*qkv, *kernel, first, rows.start_B, rows.count_B, block, chunk)
         return out, None if state is None or last is None else {"sum": last}
 
-    def step(self, rows: Rows, state: State) -> tuple[Tensor, State]:
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         if rows.beta_BGT is not None:
             return super().step(rows, state)
         qkv, kernel = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), (_positive(self.rate_RG), self.amplitudes())
@@ -166,7 +166,7 @@ class ToeplitzBlocksMask(Semiseparable):
         return out, {"sum": after}
 
 
-@op
+@dispatched
 def toeplitz_causal(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -180,11 +180,11 @@ def toeplitz_causal(
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
     """(out_BGJTV, last_BRGFV) as `semiseparable` gives them; a kernel may leave `last` where no state came in."""
-    gates_BRGT = gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
+    gates_BRGT = block_log_gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
     return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
 
 
-@op
+@dispatched
 def toeplitz_step(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -198,26 +198,26 @@ def toeplitz_step(
 ) -> tuple[Tensor, Tensor]:
     """The same of one token a row (T = 1)."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
-    gate_BRG1 = gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
+    gate_BRG1 = block_log_gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
     written_BGFV = k_BGTF.to(wide).mT * v_BGTV.to(wide)
     sum_BRGFV = gate_BRG1.unsqueeze(-1) * sum_BRGFV.to(wide) + written_BGFV.unsqueeze(1)
     out_BRGJV = q_BGJTF.to(wide).squeeze(3).unsqueeze(1) @ sum_BRGFV
     return (weight_RGJ.unsqueeze(-1) * out_BRGJV).sum(1).unsqueeze(3), sum_BRGFV
 
 
-@op
-def toeplitz_both_ways(
+@dispatched
+def toeplitz_bidirectional(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
     """out_BGJTV in float32 or wider (a kernel: or v's dtype) of sequences that begin at position 0."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
-    frame = Frame.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
     k_BGNCF, v_BGNCV = frame.cut(k_BGTF.to(wide), 2), frame.cut(v_BGTV.to(wide), 2)
-    mixed_BGJNFV = block_scan_both(k_BGNCF.mT @ v_BGNCV, rate_RG, weight_RGJ)
+    mixed_BGJNFV = block_scan_bidirectional(k_BGNCF.mT @ v_BGNCV, rate_RG, weight_RGJ)
     return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
-def gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:
+def block_log_gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:
     """Log-gates (B, R, G, T): -lambda at the first token of each block."""
     token_T = torch.arange(length, device=start_B.device)
     enters_BT = ((start_B.unsqueeze(1) + token_T) % block == 0) & (token_T < count_B.unsqueeze(1))

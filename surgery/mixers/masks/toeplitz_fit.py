@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GRID = 24  # rates tried
-ROUNDS = 10  # of scales against kernel
+RATE_GRID_SIZE = 24  # rates tried
+FIT_ROUNDS = 10  # of scales against kernel
 
 
 @dataclass(frozen=True)
-class Toeplitz:
+class ToeplitzFit:
     """The fit of one or more matrices: r2, the share of W's variance over the entries it may use that the fit explains,
     (..); amplitude_R and rate_R (.., R)."""
 
@@ -34,7 +34,7 @@ class Toeplitz:
 
 
 @torch.no_grad()
-def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tensor | None = None) -> Toeplitz:
+def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tensor | None = None) -> ToeplitzFit:
     """Of matrices (.., M, M): kernel and row scales in turn, the kernel by nonnegative least squares over a grid of
     rates, then over `components` rates spread evenly (in their logarithm) over those that weigh; or over the rates
     given (.., R)."""
@@ -45,27 +45,27 @@ def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tenso
     seen_MM = apart_MM >= 0 if not causal else at_M[:, None] >= at_M
     # From hardly falling over all blocks to gone at the next one; a constant is the limit of the first.
     slow = -1.5 - math.log10(size)
-    grid_N = torch.cat([torch.zeros(1), torch.logspace(slow, 1, GRID - 1)]).to(w_XMM)
+    grid_N = torch.cat([torch.zeros(1), torch.logspace(slow, 1, RATE_GRID_SIZE - 1)]).to(w_XMM)
     rate_XN = grid_N.expand(len(w_XMM), -1) if rate is None else rate.reshape(len(w_XMM), -1).double()
     scale_XM, a_XN = torch.ones_like(w_XMM[:, 0]), torch.zeros_like(rate_XN)
-    for round_ in range(ROUNDS):
+    for round_ in range(FIT_ROUNDS):
         basis_XNM = torch.exp(-rate_XN[..., None] * at_M)
-        if round_ == ROUNDS // 2 and components < rate_XN.shape[1]:
+        if round_ == FIT_ROUNDS // 2 and components < rate_XN.shape[1]:
             rate_XN = spread_rates(rate_XN, a_XN * basis_XNM.sum(-1), components)
             basis_XNM, a_XN = torch.exp(-rate_XN[..., None] * at_M), torch.zeros_like(rate_XN)
-        a_XN = _kernel(w_XMM, scale_XM, basis_XNM, apart_MM, seen_MM, a_XN)
+        a_XN = _fit_kernel(w_XMM, scale_XM, basis_XNM, apart_MM, seen_MM, a_XN)
         k_XMM = torch.where(seen_MM, (a_XN[:, None] @ basis_XNM)[:, 0][:, apart_MM], 0)
         scale_XM = (w_XMM * k_XMM).sum(-1) / k_XMM.square().sum(-1).clamp_min(1e-30)
     wrong_X = (w_XMM - scale_XM[..., None] * k_XMM)[:, seen_MM].square().sum(-1)
     entries_XE = w_XMM[:, seen_MM]
     spread_X = (entries_XE - entries_XE.mean(-1, keepdim=True)).square().sum(-1)
     r2_X, a_XN = 1 - wrong_X / spread_X.clamp_min(1e-30), a_XN * scale_XM.mean(-1, keepdim=True)
-    return Toeplitz(r2_X.view(lead), a_XN.view(*lead, -1), rate_XN.reshape(*lead, -1))
+    return ToeplitzFit(r2_X.view(lead), a_XN.view(*lead, -1), rate_XN.reshape(*lead, -1))
 
 
-def fit_heads(w_GJMM: Tensor, components: int, causal: bool = True) -> Toeplitz:
+def fit_heads(w_GJMM: Tensor, components: int, causal: bool = True) -> ToeplitzFit:
     """The same for query heads that share rates with their group. r2 (G, J), amplitude and rate (G, J, R)."""
-    alone = fit_toeplitz(w_GJMM, GRID, causal)
+    alone = fit_toeplitz(w_GJMM, RATE_GRID_SIZE, causal)
     mass_GJN = alone.amplitude / (1e-3 + alone.rate)
     mass_GN = (mass_GJN / mass_GJN.sum(-1, keepdim=True).clamp_min(1e-30)).amax(1)
     rate_GR = spread_rates(alone.rate[:, 0], mass_GN, components)
@@ -90,7 +90,7 @@ def spread_rates(rate_XN: Tensor, mass_XN: Tensor, components: int) -> Tensor:
     return torch.where((at_R == 0) & constant_X1, 0.0, rate_XR)
 
 
-def _kernel(
+def _fit_kernel(
     w_XMM: Tensor, scale_XM: Tensor, basis_XNM: Tensor, apart_MM: Tensor, seen_MM: Tensor, start_XN: Tensor
 ) -> Tensor:
     """a (X, N) of least squares with the row scales as they are; distances weigh as many entries as they have."""
@@ -99,10 +99,10 @@ def _kernel(
     weight_XM.index_add_(1, apart_MM[seen_MM], rows_XMM[:, seen_MM].square())
     wanted_XM.index_add_(1, apart_MM[seen_MM], (rows_XMM * w_XMM)[:, seen_MM])
     gram_XNN = (basis_XNM * weight_XM[:, None]) @ basis_XNM.mT
-    return nonnegative(gram_XNN, (basis_XNM @ wanted_XM[..., None])[..., 0], start_XN)
+    return nonnegative_lstsq(gram_XNN, (basis_XNM @ wanted_XM[..., None])[..., 0], start_XN)
 
 
-def nonnegative(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | None = None, rounds: int = 40) -> Tensor:
+def nonnegative_lstsq(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | None = None, rounds: int = 40) -> Tensor:
     """argmin x^T G x / 2 - w^T x over x >= 0 for each h, a coordinate at a time; a little ridge for terms that are
     alike."""
     gram_HNN = gram_HNN + 1e-6 * torch.diag_embed(gram_HNN.diagonal(dim1=-2, dim2=-1) + 1e-12)

@@ -10,20 +10,20 @@ from typing import Any
 
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.base import ROLES
-from surgery.checkpoint.meta_model import unconverted
-from surgery.checkpoint.source import Source, open_converted
-from surgery.checkpoint.table import mixers_of
+from surgery.checkpoint.meta_model import build_unconverted_model
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import MIXERS, mixer_config
-from surgery.publish.summary import describe, describe_mixer, macs_per_token, read_report, softmax_cache, softmax_macs
+from surgery.publish.summary import describe_structure, describe_mixer, macs_per_token, read_report, softmax_cache, softmax_macs
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
-LARGE = 64 * 2**20  # bytes of a log or of results that a page still shows
+MAX_BYTES = 64 * 2**20  # bytes of a log or of results that a page still shows
 
 
 @dataclass
-class Facts:
+class PageData:
     """costs: context -> {"cache": (before, after), "macs": (before, after)}, numbers of one sequence and multiply-
     accumulates of the next token; log: lines of healing; results: of `surgery eval --out`; notes: what is not shown, and why."""
 
@@ -38,15 +38,15 @@ class Facts:
 
     @property
     def layers(self) -> list[int]:
-        found = {layer_of(record["name"]) for record in self.report["modules"]} | {
-            layer_of(path) for path in self.mixing
+        found = {layer_index(record["name"]) for record in self.report["modules"]} | {
+            layer_index(path) for path in self.mixing
         }
         return sorted(layer for layer in found if layer is not None)
 
     @property
     def roles(self) -> list[str]:
         """Columns of pictures, in the order of a layer."""
-        found = {role_of(record) for record in self.report["modules"] if layer_of(record["name"]) is not None}
+        found = {module_role(record) for record in self.report["modules"] if layer_index(record["name"]) is not None}
         known = [role for role in ROLES if role in found]
         return known + sorted(found - set(known))
 
@@ -58,26 +58,26 @@ def text_warnings(report: dict[str, Any]) -> list[str]:
     return [f"calibration: {line}" for line in said if isinstance(line, str)] if isinstance(said, list) else []
 
 
-def layer_of(path: str) -> int | None:
+def layer_index(path: str) -> int | None:
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
 
-def role_of(record: dict[str, Any]) -> str:
+def module_role(record: dict[str, Any]) -> str:
     return " + ".join(record["roles"]) or str(record["name"]).rsplit(".", 1)[-1]
 
 
-def gather(name: str, measured: Path | None = None) -> Facts:
+def load_page_data(name: str, measured: Path | None = None) -> PageData:
     """measured: a folder of `surgery eval --out`; by default OUT/eval, where there is one."""
-    source = open_converted(name)
+    source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
-    facts = Facts(name, source.folder, report, {})
-    _attend(facts, source)
+    facts = PageData(name, source.folder, report, {})
+    _add_attention(facts, source)
     facts.notes += text_warnings(report)
-    facts.log = _log(source.folder / "training" / "log.jsonl", facts.notes)
+    facts.log = _read_log(source.folder / "training" / "log.jsonl", facts.notes)
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():
-        facts.results = _results(place / "results.json")
+        facts.results = _read_results(place / "results.json")
     elif measured is not None:
         raise SurgeryError(
             f"{measured} has no results.json; `surgery eval {name} --compare SRC --out {measured}` writes one"
@@ -85,11 +85,11 @@ def gather(name: str, measured: Path | None = None) -> Facts:
     return facts
 
 
-def _attend(facts: Facts, source: Source) -> None:
+def _add_attention(facts: PageData, source: CheckpointSource) -> None:
     """What mixes tokens where, and what it costs at each context."""
-    mixers = {path: mixer_config(spec) for path, spec in mixers_of(source.config, source.name).items()}
+    mixers = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     try:
-        model = unconverted(source)
+        model = build_unconverted_model(source)
         paths = attention_paths(model)
         shapes = {path: attention_shape(model, path) for path in paths}
     except SurgeryError as error:
@@ -111,11 +111,11 @@ def _attend(facts: Facts, source: Source) -> None:
         facts.costs[context] = {"cache": (cache[0], cache[1]), "macs": (macs[0], macs[1])}
 
 
-def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Lines of training; a line that is none (a run was killed while it wrote) is left out."""
     if not path.is_file():
         return []
-    if path.stat().st_size > LARGE:
+    if path.stat().st_size > MAX_BYTES:
         notes.append(f"the log of training has {path.stat().st_size:,} bytes and is not shown")
         return []
     found = []
@@ -129,20 +129,20 @@ def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _results(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > LARGE:
-        raise SurgeryError(f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {LARGE:,}")
+def _read_results(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_BYTES:
+        raise SurgeryError(f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {MAX_BYTES:,}")
     read = read_json(path)
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise SurgeryError(f"{path} is no result of `surgery eval`")
     return read
 
 
-def structure_of(record: dict[str, Any]) -> str:
+def structure_class(record: dict[str, Any]) -> str:
     """A class of the style: that of the structure, or `other`."""
     name = str(record["structure"]["structure"])
     return name if name in ("btt", "monarch", "low_rank", "pivoted_low_rank", "kronecker") else "other"
 
 
-def described(record: dict[str, Any]) -> str:
-    return describe(record["structure"])
+def structure_text(record: dict[str, Any]) -> str:
+    return describe_structure(record["structure"])

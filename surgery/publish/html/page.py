@@ -10,51 +10,51 @@ from html import escape
 from pathlib import Path
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import disk_errors, whole
+from surgery.core.files import explain_disk_errors, atomic_write
 from surgery.core.version import __version__
 from surgery.publish.html import sections
-from surgery.publish.html.data import Facts, gather
+from surgery.publish.html.data import PageData, load_page_data
 
-PAGE = "report.html"
-PARTS = (
-    ("model", "The model", sections.picture),
-    ("errors", "Errors and ranks", sections.errors),
-    ("costs", "Costs", sections.costs),
-    ("training", "Healing", sections.training),
-    ("measured", "Before and after", sections.measured),
-    ("matrices", "Every matrix", sections.matrices),
+PAGE_NAME = "report.html"
+SECTIONS = (
+    ("model", "The model", sections.model_section),
+    ("errors", "Errors and ranks", sections.error_section),
+    ("costs", "Costs", sections.cost_section),
+    ("training", "Healing", sections.training_section),
+    ("measured", "Before and after", sections.eval_section),
+    ("matrices", "Every matrix", sections.matrix_section),
 )
 
 
 def write_page(converted: str, out: Path | None = None, measured: Path | None = None) -> Path:
     """OUT/report.html, or the file `out`; made beside and renamed."""
     try:
-        facts = gather(converted, measured)
-        text = page(facts)
+        facts = load_page_data(converted, measured)
+        text = render_page(facts)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise SurgeryError(
             f"the report or the results of {converted} are not as surgery writes them ({type(error).__name__}: {error}); "
             "`surgery convert` and `surgery eval` write them anew"
         ) from None
-    target = out or facts.folder / PAGE
+    target = out or facts.folder / PAGE_NAME
     if target.is_dir():
-        raise SurgeryError(f"{target} is a folder; give a file, for example {target / PAGE}")
+        raise SurgeryError(f"{target} is a folder; give a file, for example {target / PAGE_NAME}")
     if not target.absolute().parent.is_dir():
         raise SurgeryError(f"{target.absolute().parent} is not a folder; make it first")
-    with disk_errors(target), whole(target, "w") as file:
+    with explain_disk_errors(target), atomic_write(target, "w") as file:
         file.write(text)
     return target
 
 
-def page(facts: Facts) -> str:
-    parts = [(key, name, make(facts)) for key, name, make in PARTS]
-    top = sections.figures(facts)
+def render_page(facts: PageData) -> str:
+    parts = [(key, name, make(facts)) for key, name, make in SECTIONS]
+    top = sections.headline_figures(facts)
     shown = [(key, name, text) for key, name, text in parts if text]
     title = f"{Path(facts.name).name} by surgery"
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in shown)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in facts.notes)
-    script, style = _file("page.js"), _file("page.css")
-    rules = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    script, style = _read_resource("page.js"), _read_resource("page.css")
+    rules = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_csp_hash(script)}'; base-uri 'none'; form-action 'none'"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -70,14 +70,14 @@ def page(facts: Facts) -> str:
 <a class="skip" href="#content">Skip to the content</a>
 <header>
 <h1>{escape(Path(facts.name).name)}</h1>
-<p class="lead">{_lead(facts)}</p>
+<p class="lead">{_subtitle(facts)}</p>
 <nav aria-label="Sections">{links}</nav>
 {top}
 </header>
 <main id="content">
 {"".join(f"<section aria-labelledby={key}>{text}</section>" for key, _, text in shown)}
 {notes}
-<section aria-labelledby=recipe><h2 id=recipe>The recipe</h2>{_recipe(facts)}</section>
+<section aria-labelledby=recipe><h2 id=recipe>The recipe</h2>{_recipe_html(facts)}</section>
 </main>
 <footer>Made by surgery {escape(__version__)} from surgery_report.json and what lies beside it.</footer>
 <script>{script}</script>
@@ -86,7 +86,7 @@ def page(facts: Facts) -> str:
 """
 
 
-def _lead(facts: Facts) -> str:
+def _subtitle(facts: PageData) -> str:
     report = facts.report
     source = report.get("source", {})
     at = f" at {source['revision'][:10]}" if source.get("revision") else ""
@@ -97,14 +97,14 @@ def _lead(facts: Facts) -> str:
     )
 
 
-def _recipe(facts: Facts) -> str:
+def _recipe_html(facts: PageData) -> str:
     kept = {key: value for key, value in (facts.report.get("recipe") or {}).items() if value not in (None, [], {})}
     return f"<details><summary>Keys and seed {escape(str(facts.report.get('seed', '')))}</summary><pre>{escape(json.dumps(kept, indent=2))}</pre></details>"
 
 
-def _file(name: str) -> str:
+def _read_resource(name: str) -> str:
     return importlib.resources.files("surgery.publish.html").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(script: str) -> str:
+def _csp_hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

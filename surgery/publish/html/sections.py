@@ -7,30 +7,30 @@ from html import escape
 from typing import Any
 
 from surgery.core.files import size_text
-from surgery.core.tables import count
-from surgery.publish.html.data import Facts, described, layer_of, role_of, structure_of
-from surgery.publish.html.svg import Axis, Cell, Series, heat, layers, lines, short
-from surgery.publish.tables import share
+from surgery.core.tables import format_count
+from surgery.publish.html.data import PageData, structure_text, layer_index, module_role, structure_class
+from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart, format_si
+from surgery.publish.tables import format_share
 
-USUAL = 4096  # tokens of context that the few numbers at the top are for
+HEADLINE_CONTEXT = 4096  # tokens of context that the few numbers at the top are for
 
 
-def figure(picture: str, caption: str, extra: str = "") -> str:
+def figure_html(picture: str, caption: str, extra: str = "") -> str:
     return f"<figure>{picture}{extra}<figcaption>{caption}</figcaption></figure>" if picture else ""
 
 
-def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
+def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
     """A table whose columns sort. A cell is a text, or (text, what it sorts by); the first `words` columns are text."""
     kinds = (' class="words"' if i < words else "" for i in range(len(heads)))
     head = "".join(f'<th scope="col"{k}><button type="button">{escape(n)}</button></th>' for n, k in zip(heads, kinds))
-    body = "".join("<tr>" + "".join(_cell(cell, i, words) for i, cell in enumerate(row)) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(_cell_html(cell, i, words) for i, cell in enumerate(row)) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
         f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _cell(cell: Any, column: int, words: int) -> str:
+def _cell_html(cell: Any, column: int, words: int) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
     data = "" if value is None else f' data-value="{escape(str(value))}"'
     kind = ' class="words"' if column < words else ""
@@ -41,21 +41,21 @@ def _cell(cell: Any, column: int, words: int) -> str:
     )
 
 
-def figures(facts: Facts) -> str:
+def headline_figures(facts: PageData) -> str:
     """The few numbers that say most."""
     total = facts.report["totals"]
     said = [
         (
-            share(total["params_after"], total["params_before"]),
-            f"of {count(total['params_before'])} parameters are stored",
+            format_share(total["params_after"], total["params_before"]),
+            f"of {format_count(total['params_before'])} parameters are stored",
         ),
-        (share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
+        (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
     ]
     if facts.costs:
-        cache, macs = facts.costs[USUAL]["cache"], facts.costs[USUAL]["macs"]
+        cache, macs = facts.costs[HEADLINE_CONTEXT]["cache"], facts.costs[HEADLINE_CONTEXT]["macs"]
         if cache[0] != cache[1]:
-            said.append((share(cache[1], cache[0]), f"of the cache at {USUAL:,} tokens"))
-        said.append((share(macs[1], macs[0]), f"of the FLOPs of a token at {USUAL:,}"))
+            said.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
+        said.append((format_share(macs[1], macs[0]), f"of the FLOPs of a token at {HEADLINE_CONTEXT:,}"))
     run = (facts.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
     if scores[0] and scores[2]:
@@ -69,68 +69,68 @@ def figures(facts: Facts) -> str:
     )
 
 
-def picture(facts: Facts) -> str:
+def model_section(facts: PageData) -> str:
     """What was cut where, layer by layer."""
     by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for record in facts.report["modules"]:
-        by_place.setdefault((layer_of(record["name"]), role_of(record)), []).append(record)
-    mixing = {layer_of(path): said for path, said in facts.mixing.items()}
+        by_place.setdefault((layer_index(record["name"]), module_role(record)), []).append(record)
+    mixing = {layer_index(path): said for path, said in facts.mixing.items()}
     rows = [
-        (str(layer), mixing.get(layer, "as it was"), [_box(by_place.get((layer, role))) for role in facts.roles])
+        (str(layer), mixing.get(layer, "as it was"), [_matrix_box(by_place.get((layer, role))) for role in facts.roles])
         for layer in facts.layers
     ]
     if not rows:
         return ""
-    kinds = dict.fromkeys(structure_of(record) for record in facts.report["modules"])
+    kinds = dict.fromkeys(structure_class(record) for record in facts.report["modules"])
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(kind.replace("_", " "))}</li>' for kind in kinds)
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in facts.roles]
-    drawn = layers("The model before and after", names, rows)
+    drawn = layer_diagram("The model before and after", names, rows)
     caption = "Each box is a matrix as it was, its filled part the numbers that are kept. Point at one for its figures."
-    return "<h2 id=model>The model, before and after</h2>" + figure(drawn, caption, f'<ul class="legend">{keys}</ul>')
+    return "<h2 id=model>The model, before and after</h2>" + figure_html(drawn, caption, f'<ul class="legend">{keys}</ul>')
 
 
-def _box(records: list[dict[str, Any]] | None) -> Cell | None:
+def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
     if not records:
         return None
     before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
     error = "" if first["error"] is None else f", error {first['error']:.3f}"  # none from scratch
-    said = f"{first['name']}{more}: {described(first)}, {after:,} of {before:,} numbers{error}"
-    return Cell(after / max(before, 1), structure_of(first), said)
+    said = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} numbers{error}"
+    return MatrixBox(after / max(before, 1), structure_class(first), said)
 
 
-def errors(facts: Facts) -> str:
+def error_section(facts: PageData) -> str:
     """Error and rank of each matrix, by layer."""
     kinds = ("converted", "healed", "third", "base")
     by_role: dict[str, list[dict[str, Any]]] = {}
     for record in facts.report["modules"]:
-        if layer_of(record["name"]) is not None:
-            by_role.setdefault(role_of(record), []).append(record)
+        if layer_index(record["name"]) is not None:
+            by_role.setdefault(module_role(record), []).append(record)
     if not by_role:
         return ""
     shown = list(by_role.items())
     parts = ["<h2 id=errors>Errors and ranks, layer by layer</h2>", '<div class="pair">']
     for start in range(0, len(shown), 4):
         group = shown[start : start + 4]
-        worth = [Series(role, kind, _line(records, "error")) for kind, (role, records) in zip(kinds, group)]
-        drawn = lines("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
-        parts.append(figure(drawn, "Of the outputs on held-out text; of the weights where there was none."))
-        ranked = [Series(role, kind, _line(records, "rank")) for kind, (role, records) in zip(kinds, group)]
-        parts.append(figure(lines("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread."))
+        worth = [Series(role, kind, _layer_points(records, "error")) for kind, (role, records) in zip(kinds, group)]
+        drawn = line_chart("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
+        parts.append(figure_html(drawn, "Of the outputs on held-out text; of the weights where there was none."))
+        ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
+        parts.append(figure_html(line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread."))
     return "".join([*parts, "</div>"])
 
 
-def _line(records: list[dict[str, Any]], what: str) -> list[tuple[float, float]]:
+def _layer_points(records: list[dict[str, Any]], what: str) -> list[tuple[float, float]]:
     points = []
     for record in records:
         value = record["structure"].get("rank") if what == "rank" else record["error"]
         if isinstance(value, (int, float)):
-            points.append((float(layer_of(record["name"]) or 0), float(value)))
+            points.append((float(layer_index(record["name"]) or 0), float(value)))
     return sorted(points)
 
 
-def costs(facts: Facts) -> str:
+def cost_section(facts: PageData) -> str:
     if not facts.costs:
         return ""
     drawn = []
@@ -144,21 +144,21 @@ def costs(facts: Facts) -> str:
             for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
         ]
         title = "FLOPs against context" if what == "macs" else "Cache against context"
-        drawn.append(figure(lines(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption))
+        drawn.append(figure_html(line_chart(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption))
     return '<h2 id=costs>What it costs, by context</h2><div class="pair">' + "".join(drawn) + "</div>"
 
 
-def training(facts: Facts) -> str:
+def training_section(facts: PageData) -> str:
     """Loss of every stage and validation, and what the runs were."""
     stages: dict[str, list[dict[str, Any]]] = {}
     for line in facts.log:
         stages.setdefault(f"{line.get('stage', 0)}: {line.get('kind', '')}", []).append(line)
     drawn = []
     for name, found in stages.items():
-        loss = _curve(found, "loss")
-        held = _curve(found, "validation")
+        loss = _step_points(found, "loss")
+        held = _step_points(found, "validation")
         series = [Series("training loss", "converted", loss), Series("validation, nats per token", "healed", held)]
-        drawn.append(figure(lines(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}"))
+        drawn.append(figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}"))
     runs = facts.report.get("training") or []
     rows = []
     for number, run in enumerate(runs, 1):
@@ -171,16 +171,16 @@ def training(facts: Facts) -> str:
     if not rows and not any(drawn):
         return ""
     heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
-    told = table("Healing, run by run", heads, rows, words=2) if rows else ""
+    told = table_html("Healing, run by run", heads, rows, words=2) if rows else ""
     return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{told}"
 
 
-def _curve(found: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
     pairs: list[tuple[Any, Any]] = [(line.get("step"), line.get(key)) for line in found]
     return [(float(s), float(v)) for s, v in pairs if isinstance(s, (int, float)) and isinstance(v, (int, float))]
 
 
-def measured(facts: Facts) -> str:
+def eval_section(facts: PageData) -> str:
     """What `surgery eval` found: one row for each task, maps of needles, loss by position."""
     if facts.results is None:
         return ""
@@ -188,7 +188,7 @@ def measured(facts: Facts) -> str:
     roles = [role for role in ("base", "converted") if any(role in row["values"] for row in rows)]
     body = []
     for row in rows:
-        cells = [_value(row, role) for role in roles]
+        cells = [_format_value(row, role) for role in roles]
         change = row.get("difference") or {}
         low, high = change.get("low"), change.get("high")
         interval = "-" if low is None else f"{low:+.4g} to {high:+.4g}"
@@ -205,18 +205,18 @@ def measured(facts: Facts) -> str:
         "samples",
         "remarks",
     ]
-    parts = ["<h2 id=measured>Before against after</h2>", table("Measured side by side", heads, body, words=2)]
-    return "".join([*parts, needles(facts.results["rows"], roles), positions(facts.results["rows"], roles)])
+    parts = ["<h2 id=measured>Before against after</h2>", table_html("Measured side by side", heads, body, words=2)]
+    return "".join([*parts, needle_maps(facts.results["rows"], roles), position_chart(facts.results["rows"], roles)])
 
 
-def _value(row: dict[str, Any], role: str) -> Any:
+def _format_value(row: dict[str, Any], role: str) -> Any:
     value, error = row["values"].get(role), (row.get("errors") or {}).get(role)
     if value is None:
         return "-"
     return (f"{value:.4g}" + (f" ± {error:.2g}" if error is not None else ""), value)
 
 
-def needles(rows: list[dict[str, Any]], roles: list[str]) -> str:
+def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
     """A map of depth by length for every task that has one, original beside converted."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -232,9 +232,9 @@ def needles(rows: list[dict[str, Any]], roles: list[str]) -> str:
             scale = float(cells[0]["metric"].get("scale") or 1.0)
             shares = [[None if (v := known.get((n, d))) is None else v / scale for d in depths] for n in lengths]
             name = "original" if role == "base" else role
-            drawn = heat(f"{task}, {name}", [short(n) for n in lengths], [f"{d:g}" for d in depths], shares)
+            drawn = heat_map(f"{task}, {name}", [format_si(n) for n in lengths], [f"{d:g}" for d in depths], shares)
             parts.append(
-                figure(
+                figure_html(
                     drawn, f"{escape(name)}: right answers in percent, by length in tokens and depth (0 start, 1 end)"
                 )
             )
@@ -242,7 +242,7 @@ def needles(rows: list[dict[str, Any]], roles: list[str]) -> str:
     return "".join(parts)
 
 
-def positions(rows: list[dict[str, Any]], roles: list[str]) -> str:
+def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
     found = [row for row in rows if set(row["group"]) == {"position"}]
     series = [
         Series(
@@ -252,26 +252,26 @@ def positions(rows: list[dict[str, Any]], roles: list[str]) -> str:
         )
         for role in roles
     ]
-    drawn = lines("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
-    return "<h3>Loss by position</h3>" + figure(drawn, "Mean around each position; lower is better.") if drawn else ""
+    drawn = line_chart("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
+    return "<h3>Loss by position</h3>" + figure_html(drawn, "Mean around each position; lower is better.") if drawn else ""
 
 
-def matrices(facts: Facts) -> str:
+def matrix_section(facts: PageData) -> str:
     rows = []
     for record in facts.report["modules"]:
         before, after = int(record["params_before"]), int(record["params_after"])
         rows.append(
             [
                 record["name"],
-                role_of(record),
-                described(record),
+                module_role(record),
+                structure_text(record),
                 (f"{before:,}", before),
                 (f"{after:,}", after),
-                (share(after, before), after / max(before, 1)),
+                (format_share(after, before), after / max(before, 1)),
                 *("-" if (e := record.get(what)) is None else f"{e:.4f}" for what in ("error", "start")),
             ]
         )
     if not rows:
         return ""
     heads = ["matrix", "role", "structure", "numbers before", "after", "kept", "error", "of the start"]
-    return "<h2 id=matrices>Every matrix</h2>" + table("Every matrix that was replaced", heads, rows, words=3)
+    return "<h2 id=matrices>Every matrix</h2>" + table_html("Every matrix that was replaced", heads, rows, words=3)

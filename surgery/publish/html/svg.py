@@ -10,8 +10,8 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 270  # on a phone still with letters of ten points
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
-MOST, FEW = 300, 12  # points of a line: more cannot be seen; so few that each is shown
-WIDE = 480  # a picture that is wider than this keeps its size, and scrolls
+MAX_POINTS, MAX_VISIBLE_DOTS = 300, 12  # points of a line: more cannot be seen; so few that each is shown
+SCROLL_WIDTH = 480  # a picture that is wider than this keeps its size, and scrolls
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Axis:
     log: bool = False
 
 
-def short(value: float) -> str:
+def format_si(value: float) -> str:
     """1234567 -> 1.23M, 0.01234 -> 0.0123."""
     size = abs(value)
     for unit, unit_size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -51,7 +51,7 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
     return [k * step for k in range(start, math.floor(high / step + 1e-9) + 1)]
 
 
-class Scale:
+class AxisScale:
     """Values to places on a chart."""
 
     def __init__(self, values: Sequence[float], log: bool, start: float, end: float):
@@ -66,47 +66,47 @@ class Scale:
         return self.start + at * (self.end - self.start)
 
 
-def lines(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """A chart of lines; "" where there is nothing to show. Values that a logarithm does not have are left out."""
-    kept = [Series(s.name, s.kind, _thinned([p for p in s.points if _shown(p, x, y)])) for s in series]
+    kept = [Series(s.name, s.kind, _thin_out([p for p in s.points if _is_drawable(p, x, y)])) for s in series]
     kept = [s for s in kept if s.points]
     if not kept:
         return ""
     xs, ys = zip(*(point for s in kept for point in s.points))
-    across = Scale(xs, x.log, LEFT, WIDTH - RIGHT)
-    up = Scale(ys, y.log, HEIGHT - BOTTOM, TOP)
+    across = AxisScale(xs, x.log, LEFT, WIDTH - RIGHT)
+    up = AxisScale(ys, y.log, HEIGHT - BOTTOM, TOP)
     marks = [_grid(across, up, x, y)]
     for s in sorted(kept, key=lambda s: s.kind == "base"):  # dashed, on top of what it may coincide with
         places = [(across(a), up(b), a, b) for a, b in s.points]
         marks.append(
             f'<polyline class="line {s.kind}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in places)}"/>'
         )
-        dot = "dot" if len(places) > FEW else "dot few"
+        dot = "dot" if len(places) > MAX_VISIBLE_DOTS else "dot few"
         marks += [
-            f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {short(v)} at {short(u)}</title></circle>'
+            f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {format_si(v)} at {format_si(u)}</title></circle>'
             for a, b, u, v in places
         ]
-    told = "; ".join(f"{s.name} from {short(s.points[0][1])} to {short(s.points[-1][1])}" for s in kept)
+    told = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in kept)
     return _chart(title, f"{title}: {told}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
 
 
-def _shown(point: tuple[float, float], x: Axis, y: Axis) -> bool:
+def _is_drawable(point: tuple[float, float], x: Axis, y: Axis) -> bool:
     return all(math.isfinite(v) and (v > 0 or not axis.log) for v, axis in zip(point, (x, y)))
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    every = -(-len(points) // MOST) or 1
+def _thin_out(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // MAX_POINTS) or 1
     return points[::every] + ([points[-1]] if points and (len(points) - 1) % every else [])
 
 
-def _grid(across: Scale, up: Scale, x: Axis, y: Axis) -> str:
+def _grid(across: AxisScale, up: AxisScale, x: Axis, y: Axis) -> str:
     parts = []
     for tick in ticks(up.low, up.high, y.log):
         at = up(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{short(tick)}</text>')
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{format_si(tick)}</text>')
     for tick in ticks(across.low, across.high, x.log):
-        parts.append(f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{short(tick)}</text>')
+        parts.append(f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{format_si(tick)}</text>')
     parts.append(f'<text class="tick mid" x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(f'<text class="tick mid" transform="translate(14 {middle}) rotate(-90)">{escape(y.label)}</text>')
@@ -118,7 +118,7 @@ def _legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def heat(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
+def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
     """A map of shares, 0 to 1, each written in its cell in percent. None: not measured."""
     wide, high, left, top = 56, 28, 74, 30
     parts = [
@@ -146,7 +146,7 @@ def heat(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequen
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixBox:
     """One box of the picture of a model: kept of it is filled. kind: a class of the style."""
 
     kept: float
@@ -154,7 +154,7 @@ class Cell:
     said: str
 
 
-def layers(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[Cell | None]]]) -> str:
+def layer_diagram(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[MatrixBox | None]]]) -> str:
     """The picture of a model: a row for each layer (name, what mixes its tokens, its matrices)."""
     wide, high, left, top, mixer = 92, 24, 52, 26, 120
     parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
@@ -191,7 +191,7 @@ def layers(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Se
 
 
 def _chart(title: str, told: str, inside: str, width: float, height: float) -> str:
-    least = f"min-width:{width * 0.75:.0f}px;" if width > WIDE else ""
+    least = f"min-width:{width * 0.75:.0f}px;" if width > SCROLL_WIDTH else ""
     drawn = (
         f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(told)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"

@@ -17,31 +17,31 @@ from typing import Any
 
 from surgery.checkpoint.companions import COPIED, in_subfolders
 from surgery.checkpoint.remote_code import named_code
-from surgery.checkpoint.source import INDEX, Source
-from surgery.checkpoint.table import SHIM
+from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource
+from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT, parsed, read_json
+from surgery.core.files import REPORT_NAME, parse_json, read_json
 
-CARD = "README.md"
-PAGE = "report.html"
-WRITTEN = ("config.json", "generation_config.json", INDEX, REPORT, SHIM, CARD, PAGE)
+CARD_NAME = "README.md"
+PAGE_NAME = "report.html"
+CHECKPOINT_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME, REPORT_NAME, SHIM_NAME, CARD_NAME, PAGE_NAME)
 # Beside the weights: healing's log and curve, a kept adapter, what was measured. Samples stay here: they quote data sets.
-BESIDE = (
+EXTRA_FILES = (
     *("training/log.jsonl", "training/curve.png"),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
     *("eval/results.json", "eval/*.png", "eval/table.md"),
 )
-STAYS = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
+LOCAL_FILES = ("eval/*/**", "eval/lock", "training/tensorboard/**", ".cache/huggingface/**", ".gitattributes")
 # A token of the Hub, of GitHub, of OpenAI; a key of Amazon, of Google; a private key.
-SECRET = re.compile(
+SECRET_PATTERN = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
     rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-LOCAL = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
+LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
 
 
 @dataclass(frozen=True)
-class Item:
+class UploadFile:
     """`name` in the repository; its bytes are those of `path`, or `text` where we write them."""
 
     name: str
@@ -56,7 +56,7 @@ class Item:
         return self.text if self.text is not None else self.path.read_text(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
 
 
-def items_of(source: Source, measured: Path | None = None) -> list[Item]:
+def collect_files(source: CheckpointSource, measured: Path | None = None) -> list[UploadFile]:
     """What goes up of a checkpoint, sorted by name.
 
     measured: a folder of `surgery eval --out`, whose table, figures and plots go into eval/; by default OUT/eval.
@@ -65,18 +65,18 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
     code = {"*.py"} if named_code(folder, source.config) else set()
-    known = {*WRITTEN, *weights, *COPIED, *BESIDE, *code, *_below(source)}
-    found: list[Item] = []
+    known = {*CHECKPOINT_FILES, *weights, *COPIED, *EXTRA_FILES, *code, *_below(source)}
+    found: list[UploadFile] = []
     unknown: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if matches(name, STAYS):
+        if matches_any(name, LOCAL_FILES):
             continue
-        if not matches(name, known):
+        if not matches_any(name, known):
             unknown.append(name)
             continue
-        _stays_inside(path, folder, source.revision)
-        found.append(Item(name, path))
+        _check_link(path, folder, source.revision)
+        found.append(UploadFile(name, path))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise SurgeryError(
@@ -84,29 +84,29 @@ def items_of(source: Source, measured: Path | None = None) -> list[Item]:
             "elsewhere, then push again (a push takes weights, config, tokenizer, report, card, plots, and nothing else)"
         )
     if measured is not None:
-        found = [item for item in found if not item.name.startswith("eval/")] + _measured(measured)
+        found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
     for item in found:
-        _refuse_secrets(item)
-    return _without_local_paths(found)
+        _check_secrets(item)
+    return _strip_file_paths(found)
 
 
-def _below(source: Source) -> set[str]:
+def _below(source: CheckpointSource) -> set[str]:
     """Files in sub-folders that travelled from the source: the report lists them, so nothing that was put there since."""
-    path = source.folder / REPORT
+    path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else {}
     listed = report.get("companions", []) if isinstance(report, dict) else []
     travelled = set(map(str, listed)) if isinstance(listed, list) else set()
     return {p.as_posix() for p in in_subfolders(source.folder).files} & travelled
 
 
-def _measured(folder: Path) -> list[Item]:
+def _eval_files(folder: Path) -> list[UploadFile]:
     if not (folder / "results.json").is_file():
         raise SurgeryError(f"{folder} has no results.json; `surgery eval OUT --compare SRC --out {folder}` writes one")
     files = [folder / "results.json", folder / "table.md", *sorted(folder.glob("*.png"))]
-    return [Item(f"eval/{path.name}", path) for path in files if path.is_file()]
+    return [UploadFile(f"eval/{path.name}", path) for path in files if path.is_file()]
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """A pattern has as many parts as the name, or ends in **: all that lies below."""
     path = PurePosixPath(name)
     for pattern in patterns:
@@ -119,22 +119,22 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _stays_inside(path: Path, folder: Path, revision: str | None) -> None:
+def _check_link(path: Path, folder: Path, revision: str | None) -> None:
     """The cache of the Hub is made of links; a folder of one's own has none."""
     if path.is_symlink() and revision is None and not path.resolve().is_relative_to(folder.resolve()):
         raise SurgeryError(f"{path} is a link to {path.resolve()}, outside the checkpoint; put the file itself there")
 
 
-def _refuse_secrets(item: Item) -> None:
+def _check_secrets(item: UploadFile) -> None:
     if item.path is None or item.name.endswith((".safetensors", ".png")):
         return
-    if found := SECRET.search(item.path.read_bytes()):
+    if found := SECRET_PATTERN.search(item.path.read_bytes()):
         kind = found[0][:3].decode(errors="replace")
         raise SurgeryError(f"{item.name} has what looks like a secret in it ({kind}...); remove it, then push again")
 
 
 # Files that surgery, accelerate, peft and matplotlib write about a run: any text in them may quote a path of the machine.
-TOLD = (REPORT, PAGE, "training/*.jsonl", "adapter/README.md", "eval/results.json", "eval/table.md")
+TOLD = (REPORT_NAME, PAGE_NAME, "training/*.jsonl", "adapter/README.md", "eval/results.json", "eval/table.md")
 # Configs of the model and its tokenizer: their texts are labels, tokens and templates, and only some keys hold paths.
 CONFIGS = (
     "config.json",
@@ -161,30 +161,30 @@ ROOTS = (
 )
 
 
-def _without_local_paths(items: list[Item]) -> list[Item]:
+def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
     """Of a path on this machine only the last part goes up, in the configs as in what was written about the runs."""
     read: dict[str, Any] = {}
     for item in items:
-        if item.path is not None and item.name.endswith((".json", ".jsonl")) and matches(item.name, (*TOLD, *CONFIGS)):
+        if item.path is not None and item.name.endswith((".json", ".jsonl")) and matches_any(item.name, (*TOLD, *CONFIGS)):
             read[item.name] = _lines_of(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
-    found = {path for name, data in read.items() for path in local_paths(data, everywhere=matches(name, TOLD))}
+    found = {path for name, data in read.items() for path in local_paths(data, everywhere=matches_any(name, TOLD))}
     return [_cleaned_item(item, read.get(item.name), found) for item in items]
 
 
-def _cleaned_item(item: Item, data: Any, found: set[str]) -> Item:
-    told = matches(item.name, TOLD)
+def _cleaned_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
+    told = matches_any(item.name, TOLD)
     if item.path is None or not (told or data is not None):
         return item
     if data is None:
         text = item.path.read_text(encoding="utf-8", errors="replace")
         cleaned_text = cut_paths(text, found)
-        return item if cleaned_text == text else Item(item.name, text=cleaned_text)
+        return item if cleaned_text == text else UploadFile(item.name, text=cleaned_text)
     cleaned = cleaned_told(data, found) if told else cleaned_config(data)
     if cleaned == data:
         return item
     if item.name.endswith(".jsonl"):
-        return Item(item.name, text="".join(json.dumps(line) + "\n" for line in cleaned))
-    return Item(item.name, text=json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
+        return UploadFile(item.name, text="".join(json.dumps(line) + "\n" for line in cleaned))
+    return UploadFile(item.name, text=json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
 
 
 def _lines_of(path: Path) -> list[Any]:
@@ -192,14 +192,14 @@ def _lines_of(path: Path) -> list[Any]:
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(parsed(line))
+            lines.append(parse_json(line))
         except ValueError:
             continue
     return lines
 
 
 def _is_local(text: str) -> bool:
-    return bool(LOCAL.match(text)) and "\n" not in text
+    return bool(LOCAL_PATH_PATTERN.match(text)) and "\n" not in text
 
 
 def _last_part(path: str) -> str:
@@ -213,7 +213,7 @@ def _last_part_of_match(found: re.Match[str]) -> str:
 
 
 def _cut(value: Any, change: Callable[[str], str]) -> Any:
-    """Data with every text in it, keys included, put through `change`."""
+    """Data with every text in it, keys included, put through `format_change`."""
     if isinstance(value, dict):
         return {_cut(k, change): _cut(v, change) for k, v in value.items()}
     if isinstance(value, list):
@@ -221,14 +221,14 @@ def _cut(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def cleaned_paths(value: Any) -> Any:
+def strip_local_paths(value: Any) -> Any:
     """/home/me/models/llama -> llama, wherever a string of the data is a path of this machine."""
     return _cut(value, lambda text: _last_part(text) if _is_local(text) else text)
 
 
 def cleaned_told(value: Any, found: Iterable[str] = ()) -> Any:
     """The same for a report or a log, within its sentences too."""
-    return _cut(value, lambda text: cut_paths(cleaned_paths(text), found))
+    return _cut(value, lambda text: cut_paths(strip_local_paths(text), found))
 
 
 def cleaned_config(value: Any, key: str = "") -> Any:

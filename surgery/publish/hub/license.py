@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.source import Source
-from surgery.core.config import head_of
+from surgery.checkpoint.source import CheckpointSource
+from surgery.core.config import read_front_matter
 from surgery.core.errors import SurgeryError
 from surgery.core.version import __version__
-from surgery.publish.hub.files import cleaned_paths
+from surgery.publish.hub.files import strip_local_paths
 
-LIKELY = "apache-2.0, mit, llama3.1, gemma, cc-by-4.0, other"
+COMMON_LICENSES = "apache-2.0, mit, llama3.1, gemma, cc-by-4.0, other"
 
 
 @dataclass(frozen=True)
-class Licence:
+class License:
     """`id` of the Hub's list (`other` with a name and a link where it is none of them); `origin` says who named it."""
 
     id: str
@@ -29,44 +29,44 @@ class Licence:
         return {key: value for key, value in told.items() if value is not None}
 
 
-def licence_of(source: Source, report: dict[str, Any], given: str | None, base: str | None) -> Licence:
+def find_license(source: CheckpointSource, report: dict[str, Any], given: str | None, base: str | None) -> License:
     """What the user says, else what the source's card says, else the licence file that travelled with it.
 
     base: Hub id of the source where the user names one.
     """
     if given is not None:
-        return Licence(given, "given with --license")
+        return License(given, "given with --license")
     name = base or report["source"]["name"]
     revision = None if base else report["source"].get("revision")
-    card = local_card(Path(name)) if Path(name).is_dir() else hub_card(name, revision)
+    card = read_local_card(Path(name)) if Path(name).is_dir() else download_hub_card(name, revision)
     if card.get("license"):
         told = card.get("license_name"), card.get("license_link")
-        return Licence(str(card["license"]), f"of {shown(name)}", *(None if t is None else str(t) for t in told))
+        return License(str(card["license"]), f"of {public_name(name)}", *(None if t is None else str(t) for t in told))
     files = sorted(p.name for p in source.folder.glob("LICENSE*"))
     if files:
-        return Licence("other", f"{files[0]}, which came with {shown(name)}", "as in the file", files[0])
+        return License("other", f"{files[0]}, which came with {public_name(name)}", "as in the file", files[0])
     raise SurgeryError(
-        f"{shown(name)}, which {source.name} was converted from, names no licence that can be read from here; what is "
-        f"derived from a model falls under its licence. Look it up and say it: --license apache-2.0 (others: {LIKELY})"
+        f"{public_name(name)}, which {source.name} was converted from, names no licence that can be read from here; what is "
+        f"derived from a model falls under its licence. Look it up and say it: --license apache-2.0 (others: {COMMON_LICENSES})"
     )
 
 
-def shown(name: str) -> str:
+def public_name(name: str) -> str:
     """A Hub id as it is; of a path on this machine the last part."""
-    return str(cleaned_paths(name))
+    return str(strip_local_paths(name))
 
 
 def is_hub_id(name: str) -> bool:
-    return shown(name) == name and name.count("/") <= 1 and not Path(name).exists()
+    return public_name(name) == name and name.count("/") <= 1 and not Path(name).exists()
 
 
-def local_card(folder: Path) -> dict[str, Any]:
+def read_local_card(folder: Path) -> dict[str, Any]:
     """The head of README.md in a folder; empty where there is none."""
     path = folder / "README.md"
-    return _head(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+    return _parse_front_matter(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
 
 
-def hub_card(name: str, revision: str | None) -> dict[str, Any]:
+def download_hub_card(name: str, revision: str | None) -> dict[str, Any]:
     """The head of a model's card; empty where the Hub cannot be asked."""
     if not is_hub_id(name):
         return {}
@@ -79,11 +79,11 @@ def hub_card(name: str, revision: str | None) -> dict[str, Any]:
         )
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError):
         return {}
-    return _head(Path(path).read_text(encoding="utf-8", errors="replace"))
+    return _parse_front_matter(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
-def _head(text: str) -> dict[str, Any]:
+def _parse_front_matter(text: str) -> dict[str, Any]:
     try:
-        return head_of(text)
+        return read_front_matter(text)
     except ValueError:
         return {}

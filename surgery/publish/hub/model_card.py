@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.source import Source
-from surgery.checkpoint.table import mixers_of
-from surgery.core.tables import count
-from surgery.publish.hub.files import Item
-from surgery.publish.hub.license import Licence, is_hub_id, shown
-from surgery.publish.tables import share
+from surgery.checkpoint.source import CheckpointSource
+from surgery.checkpoint.table import read_mixers
+from surgery.core.tables import format_count
+from surgery.publish.hub.files import UploadFile
+from surgery.publish.hub.license import License, is_hub_id, public_name
+from surgery.publish.tables import format_share
 
-MADE = "<!-- written by surgery push; a README.md of your own in the folder takes its place -->"
+GENERATED_MARK = "<!-- written by surgery push; a README.md of your own in the folder takes its place -->"
 ASIDE = ("eval/", "training/")
 
 # Whom to cite for what stands in a checkpoint: a name in its table -> the paper.
@@ -37,23 +37,23 @@ PAPERS = {
 PAPERS |= dict.fromkeys(("bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
 
 
-def card(
-    source: Source, report: dict[str, Any], licence: Licence, base: str | None, items: list[Item], repo: str
+def render_card(
+    source: CheckpointSource, report: dict[str, Any], licence: License, base: str | None, items: list[UploadFile], repo: str
 ) -> str:
     """README.md: head for the Hub, then what it is, how to load it, what was measured, limits, papers."""
     name = base or report["source"]["name"]
     parts = [
-        _head(source, report, licence, name, items),
-        MADE,
+        _front_matter(source, report, licence, name, items),
+        GENERATED_MARK,
         f"# {repo.split('/')[-1]}",
-        _what(source, report, name),
-        _replaced(source, report),
-        _loading(repo),
-        _measured(source, items, report),
-        _trained(report),
-        _limits(report, licence),
-        _made_by(report),
-        _papers(source),
+        _introduction(source, report, name),
+        _replacement_section(source, report),
+        _usage_section(repo),
+        _eval_section(source, items, report),
+        _training_section(report),
+        _limits_section(report, licence),
+        _recipe_section(report),
+        _papers_section(source),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -64,7 +64,7 @@ def plain(value: Any) -> str:
     return " ".join(re.sub(r"[`<>|\[\]]", " ", str(value)).split())
 
 
-def _head(source: Source, report: dict[str, Any], licence: Licence, name: str, items: list[Item]) -> str:
+def _front_matter(source: CheckpointSource, report: dict[str, Any], licence: License, name: str, items: list[UploadFile]) -> str:
     import yaml
 
     data: dict[str, Any] = {**licence.metadata(), "library_name": "transformers"}
@@ -74,28 +74,28 @@ def _head(source: Source, report: dict[str, Any], licence: Licence, name: str, i
     if is_hub_id(name):
         data["base_model"] = name
         data["base_model_relation"] = "finetune" if report.get("training") else "quantized"
-    data["tags"] = ["surgery", *sorted({*_structures(report), *_mixers(source)})]
+    data["tags"] = ["surgery", *sorted({*_count_structures(report), *_count_mixers(source)})]
     return "---\n" + yaml.safe_dump(data, sort_keys=False, allow_unicode=True).strip() + "\n---"
 
 
-def _structures(report: dict[str, Any]) -> Counter[str]:
+def _count_structures(report: dict[str, Any]) -> Counter[str]:
     return Counter(record["structure"]["structure"] for record in report["modules"])
 
 
-def _mixers(source: Source) -> Counter[str]:
+def _count_mixers(source: CheckpointSource) -> Counter[str]:
     """How many layers have which mixer: linear-hierarchical, mlr."""
-    return Counter(_named(spec) for spec in mixers_of(source.config, source.name).values())
+    return Counter(_mixer_name(spec) for spec in read_mixers(source.config, source.name).values())
 
 
-def _named(spec: dict[str, Any]) -> str:
+def _mixer_name(spec: dict[str, Any]) -> str:
     mask = spec["mask"]["name"] if "mask" in spec else None
     return "-".join(word for word in (spec["mixer"], mask, "delta" if spec.get("scores") == "delta" else None) if word)
 
 
-def _what(source: Source, report: dict[str, Any], name: str) -> str:
+def _introduction(source: CheckpointSource, report: dict[str, Any], name: str) -> str:
     revision = report["source"].get("revision")
     at = f" at revision `{plain(revision)}`" if revision else ""
-    link = f"[{plain(name)}](https://huggingface.co/{plain(name)})" if is_hub_id(name) else f"`{plain(shown(name))}`"
+    link = f"[{plain(name)}](https://huggingface.co/{plain(name)})" if is_hub_id(name) else f"`{plain(public_name(name))}`"
     how = "converted and healed" if report.get("training") else "converted, without training,"
     return (
         f"{link}{at}, {how} by [surgery](https://pypi.org/project/transformer-surgery/) {plain(report['surgery'])}: its "
@@ -103,7 +103,7 @@ def _what(source: Source, report: dict[str, Any], name: str) -> str:
     )
 
 
-def _replaced(source: Source, report: dict[str, Any]) -> str:
+def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> str:
     total = report["totals"]
     lines = ["## What was replaced", "", "| | before | after | |", "| --- | --- | --- | --- |"]
     if total["replaced_params_before"]:
@@ -113,19 +113,19 @@ def _replaced(source: Source, report: dict[str, Any]) -> str:
         lines.append(_row("their multiply-accumulates per token", total["macs_before"], total["macs_after"]))
     lines.append(_row("numbers in the checkpoint", total["params_before"], total["params_after"]))
     lines.append(_row("bytes on disk", total["bytes_before"], total["bytes_after"]))
-    kinds = ", ".join(f"{number} linears by {plain(name)}" for name, number in _structures(report).items())
+    kinds = ", ".join(f"{number} linears by {plain(name)}" for name, number in _count_structures(report).items())
     swapped = ", ".join(
-        f"softmax attention of {number} layers by {plain(name)}" for name, number in _mixers(source).items()
+        f"softmax attention of {number} layers by {plain(name)}" for name, number in _count_mixers(source).items()
     )
     told = "; ".join(part for part in (kinds, swapped) if part)
     return "\n".join([*lines, "", f"Replaced: {told}. `surgery_report.json` has every matrix with its error."])
 
 
 def _row(label: str, before: int, after: int) -> str:
-    return f"| {label} | {count(before)} | {count(after)} | {share(after, before)} |"
+    return f"| {label} | {format_count(before)} | {format_count(after)} | {format_share(after, before)} |"
 
 
-def _loading(repo: str) -> str:
+def _usage_section(repo: str) -> str:
     return f"""## Use
 
 ```python
@@ -141,7 +141,7 @@ transformers stops at the first replaced weight; `surgery densify {repo} --out D
 checkpoint for it."""
 
 
-def _measured(source: Source, items: list[Item], report: dict[str, Any]) -> str:
+def _eval_section(source: CheckpointSource, items: list[UploadFile], report: dict[str, Any]) -> str:
     table = next((item for item in items if item.name == "eval/table.md"), None)
     lines = ["## Before and after", ""]
     if table is not None:
@@ -165,7 +165,7 @@ def _measured(source: Source, items: list[Item], report: dict[str, Any]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n")
 
 
-def _trained(report: dict[str, Any]) -> str:
+def _training_section(report: dict[str, Any]) -> str:
     runs = report.get("training") or []
     if not runs:
         return ""
@@ -186,11 +186,11 @@ def _trained(report: dict[str, Any]) -> str:
         state += ", worse than the start" if told.get("worse") else ""
         lines.append(f"| {number} | {kinds} | {tokens:,} | {cells} | {state} |")
     return "\n".join(
-        [*lines, "", "Recipes, seeds and losses of every run are in `surgery_report.json` under `training`."]
+        [*lines, "", "Recipes, seeds and losses of every run are in `surgery_report.json` under `training_section`."]
     )
 
 
-def _limits(report: dict[str, Any], licence: Licence) -> str:
+def _limits_section(report: dict[str, Any], licence: License) -> str:
     text = report.get("calibration")
     fitted = f"fitted to {text['tokens']:,} tokens of a calibration text" if text else "fitted to the weights alone"
     return (
@@ -201,7 +201,7 @@ def _limits(report: dict[str, Any], licence: Licence) -> str:
     )
 
 
-def _made_by(report: dict[str, Any]) -> str:
+def _recipe_section(report: dict[str, Any]) -> str:
     import yaml
 
     recipe = {key: value for key, value in report["recipe"].items() if value not in (None, [], {})}
@@ -212,16 +212,16 @@ def _made_by(report: dict[str, Any]) -> str:
     return f"## Recipe\n\n{fence}yaml\n{text}\n{fence}\n\nSeed {plain(report['seed'])}; {told}."
 
 
-def _papers(source: Source) -> str:
-    named = set(_texts(source.config["quantization_config"]))
+def _papers_section(source: CheckpointSource) -> str:
+    named = set(_iter_strings(source.config["quantization_config"]))
     cited = dict.fromkeys(paper for word, paper in PAPERS.items() if word in named)
     return "\n".join(["## Papers", "", *(f"- {paper}" for paper in cited)]) if cited else ""
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iter_strings(value: Any) -> Iterator[str]:
     """Every text that a table holds, without its keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from _iter_strings(inner)

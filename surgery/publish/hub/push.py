@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from surgery.checkpoint.source import INDEX, Source, open_converted
+from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource, open_converted_checkpoint
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT
+from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
-from surgery.publish.hub.files import BESIDE, CARD, Item, cleaned_told, items_of, matches
-from surgery.publish.hub.license import Licence, licence_of
-from surgery.publish.hub.model_card import card
+from surgery.publish.hub.files import EXTRA_FILES, CARD_NAME, UploadFile, cleaned_told, collect_files, matches_any
+from surgery.publish.hub.license import License, find_license
+from surgery.publish.hub.model_card import render_card
 from surgery.publish.summary import read_report
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
-REPLACED = ("*.safetensors", "*.bin", INDEX, "*.bin.index.json", *BESIDE)  # of an earlier push, or of the branch's root
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+REPLACED_FILES = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, "*.bin.index.json", *EXTRA_FILES)  # of an earlier push, or of the branch's root
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Upload:
     """What would go up, under which licence; `note` says whose card it is."""
 
     repo: str
-    items: tuple[Item, ...]
-    licence: Licence
+    items: tuple[UploadFile, ...]
+    licence: License
     card: str
     note: str | None
 
@@ -47,33 +47,33 @@ class Parcel:
         return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": told, "note": self.note}
 
 
-def pack(
+def prepare_upload(
     converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
-) -> Parcel:
+) -> Upload:
     """What a push takes along, every refusal of which is made here, before anything leaves the machine.
 
     base_model: Hub id of the source, for those who converted from a folder; measured: folder of an evaluation.
     """
     _check_name(repo)
-    source = open_converted(converted)
+    source = open_converted_checkpoint(converted)
     report = read_report(source.folder, converted)
-    _check_whole(source, report)
-    items = items_of(source, measured)
-    terms = licence_of(source, report, licence, base_model)
-    own = next((item for item in items if item.name == CARD), None)
+    _check_parameter_count(source, report)
+    items = collect_files(source, measured)
+    terms = find_license(source, report, licence, base_model)
+    own = next((item for item in items if item.name == CARD_NAME), None)
     if own is None or own.path is None:
-        text, note = card(source, _cleaned(report), terms, base_model, items, repo), None
-        items = [*items, Item(CARD, text=text)]
+        text, note = render_card(source, _strip_report_paths(report), terms, base_model, items, repo), None
+        items = [*items, UploadFile(CARD_NAME, text=text)]
     else:
         text, note = (
             own.path.read_text(encoding="utf-8"),
             f"{own.path} is taken as the card; remove it for one made anew",
         )
-    return Parcel(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
+    return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
 
 
 def push(
-    parcel: Parcel,
+    parcel: Upload,
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
@@ -91,7 +91,7 @@ def push(
             "`hf auth login`, or set HF_TOKEN"
         )
     api = HfApi(library_name="surgery", library_version=__version__)
-    with _said(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
+    with _explain_hub_errors(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
         repo = api.create_repo(parcel.repo, private=private or None, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:
             raise SurgeryError(
@@ -99,11 +99,11 @@ def push(
                 "its settings first, or push without --private"
             )
         there = set(api.list_repo_files(repo))
-        _refuse_another_model(repo, there, revision)
+        _check_overwrite(repo, there, revision)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
             there = set(api.list_repo_files(repo, revision=revision))
-        stale = sorted(name for name in there - {i.name for i in parcel.items} if matches(name, REPLACED))
+        stale = sorted(name for name in there - {i.name for i in parcel.items} if matches_any(name, REPLACED_FILES))
         additions = []
         for item in parcel.items:
             content = item.path if item.path is not None else (item.text or "").encode()
@@ -119,12 +119,12 @@ def push(
     return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": sent, "removed": stale}
 
 
-def _refuse_another_model(repo: str, there: set[str], revision: str | None) -> None:
+def _check_overwrite(repo: str, there: set[str], revision: str | None) -> None:
     """The main branch of the original, say, by a slip of the name."""
-    weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHTS)
-    if weights and REPORT not in there and revision in (None, "main"):
+    weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHT_SUFFIXES)
+    if weights and REPORT_NAME not in there and revision in (None, "main"):
         raise SurgeryError(
-            f"{repo} holds another model ({weights[0]}, and no {REPORT}), which this would overwrite; push to a name of its "
+            f"{repo} holds another model ({weights[0]}, and no {REPORT_NAME}), which this would overwrite; push to a name of its "
             f"own, for example {repo}-surgery, or to a branch: --revision surgery"
         )
 
@@ -141,7 +141,7 @@ def _check_name(repo: str) -> None:
         ) from None
 
 
-def _check_whole(source: Source, report: dict[str, Any]) -> None:
+def _check_parameter_count(source: CheckpointSource, report: dict[str, Any]) -> None:
     stored, claimed = sum(t.numel for t in source.tensors.values()), report["totals"]["params_after"]
     if stored != claimed:
         raise SurgeryError(
@@ -150,13 +150,13 @@ def _check_whole(source: Source, report: dict[str, Any]) -> None:
         )
 
 
-def _cleaned(report: dict[str, Any]) -> dict[str, Any]:
+def _strip_report_paths(report: dict[str, Any]) -> dict[str, Any]:
     """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
     return {**cleaned_told(report), "source": report["source"]}
 
 
 @contextmanager
-def _said(repo: str) -> Iterator[None]:
+def _explain_hub_errors(repo: str) -> Iterator[None]:
     """The Hub's refusals in words, none of which can hold a token."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -166,7 +166,7 @@ def _said(repo: str) -> Iterator[None]:
     except OfflineModeIsEnabled:
         raise SurgeryError("HF_HUB_OFFLINE is set; unset it to push") from None
     except HfHubHTTPError as error:
-        raise SurgeryError(_refusal(repo, error.response.status_code, error.server_message or "")) from None
+        raise SurgeryError(_hub_error_message(repo, error.response.status_code, error.server_message or "")) from None
     except (network, OSError, RuntimeError, ValueError) as error:
         raise SurgeryError(
             f"the upload to {repo} broke off ({type(error).__name__}); nothing of it is visible there yet. The same "
@@ -174,7 +174,7 @@ def _said(repo: str) -> Iterator[None]:
         ) from None
 
 
-def _refusal(repo: str, status: int, reason: str) -> str:
+def _hub_error_message(repo: str, status: int, reason: str) -> str:
     reason = " ".join(reason.split())[:200]
     if status == 401:
         return f"the Hub does not take the token (401) for {repo}; `hf auth login` again, or set HF_TOKEN to one with write permission"

@@ -16,29 +16,29 @@ import torch
 from surgery.core.errors import SurgeryError
 from surgery.training.data.documents import Document
 from surgery.training.data.recipe import SourceConfig
-from surgery.training.data.tokenize import Encoder, Piece
+from surgery.training.data.tokenize import TextEncoder, TokenSequence
 
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SAID_BY = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT's words
-ANSWER = "assistant"
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT's words
+ASSISTANT = "assistant"
 
 Span = tuple[int, int]
-Turn = dict[str, Any]
+Message = dict[str, Any]
 
 
-def chats(documents: list[Document], source: SourceConfig, encoder: Encoder) -> list[Piece]:
+def encode_chats(documents: list[Document], source: SourceConfig, encoder: TextEncoder) -> list[TokenSequence]:
     """One piece a conversation, never cut into windows: what is too long loses its end."""
-    writer = Writer(encoder, source)
+    writer = ChatEncoder(encoder, source)
     return [writer.piece(document.content) for document in documents]
 
 
-class Writer:
-    def __init__(self, encoder: Encoder, source: SourceConfig):
+class ChatEncoder:
+    def __init__(self, encoder: TextEncoder, source: SourceConfig):
         self.encoder, self.tokenizer, self.source = encoder, encoder.tokenizer, source
 
-    def piece(self, content: Any) -> Piece:
+    def piece(self, content: Any) -> TokenSequence:
         if not isinstance(content, tuple):
-            return self._conversation(turns_of(content, self.source), 0)
+            return self._conversation(parse_messages(content, self.source), 0)
         prompt, completion = content
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._completion(prompt, completion)
@@ -46,29 +46,29 @@ class Writer:
             raise SurgeryError(
                 f"data source {self.source.path}: prompt and completion are both text or both turns, and one of each is there"
             )
-        asked = turns_of(prompt, self.source)
-        return self._conversation([*asked, *turns_of(completion, self.source)], len(asked))
+        asked = parse_messages(prompt, self.source)
+        return self._conversation([*asked, *parse_messages(completion, self.source)], len(asked))
 
-    def _completion(self, prompt: str, completion: str) -> Piece:
+    def _completion(self, prompt: str, completion: str) -> TokenSequence:
         asked, answered = (self._ids(text) for text in (prompt, completion))
         asked, answered = [*self.encoder.before, *asked], [*answered, *self.encoder.after]
         trained = None
         if self.source.train_on != "all":
             trained = torch.tensor([False] * len(asked) + [True] * len(answered))
-        return Piece(torch.tensor([*asked, *answered], dtype=torch.int64), trained, whole=True)
+        return TokenSequence(torch.tensor([*asked, *answered], dtype=torch.int64), trained, whole=True)
 
-    def _conversation(self, turns: list[Turn], first: int) -> Piece:
+    def _conversation(self, turns: list[Message], first: int) -> TokenSequence:
         """first: answers before this turn are not trained on."""
         template = self._template()
-        last = max((i for i, turn in enumerate(turns) if turn["role"] == ANSWER), default=-1)
+        last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
         if self.source.train_on == "last":
             first = last
-        if self.source.train_on != "all" and first == 0 and MARKED.search(template):
+        if self.source.train_on != "all" and first == 0 and GENERATION_TAG.search(template):
             return self._marked(turns)
         text = self._rendered(turns)
         if self.source.train_on == "all":
-            return Piece(torch.tensor(self._ids(text), dtype=torch.int64), whole=True)
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == ANSWER and i >= first]
+            return TokenSequence(torch.tensor(self._ids(text), dtype=torch.int64), whole=True)
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT and i >= first]
         return self._between(text, [self._span(turns, i, text) for i in answers])
 
     # -- the template --------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ class Writer:
                 "chat_template.jinja beside it, or write the conversations out as text"
             ) from None
 
-    def _rendered(self, turns: list[Turn], opened: bool = False) -> str:
+    def _rendered(self, turns: list[Message], opened: bool = False) -> str:
         """opened: with what an answer begins with."""
         return self._applied(turns, tokenize=False, add_generation_prompt=opened)
 
-    def _applied(self, turns: list[Turn], **options: Any) -> Any:
+    def _applied(self, turns: list[Message], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(turns, **options)
         except Exception as error:  # a template may raise, and fail, in any way
@@ -94,12 +94,12 @@ class Writer:
                 f"({' '.join(str(error).split())[:160]}): {str(turns)[:160]}"
             ) from None
 
-    def _marked(self, turns: list[Turn]) -> Piece:
+    def _marked(self, turns: list[Message]) -> TokenSequence:
         found = self._applied(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, marks = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"], dtype=torch.bool)
-        return Piece(ids.long(), marks, whole=True)
+        return TokenSequence(ids.long(), marks, whole=True)
 
-    def _span(self, turns: list[Turn], i: int, text: str) -> Span:
+    def _span(self, turns: list[Message], i: int, text: str) -> Span:
         """Characters of turn i."""
         before, until = self._rendered(turns[:i], opened=True), self._rendered(turns[: i + 1])
         if not (until.startswith(before) and text.startswith(until)):
@@ -114,7 +114,7 @@ class Writer:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _between(self, text: str, spans: Sequence[Span]) -> Piece:
+    def _between(self, text: str, spans: Sequence[Span]) -> TokenSequence:
         """A token is an answer's if one of its characters is."""
         if not self.tokenizer.is_fast:
             return self._piecewise(text, spans)
@@ -123,9 +123,9 @@ class Writer:
         trained_T = torch.zeros(len(begin_T), dtype=torch.bool)
         for start, stop in spans:
             trained_T |= (end_T > start) & (begin_T < stop) & (end_T > begin_T)
-        return Piece(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, whole=True)
+        return TokenSequence(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, whole=True)
 
-    def _piecewise(self, text: str, spans: Sequence[Span]) -> Piece:
+    def _piecewise(self, text: str, spans: Sequence[Span]) -> TokenSequence:
         """For tokenizers that do not say which characters a token is of."""
         ids: list[int] = []
         trained: list[bool] = []
@@ -133,10 +133,10 @@ class Writer:
         for number, (start, stop) in enumerate(pairwise(cuts)):
             some = self._ids(text[start:stop]) if stop > start else []
             ids, trained = ids + some, trained + [number % 2 == 1] * len(some)
-        return Piece(torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), whole=True)
+        return TokenSequence(torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), whole=True)
 
 
-def turns_of(content: Any, source: SourceConfig) -> list[Turn]:
+def parse_messages(content: Any, source: SourceConfig) -> list[Message]:
     """[{"role": .., "content": ..}, ..]; ShareGPT's from and value are read as these."""
     turns = []
     for turn in content if isinstance(content, (list, tuple)) else [content]:
@@ -146,7 +146,7 @@ def turns_of(content: Any, source: SourceConfig) -> list[Turn]:
             # What a table fills up with nothing is not there.
             turns.append({key: value for key, value in turn.items() if value is not None or key == "content"})
         elif isinstance(turn, dict) and {"from", "value"} <= set(turn):
-            turns.append({"role": SAID_BY.get(turn["from"], turn["from"]), "content": turn["value"]})
+            turns.append({"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
         else:
             raise SurgeryError(
                 f"data source {source.path}: a conversation is a list of turns "

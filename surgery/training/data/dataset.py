@@ -21,38 +21,38 @@ from typing import Any
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.training.data.chat import chats
+from surgery.training.data.chat import encode_chats
 from surgery.training.data.documents import Document, Side
-from surgery.training.data.packing import IGNORED, Example, in_order, in_rows, joined, row, windows
-from surgery.training.data.readers import mixed
+from surgery.training.data.packing import IGNORE_INDEX, Example, pack_in_order, pack_best_fit, pack_stream, make_row, split_windows
+from surgery.training.data.readers import derive_seed
 from surgery.training.data.recipe import DataConfig, SourceConfig
 from surgery.training.data.shared_tokens import SharedTokens
-from surgery.training.data.sources import open_source
-from surgery.training.data.tokenize import Encoder, Piece, tokenizer_fingerprint
+from surgery.training.data.sources import open_data_source
+from surgery.training.data.tokenize import TextEncoder, TokenSequence, tokenizer_fingerprint
 
-__all__ = ["Data", "DataConfig", "Example", "SourceConfig", "make_data"]
+__all__ = ["TrainingData", "DataConfig", "Example", "SourceConfig", "make_data"]
 
-FIRST, BLOCK = 2**17, 2**23  # characters of the first block, so that training begins soon, and of the largest, about
-DOCUMENTS = 1024  # of a block where they are not shuffled
+FIRST_BLOCK, MAX_BLOCK = 2**17, 2**23  # characters of the first block, so that training begins soon, and of the largest, about
+BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
 def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Data:
     """SurgeryError where a source cannot be read, or has nothing to train on."""
-    return Data(config, tokenizer, length, seed, "training")
+    return TrainingData(config, tokenizer, length, seed, "training")
 
 
-class Data:
+class TrainingData:
     """`side`: the documents to train on, or those for validation. tokens: where several processes share them."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, length: int, seed: int, side: Side):
         if length < 2:
             raise SurgeryError(f"data: rows of {length} token; at least two are needed, one to predict the other from")
         self.config, self.tokenizer, self.length, self.seed, self.side = config, tokenizer, length, seed, side
-        self.encoder = Encoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
         share = config.validation if isinstance(config.validation, float) else 0.0
         shuffled = config.shuffle > 0
         self.readers = [
-            open_source(source, mixed(seed, number), side, share, shuffled)
+            open_data_source(source, derive_seed(seed, number), side, share, shuffled)
             for number, source in enumerate(config.sources)
         ]
         self.tokens: SharedTokens | None = None
@@ -85,7 +85,7 @@ class Data:
                 last = min(last, limit - state["first"])
             for i in range(at, last):
                 self._state = {**began, "taken": state["round"] + state["first"] + i + 1}
-                yield row(rows[i], self.length, self.encoder.pad)
+                yield make_row(rows[i], self.length, self.encoder.pad)
             first = state["first"] + last
             taken = max(state["round"] + first, state["taken"])
             state = {"round": state["round"], "first": first, "taken": taken, "number": state["number"] + 1}
@@ -104,7 +104,7 @@ class Data:
 
     def tokens_of(self, examples: Example) -> int:
         """Tokens it trains on, or many of them stacked."""
-        return int((examples["labels"] != IGNORED).sum())
+        return int((examples["labels"] != IGNORE_INDEX).sum())
 
     def drawn(self) -> list[dict[str, int]]:
         """Of each source the documents, characters and tokens read by the blocks so far."""
@@ -126,13 +126,13 @@ class Data:
             reader.restore(cursor)
         self._drawn = [dict(d) for d in state["drawn"]]
         kept = state["tail"]
-        self._tail = None if kept is None else Piece(torch.tensor(kept[0]).long(), torch.tensor(kept[1]).bool())
+        self._tail = None if kept is None else TokenSequence(torch.tensor(kept[0]).long(), torch.tensor(kept[1]).bool())
 
-    def _block(self, number: int) -> list[list[Piece]] | None:
+    def _block(self, number: int) -> list[list[TokenSequence]] | None:
         """The rows of the next block that has any; None where the data ends."""
         before, had = [reader.epoch for reader in self.readers], self._waiting()
-        while (read := self._read(min(BLOCK, FIRST << min(number, 20)))) is not None:
-            rows = self._packed(self._encoded(read), mixed(self.seed, "block", number))
+        while (read := self._read(min(MAX_BLOCK, FIRST_BLOCK << min(number, 20)))) is not None:
+            rows = self._packed(self._encoded(read), derive_seed(self.seed, "block", number))
             if rows:
                 return rows
             if self._waiting() > had:  # a stream of little text, which is read again until it makes a row
@@ -154,7 +154,7 @@ class Data:
         read: list[list[Document]] = [[] for _ in self.readers]
         ahead = [float(drawn["tokens"]) for drawn in self._drawn]
         rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._drawn]
-        limit, characters = self.config.shuffle or DOCUMENTS, 0
+        limit, characters = self.config.shuffle or BLOCK_DOCUMENTS, 0
         round_about: set[int] = set()
         while sum(map(len, read)) < limit and characters < wanted and len(round_about) < len(self.readers):
             who = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
@@ -171,30 +171,30 @@ class Data:
             ahead[who], characters = ahead[who] + size * rates[who], characters + size
         return read
 
-    def _encoded(self, read: list[list[Document]]) -> list[Piece]:
+    def _encoded(self, read: list[list[Document]]) -> list[TokenSequence]:
         pieces = self._tokenised(read) if self.tokens is None else self.tokens.of(read, self._tokenised)
         for some, drawn in zip(pieces, self._drawn):
             drawn["tokens"] += sum(map(len, some))
         return [piece for some in pieces for piece in some]
 
-    def _tokenised(self, read: list[list[Document]]) -> list[list[Piece]]:
+    def _tokenised(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
         """Of each source."""
         found = []
         for documents, source in zip(read, self.config.sources):
             text = not source.chat and all(isinstance(document.content, str) for document in documents)
-            found.append(self.encoder.texts(documents) if text else chats(documents, source, self.encoder))
+            found.append(self.encoder.texts(documents) if text else encode_chats(documents, source, self.encoder))
         return found
 
-    def _packed(self, pieces: list[Piece], seed: int) -> list[list[Piece]]:
+    def _packed(self, pieces: list[TokenSequence], seed: int) -> list[list[TokenSequence]]:
         generator, shuffled = torch.Generator().manual_seed(seed), self.config.shuffle > 0
         if self.config.packing == "stream":
-            rows, self._tail = joined(self._tail, _shuffled(pieces, generator) if shuffled else pieces, self.length)
+            rows, self._tail = pack_stream(self._tail, _shuffle(pieces, generator) if shuffled else pieces, self.length)
         else:
-            cut = list(windows(pieces, self.length))
-            cut = _shuffled(cut, generator) if shuffled else cut
-            pack = {"none": lambda c, _: [[p] for p in c], "documents": in_rows if shuffled else in_order}
+            cut = list(split_windows(pieces, self.length))
+            cut = _shuffle(cut, generator) if shuffled else cut
+            pack = {"none": lambda c, _: [[p] for p in c], "documents": pack_best_fit if shuffled else pack_in_order}
             rows = pack[self.config.packing](cut, self.length)
-        return _shuffled(rows, generator) if shuffled else rows
+        return _shuffle(rows, generator) if shuffled else rows
 
     # -- validation, identity ------------------------------------------------------------------------
     def validation(self) -> list[Example]:
@@ -206,7 +206,7 @@ class Data:
         if not isinstance(self.config.validation, float):
             changed["validation"] = 0.0
         side: Side = "validation" if isinstance(self.config.validation, float) else "training"
-        held = Data(self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side)
+        held = TrainingData(self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side)
         found = [example for example, _ in zip(held.examples(), range(self.config.validation_examples))]
         if not found:
             raise SurgeryError(
@@ -225,5 +225,5 @@ class Data:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+def _shuffle(items: list[Any], generator: torch.Generator) -> list[Any]:
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]

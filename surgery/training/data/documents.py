@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from surgery.core.digests import file_digest
 
 Side = Literal["training", "validation"]
-PART = 2**20  # bytes of a text file that are read at once
+CHUNK_BYTES = 2**20  # bytes of a text file that are read at once
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Document:
         return sum(len(str(part)) for part in self.content)
 
 
-def held_out(content: Any, share: float) -> bool:
+def is_held_out(content: Any, share: float) -> bool:
     """Whether a document is for validation: by its content alone, so that its copies stay together."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -42,7 +42,7 @@ def held_out(content: Any, share: float) -> bool:
 
 
 # -- tables: documents by number -------------------------------------------------------------------
-class Table(Protocol):
+class DocumentTable(Protocol):
     """`unit(i)` gives the parts of document i. by_content: whether what is held out is chosen among them."""
 
     by_content: bool
@@ -60,8 +60,8 @@ class TextFiles:
         self.files, self.by_content = files, separator is not None
         self.spans = array("q")  # file, start, stop; start, stop; ..
         for number, path in enumerate(files):
-            data = _mapped(path)
-            found = _separated(data, separator.encode()) if separator else _tail(data, side, share)
+            data = _map_file(path)
+            found = _separator_spans(data, separator.encode()) if separator else _side_span(data, side, share)
             for start, stop in found:
                 if data[start : min(stop, start + 4096)].strip() or data[start:stop].strip():
                     self.spans.extend((number, start, stop))
@@ -71,10 +71,10 @@ class TextFiles:
 
     def unit(self, i: int) -> Iterator[Document]:
         number, start, stop = self.spans[3 * i : 3 * i + 3]
-        data = _mapped(self.files[number])
+        data = _map_file(self.files[number])
         at = start
         while at < stop:
-            to = _part_end(data, at, stop)
+            to = _chunk_end(data, at, stop)
             text = data[at:to].decode("utf-8", "replace")
             yield Document(text, at == start, to == stop)
             at = to
@@ -83,21 +83,21 @@ class TextFiles:
         return files_identity(self.files)
 
 
-def _mapped(path: Path) -> Any:
+def _map_file(path: Path) -> Any:
     """Its bytes, fetched from disk as they are looked at."""
     stat = path.stat()
-    return _bytes(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    return _open_mmap(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 @lru_cache(64)
-def _bytes(path: Path, size: int, *changed: int) -> Any:
+def _open_mmap(path: Path, size: int, *changed: int) -> Any:
     if size == 0:
         return b""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _separated(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
+def _separator_spans(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
     start = 0
     while (found := data.find(separator, start)) >= 0:
         yield start, found
@@ -105,20 +105,20 @@ def _separated(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
     yield start, len(data)
 
 
-def _tail(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
+def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
     cut = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
     if cut == len(data) and share > 0:  # one long line: between two words
         cut = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
     yield (0, cut) if side == "training" else (cut, len(data))
 
 
-def _part_end(data: Any, start: int, stop: int) -> int:
+def _chunk_end(data: Any, start: int, stop: int) -> int:
     """Behind a line's end where there is one, never inside a character."""
-    if stop - start <= PART:
+    if stop - start <= CHUNK_BYTES:
         return stop
-    if line := data.rfind(b"\n", start, start + PART) + 1:
+    if line := data.rfind(b"\n", start, start + CHUNK_BYTES) + 1:
         return line
-    end = start + PART
+    end = start + CHUNK_BYTES
     while data[end] & 0xC0 == 0x80:
         end -= 1
     return end
@@ -132,7 +132,7 @@ def files_identity(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-class Rows:
+class DatasetTable:
     """A data set of `datasets` that is on this machine."""
 
     by_content = True

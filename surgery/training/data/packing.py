@@ -16,57 +16,57 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.training.data.tokenize import Piece
+from surgery.training.data.tokenize import TokenSequence
 
 Example = dict[str, Tensor]  # input_ids, labels, position_ids int64 and valid bool, (T,) each
-IGNORED = -100  # as a label: not trained on
+IGNORE_INDEX = -100  # as a label: not trained on
 
 
-def windows(pieces: Iterable[Piece], length: int) -> Iterator[Piece]:
+def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[TokenSequence]:
     """No piece longer than `length`; none that trains nothing."""
     for piece in pieces:
         last = length if piece.whole else len(piece)
         for start in range(0, last, length):
             part = slice(start, start + length)
             trained_T = None if piece.trained_T is None else piece.trained_T[part]
-            window = Piece(piece.ids_T[part], trained_T)
-            if trained(window) > 0:
+            window = TokenSequence(piece.ids_T[part], trained_T)
+            if count_trained(window) > 0:
                 yield window
 
 
-def trained(piece: Piece) -> int:
+def count_trained(piece: TokenSequence) -> int:
     """Tokens it trains on: of what is to be predicted, never the first."""
     if piece.trained_T is None:
         return max(0, len(piece) - 1)
     return int(piece.trained_T[1:].sum())
 
 
-def row(pieces: list[Piece], length: int, pad: int) -> Example:
+def make_row(pieces: list[TokenSequence], length: int, pad: int) -> Example:
     """Pieces side by side. Padding is a last piece that trains nothing."""
     lengths = [len(piece) for piece in pieces]
     at = sum(lengths)
     ids_T = torch.full((length,), pad, dtype=torch.int64)
-    labels_T = torch.full((length,), IGNORED, dtype=torch.int64)
+    labels_T = torch.full((length,), IGNORE_INDEX, dtype=torch.int64)
     torch.cat([piece.ids_T for piece in pieces], out=ids_T[:at])
     if all(piece.trained_T is None for piece in pieces):
         labels_T[:at] = ids_T[:at]
     else:
-        torch.cat([_known(piece) for piece in pieces], out=labels_T[:at])
+        torch.cat([_labels(piece) for piece in pieces], out=labels_T[:at])
     begins = [0, *accumulate(lengths)]  # the last one the padding's
-    labels_T[begins[:-1]] = IGNORED
+    labels_T[begins[:-1]] = IGNORE_INDEX
     position_T = torch.arange(length)
     for start, stop in zip(begins[1:], [*begins[2:], length]):
         position_T[start:stop] -= start
     return {"input_ids": ids_T, "labels": labels_T, "position_ids": position_T, "valid": torch.arange(length) < at}
 
 
-def _known(piece: Piece) -> Tensor:
-    return piece.ids_T if piece.trained_T is None else piece.ids_T.where(piece.trained_T, IGNORED)
+def _labels(piece: TokenSequence) -> Tensor:
+    return piece.ids_T if piece.trained_T is None else piece.ids_T.where(piece.trained_T, IGNORE_INDEX)
 
 
-def in_rows(pieces: list[Piece], length: int) -> list[list[Piece]]:
+def pack_best_fit(pieces: list[TokenSequence], length: int) -> list[list[TokenSequence]]:
     """Best fit, the longest first."""
-    rows: list[list[Piece]] = []
+    rows: list[list[TokenSequence]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), ascending
     for piece in sorted(pieces, key=len, reverse=True):
         place = bisect.bisect_left(open_rows, (len(piece), -1))
@@ -81,9 +81,9 @@ def in_rows(pieces: list[Piece], length: int) -> list[list[Piece]]:
     return rows
 
 
-def in_order(pieces: list[Piece], length: int) -> list[list[Piece]]:
+def pack_in_order(pieces: list[TokenSequence], length: int) -> list[list[TokenSequence]]:
     """The same without changing the order of anything."""
-    rows: list[list[Piece]] = []
+    rows: list[list[TokenSequence]] = []
     room = 0
     for piece in pieces:
         if len(piece) > room:
@@ -94,7 +94,7 @@ def in_order(pieces: list[Piece], length: int) -> list[list[Piece]]:
     return rows
 
 
-def joined(tail: Piece | None, pieces: list[Piece], length: int) -> tuple[list[list[Piece]], Piece | None]:
+def pack_stream(tail: TokenSequence | None, pieces: list[TokenSequence], length: int) -> tuple[list[list[TokenSequence]], TokenSequence | None]:
     """Rows of a stream, and what is left of it."""
     every = [*([tail] if tail is not None else []), *pieces]
     if not every:
@@ -105,11 +105,11 @@ def joined(tail: Piece | None, pieces: list[Piece], length: int) -> tuple[list[l
         marks = [torch.ones(len(p), dtype=torch.bool) if p.trained_T is None else p.trained_T for p in every]
         trained_N = torch.cat(marks)
     whole = len(ids_N) - len(ids_N) % length
-    rows = [[Piece(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
-    return rows, Piece(ids_N[whole:].clone(), trained_N[whole:].clone())
+    rows = [[TokenSequence(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
+    return rows, TokenSequence(ids_N[whole:].clone(), trained_N[whole:].clone())
 
 
-def check_rows(model: Any, packing: str, rows: int) -> None:
+def check_packed_attention(model: Any, packing: str, rows: int) -> None:
     """SurgeryError where the model's attention would let packed documents see each other."""
     implementation = str(model.config._attn_implementation)
     if packing == "documents" and rows > 1 and "flash" in implementation:

@@ -22,17 +22,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from surgery.core.errors import SurgeryError
 
-TOKENS = 2**21  # read ahead: tokenising comes in bursts of a block
-THREADS = "TOKENIZERS_PARALLELISM"
-SENT = 4  # steps on their way from process to process, which lie in shared memory
+PREFETCH_TOKENS = 2**21  # read ahead: tokenising comes in bursts of a block
+TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+PREFETCH_FACTOR = 4  # steps on their way from process to process, which lie in shared memory
 
 
-def reading(items: Callable[[], Iterator[Any]], ahead: int, device: torch.device) -> AbstractContextManager[Any]:
+def prefetch(items: Callable[[], Iterator[Any]], ahead: int, device: torch.device) -> AbstractContextManager[Any]:
     """with reading(..) as ready: the items, `ahead` of them read before they are asked for."""
-    return Beside(items, ahead) if device.type == "cuda" else Ahead(items(), ahead)
+    return ProcessPrefetcher(items, ahead) if device.type == "cuda" else ThreadPrefetcher(items(), ahead)
 
 
-class Ahead:
+class ThreadPrefetcher:
     """In a thread; used as a context so that it ends with the loop."""
 
     def __init__(self, items: Iterator[Any], ahead: int):
@@ -75,18 +75,18 @@ class Ahead:
             yield item
 
 
-class Beside:
+class ProcessPrefetcher:
     """In a forked process, which reads ahead in a thread of its own and sends a few items at a time."""
 
     def __init__(self, items: Callable[[], Iterator[Any]], ahead: int):
-        self.source = _Items(items, ahead)
+        self.source = _ItemDataset(items, ahead)
         self.live: Any = None
 
     def __enter__(self) -> Iterator[Any]:
         pinned = torch.cuda.is_available()
         loader = DataLoader(
-            self.source, batch_size=None, num_workers=1, prefetch_factor=SENT, pin_memory=pinned,
-            multiprocessing_context="fork", worker_init_fn=_deaf,
+            self.source, batch_size=None, num_workers=1, prefetch_factor=PREFETCH_FACTOR, pin_memory=pinned,
+            multiprocessing_context="fork", worker_init_fn=_ignore_interrupt,
         )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child uses none of them
@@ -112,29 +112,29 @@ class Beside:
             yield item
 
 
-def one_thread() -> None:
+def limit_tokenizer_threads() -> None:
     """Tokenizers use one thread in this process, all cores in the one that reads: threads that have run once cannot be
     forked, and there is no asking whether they have. Called where a program begins; "" means no to them, as "false"
     does, which a user may have said. Where they are imported already, as in a notebook, they may have: nothing is said
     then, and the library itself keeps a forked process to one thread."""
     if "tokenizers" not in sys.modules:
-        os.environ.setdefault(THREADS, "")
+        os.environ.setdefault(TOKENIZERS_PARALLELISM, "")
 
 
-def _deaf(_: int) -> None:
+def _ignore_interrupt(_: int) -> None:
     """A Ctrl-C is for the loop, which ends this process when it has written its checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class _Items(IterableDataset):
+class _ItemDataset(IterableDataset):
     def __init__(self, items: Callable[[], Iterator[Any]], ahead: int):
         self.items, self.ahead = items, ahead
 
     def __iter__(self) -> Iterator[Any]:
         """What a person can put right is handed over as it is: DataLoader would wrap it in tracebacks."""
-        if os.environ.get(THREADS) == "":  # see one_thread
-            os.environ[THREADS] = "true"
-        with Ahead(self.items(), self.ahead) as ready:
+        if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see one_thread
+            os.environ[TOKENIZERS_PARALLELISM] = "true"
+        with ThreadPrefetcher(self.items(), self.ahead) as ready:
             try:
                 yield from ready
             except SurgeryError as error:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.training.data.documents import Document, Table
+from surgery.training.data.documents import Document, DocumentTable
 
 
-class Reader(Protocol):
+class DocumentReader(Protocol):
     """beginning: the cursor of a reader that has read nothing."""
 
     beginning: dict[str, Any]
@@ -33,7 +33,7 @@ class Reader(Protocol):
 class TableReader:
     """Every document once an epoch, all of them in random order if `shuffled`."""
 
-    def __init__(self, table: Table, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
+    def __init__(self, table: DocumentTable, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
         self.table, self.seed, self.shuffled = table, seed, shuffled
         self.wanted = wanted if table.by_content else None
         self.beginning = {"epoch": 0, "unit": 0, "part": 0}
@@ -77,7 +77,7 @@ class TableReader:
     def _permutation(self) -> Any:
         if not self.shuffled:
             return None
-        generator = torch.Generator().manual_seed(mixed(self.seed, "epoch", self._epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", self._epoch))
         narrow = torch.int32 if len(self.table) < 2**31 else torch.int64
         return torch.randperm(len(self.table), generator=generator, dtype=narrow)
 
@@ -113,7 +113,7 @@ class StreamReader:
                 if content is not None and (self.wanted is None or self.wanted(content)):
                     return Document(content)
         except Exception as error:  # datasets raises many kinds, from many libraries
-            raise unreadable(self.where, error) from None
+            raise unreadable_error(self.where, error) from None
         self.restore({**self.beginning, "epoch": self._epoch + 1})
         return None
 
@@ -121,10 +121,10 @@ class StreamReader:
         return self._identity
 
 
-def mixed(*what: object) -> int:
+def derive_seed(*what: object) -> int:
     """One seed out of several things."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
 
 
-def unreadable(where: str, error: Exception) -> SurgeryError:
+def unreadable_error(where: str, error: Exception) -> SurgeryError:
     return SurgeryError(f"{where} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from surgery.core.errors import SurgeryError
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Strict(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SourceConfig(_Strict):
+class SourceConfig(_FrozenModel):
     """path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: of the
     tokens, its share among the sources. What a row holds: `text`, a column of text; `messages`, a column of
     conversations ({role, content} each); or `prompt` and `completion`, two columns of text.
@@ -61,7 +61,7 @@ class SourceConfig(_Strict):
         return self.messages is not None or self.prompt is not None
 
 
-class DataConfig(_Strict):
+class DataConfig(_FrozenModel):
     """packing: `documents`, several in a row, none sees another (position_ids begin anew); `stream`, all joined and
     cut; `none`, one a row, padded. validation: a share of the documents, chosen by their content, or sources of
     their own; `validation_examples` of them at most are kept. shuffle: documents put in random order together;
@@ -70,7 +70,7 @@ class DataConfig(_Strict):
 
     sources: tuple[SourceConfig, ...]
     packing: Literal["documents", "stream", "none"] = "documents"
-    validation: Share | tuple[SourceConfig, ...] = 0.0
+    validation: Fraction | tuple[SourceConfig, ...] = 0.0
     validation_examples: int = Field(64, ge=1)
     shuffle: int = Field(1024, ge=0)
     epochs: int | None = Field(None, ge=1)

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import Entry, read_header, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
 from surgery.core.errors import SurgeryError
 from surgery.training.data.documents import Document
-from surgery.training.data.tokenize import Piece
+from surgery.training.data.tokenize import TokenSequence
 
-KEPT = 2**24  # tokens; a process is behind another by no more than what is read ahead of the loop
-PATIENCE = 1800.0  # seconds to wait for a block
-Read = list[list[Document]]  # of every source
-Pieces = list[list[Piece]]
+KEPT_TOKENS = 2**24  # tokens; a process is behind another by no more than what is read ahead of the loop
+WAIT_SECONDS = 1800.0  # seconds to wait for a block
+DocumentLists = list[list[Document]]  # of every source
+SequenceLists = list[list[TokenSequence]]
 
 
 class SharedTokens:
@@ -33,34 +33,34 @@ class SharedTokens:
         self.folder, self.writes = folder, writes
         self.behind: deque[tuple[Path, int]] = deque()
 
-    def of(self, read: Read, tokenise: Callable[[Read], Pieces]) -> Pieces:
-        path = self.folder / f"{fingerprint(read)}.safetensors"
+    def of(self, read: DocumentLists, tokenise: Callable[[DocumentLists], SequenceLists]) -> SequenceLists:
+        path = self.folder / f"{documents_fingerprint(read)}.safetensors"
         if self.writes and not path.is_file():
             pieces = tokenise(read)
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_shard(path, _entries(pieces))
+            write_shard(path, _to_entries(pieces))
             self._remember(path, sum(len(piece) for some in pieces for piece in some))
             return pieces
         self._wait(path)
-        return _pieces(path)
+        return _read_sequences(path)
 
     def _remember(self, path: Path, tokens: int) -> None:
         self.behind.append((path, tokens))
-        while sum(count for _, count in self.behind) - self.behind[0][1] > KEPT:
+        while sum(count for _, count in self.behind) - self.behind[0][1] > KEPT_TOKENS:
             self.behind.popleft()[0].unlink(missing_ok=True)
 
     def _wait(self, path: Path) -> None:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + WAIT_SECONDS
         while not path.is_file():
             if time.monotonic() > until:
                 raise SurgeryError(
-                    f"{path}: no process wrote these tokens in {PATIENCE:.0f} seconds; is {self.folder.parent} a folder that "
+                    f"{path}: no process wrote these tokens in {WAIT_SECONDS:.0f} seconds; is {self.folder.parent} a folder that "
                     "all processes of this machine see? Choose --out on such a disk"
                 )
             time.sleep(0.01)
 
 
-def fingerprint(read: Read) -> str:
+def documents_fingerprint(read: DocumentLists) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for documents in read:
         digest.update(b"source")
@@ -71,31 +71,31 @@ def fingerprint(read: Read) -> str:
     return digest.hexdigest()
 
 
-def _entries(pieces: Pieces) -> list[Entry]:
+def _to_entries(pieces: SequenceLists) -> list[TensorSource]:
     """Tokens of all pieces one after the other; which are trained on; lengths, and which pieces stay whole."""
     every = [piece for some in pieces for piece in some]
     tensors = {
-        "ids": _joined([piece.ids_T.to(torch.int32) for piece in every], torch.int32),
-        "trained": _joined([p.trained_T.to(torch.uint8) for p in every if p.trained_T is not None], torch.uint8),
+        "ids": _concatenate([piece.ids_T.to(torch.int32) for piece in every], torch.int32),
+        "trained": _concatenate([p.trained_T.to(torch.uint8) for p in every if p.trained_T is not None], torch.uint8),
         "lengths": torch.tensor([len(piece) for piece in every], dtype=torch.int64),
         "marked": torch.tensor([piece.trained_T is not None for piece in every], dtype=torch.uint8),
         "whole": torch.tensor([piece.whole for piece in every], dtype=torch.uint8),
         "counts": torch.tensor([len(some) for some in pieces], dtype=torch.int64),
     }
-    return [Entry.of(name, tensor) for name, tensor in tensors.items()]
+    return [TensorSource.of(name, tensor) for name, tensor in tensors.items()]
 
 
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 
-def _pieces(path: Path) -> Pieces:
+def _read_sequences(path: Path) -> SequenceLists:
     found = {name: read_tensor(info, check=False) for name, info in read_header(path).items()}
     lengths, marked = found["lengths"].tolist(), found["marked"].tolist()
     ids = found["ids"].long().split(lengths)
     trained = iter(found["trained"].bool().split([n for n, m in zip(lengths, marked) if m]))
     every = iter(
-        Piece(ids_T, next(trained) if mark else None, bool(whole))
+        TokenSequence(ids_T, next(trained) if mark else None, bool(whole))
         for ids_T, mark, whole in zip(ids, marked, found["whole"].tolist())
     )
     return [[next(every) for _ in range(count)] for count in found["counts"].tolist()]

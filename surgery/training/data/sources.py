@@ -10,24 +10,24 @@ from typing import Any
 
 from surgery.calibration.moments import encoding_of
 from surgery.core.digests import arrow_cache
-from surgery.core.errors import SurgeryError, nearest
-from surgery.training.data.documents import Rows, Side, TextFiles, files_identity, held_out
-from surgery.training.data.readers import Reader, StreamReader, TableReader, unreadable
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.training.data.documents import DatasetTable, Side, TextFiles, files_identity, is_held_out
+from surgery.training.data.readers import DocumentReader, StreamReader, TableReader, unreadable_error
 from surgery.training.data.recipe import SourceConfig
 
-TEXTS, TABLES = (".txt", ".md"), {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-PACKED = (".gz", ".zst", ".xz", ".bz2")  # of tables
+TEXT_SUFFIXES, TABLE_FORMATS = (".txt", ".md"), {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")  # of tables
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def open_source(config: SourceConfig, seed: int, side: Side, share: float, shuffled: bool) -> Reader:
+def open_data_source(config: SourceConfig, seed: int, side: Side, share: float, shuffled: bool) -> DocumentReader:
     """share: of the documents that are for validation."""
     wanted = None
     if share > 0:
-        wanted = lambda content: held_out(content, share) == (side == "validation")  # noqa: E731
+        wanted = lambda content: is_held_out(content, share) == (side == "validation")  # noqa: E731
     path = Path(config.path)
     if path.exists():
-        kind, files = _files(path)
+        kind, files = _find_files(path)
         for name in ("subset", "revision", "split"):
             if getattr(config, name) != SourceConfig.model_fields[name].default:
                 raise SurgeryError(
@@ -38,28 +38,28 @@ def open_source(config: SourceConfig, seed: int, side: Side, share: float, shuff
                 column = config.messages or config.prompt or config.text
                 raise SurgeryError(f"data source {path} is text, without columns; leave out {column!r}")
             return TableReader(TextFiles(files, config.separator, side, share), seed, shuffled, wanted)
-        return _table(config, kind, files, seed, shuffled, wanted)
-    if not HUB_ID.fullmatch(config.path) or _kind(path):
+        return _open_table(config, kind, files, seed, shuffled, wanted)
+    if not HUB_ID.fullmatch(config.path) or _file_kind(path):
         raise SurgeryError(f"data source {config.path!r} is neither a file nor a folder here, nor a Hub id (org/name)")
-    return _table(config, None, [], seed, shuffled, wanted)
+    return _open_table(config, None, [], seed, shuffled, wanted)
 
 
-def _kind(path: Path) -> str:
+def _file_kind(path: Path) -> str:
     """text, or the name that `datasets` has for it; empty where unknown."""
-    if path.suffix in PACKED:
-        return TABLES.get(Path(path.stem).suffix, "")
-    return "text" if path.suffix in TEXTS else TABLES.get(path.suffix, "")
+    if path.suffix in COMPRESSED_SUFFIXES:
+        return TABLE_FORMATS.get(Path(path.stem).suffix, "")
+    return "text" if path.suffix in TEXT_SUFFIXES else TABLE_FORMATS.get(path.suffix, "")
 
 
-def _files(path: Path) -> tuple[str, list[Path]]:
+def _find_files(path: Path) -> tuple[str, list[Path]]:
     """What kind of files, and which, in the order of their names."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
-    kinds = {_kind(p) for p in files}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _file_kind(p))
+    kinds = {_file_kind(p) for p in files}
     if not files or "" in kinds:
-        known = ", ".join((*TEXTS, *TABLES))
+        known = ", ".join((*TEXT_SUFFIXES, *TABLE_FORMATS))
         raise SurgeryError(
             f"data source {path}: {'no file' if not files else 'not one'} of a known kind ({known}; tables also "
-            f"compressed, {', '.join(PACKED)})"
+            f"compressed, {', '.join(COMPRESSED_SUFFIXES)})"
         )
     if "text" in kinds:
         for file in files:
@@ -77,7 +77,7 @@ def _files(path: Path) -> tuple[str, list[Path]]:
     return kinds.pop(), files
 
 
-def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any) -> Any:
+def _open_table(config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any) -> Any:
     import datasets
 
     where = f"data source {config.path}"
@@ -99,23 +99,23 @@ def _table(config: SourceConfig, kind: str | None, files: list[Path], seed: int,
     except SurgeryError:
         raise
     except Exception as error:  # as above
-        raise unreadable(where, error) from None
+        raise unreadable_error(where, error) from None
     if first is None:
         raise SurgeryError(f"{where} has no rows")
-    content = columns(config, first, where)
+    content = content_reader(config, first, where)
     identity = files_identity(files) if kind else f"{config.path} {config.subset} {config.split} {config.revision}"
     if config.streaming:
         return StreamReader(rows, content, wanted, identity, where)
-    return TableReader(Rows(rows, content, identity), seed, shuffled, wanted)
+    return TableReader(DatasetTable(rows, content, identity), seed, shuffled, wanted)
 
 
-def columns(config: SourceConfig, first: dict[str, Any], where: str) -> Callable[[dict[str, Any]], Any]:
+def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> Callable[[dict[str, Any]], Any]:
     """row -> what a document holds, or None where there is nothing; by a look at the first row."""
     named = [n for n in (config.text, config.messages, config.prompt, config.completion) if n is not None]
     for name in named:
         if name not in first:
-            raise SurgeryError(f"{where} has no column {name!r}{nearest(name, first)}; its columns: {', '.join(first)}")
-    config = guessed(config, first)
+            raise SurgeryError(f"{where} has no column {name!r}{suggestion(name, first)}; its columns: {', '.join(first)}")
+    config = guess_columns(config, first)
     if config.messages is not None:
         turns = config.messages
         return lambda row: row[turns] or None
@@ -130,7 +130,7 @@ def columns(config: SourceConfig, first: dict[str, Any], where: str) -> Callable
     return lambda row: row[column] or None
 
 
-def guessed(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
+def guess_columns(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
     """With the columns that go by their usual names, where none is named."""
     if config.chat or config.text is not None:
         return config

@@ -15,7 +15,7 @@ from surgery.training.data.documents import Document
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenSequence:
     """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). whole: not to be cut into windows."""
 
     ids_T: Tensor
@@ -26,7 +26,7 @@ class Piece:
         return self.ids_T.numel()
 
 
-class Encoder:
+class TextEncoder:
     """Text with the specials the tokenizer puts around it, and an end of text behind it where the tokenizer has one."""
 
     def __init__(self, tokenizer: Any):
@@ -39,7 +39,7 @@ class Encoder:
         pads = (tokenizer.pad_token_id, end, self.before[0] if self.before else None, 0)
         self.pad = int(next(p for p in pads if p is not None))
 
-    def texts(self, documents: list[Document]) -> list[Piece]:
+    def texts(self, documents: list[Document]) -> list[TokenSequence]:
         """One piece a document, in their order; the parts of a long one are one piece."""
         if not documents:
             return []
@@ -56,7 +56,7 @@ class Encoder:
             if document.begins or not lengths:
                 lengths.append(0)
             lengths[-1] += len(every) - before
-        return [Piece(ids_T) for ids_T in torch.tensor(every, dtype=torch.int64).split(lengths)]
+        return [TokenSequence(ids_T) for ids_T in torch.tensor(every, dtype=torch.int64).split(lengths)]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
-from surgery.training.batches import Shares
-from surgery.training.checkpoints import Stored
-from surgery.training.distributed.step import Descent
-from surgery.training.optim import Group
-from surgery.training.sharded_tensors import Spread, whole
+from surgery.training.batches import BatchLayout
+from surgery.training.checkpoints import StoredStates
+from surgery.training.distributed.step import OptimizerStep
+from surgery.training.optim import ParameterGroup
+from surgery.training.sharded_tensors import MaybeSharded, full_tensor
 
-HALF = {"bf16": "bfloat16", "fp16": "float16"}
-BUCKET = 50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
-SCALE = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
-OTHERS = {
+HALF_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+BUCKET_ELEMENTS = 50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
+INITIAL_SCALE = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+UNSUPPORTED_SETTINGS = {
     "optimizer": "the optimiser is the recipe's (stages.*.optimiser)",
     "scheduler": "the schedule is the recipe's (stages.*.schedule)",
     "amp": "the precision is the recipe's",
@@ -44,27 +44,27 @@ OTHERS = {
 }
 
 
-def asked() -> bool:
+def is_deepspeed_launch() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
-def before_accelerate() -> None:
+def disable_zero3_init() -> None:
     """Models are opened whole, by each process, and spread when a stage begins: transformers is not to spread them."""
-    if asked():
+    if is_deepspeed_launch():
         os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
 
 
-def after_accelerate(accelerator: Any, cpu: bool) -> None:
+def configure_libraries(accelerator: Any, cpu: bool) -> None:
     from transformers.integrations import unset_hf_deepspeed_config
 
     if cpu:
-        _on_cpu(accelerator)
+        _enable_on_cpu(accelerator)
     unset_hf_deepspeed_config()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it tells at length what it sets up
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # it calls by older names
 
 
-def _on_cpu(accelerator: Any) -> None:
+def _enable_on_cpu(accelerator: Any) -> None:
     """Accelerate takes DeepSpeed for GPUs alone, though it runs on CPUs as well, where a run can be tried out."""
     from accelerate import PartialState
     from accelerate.utils import DeepSpeedPlugin, DistributedType
@@ -78,7 +78,7 @@ def _on_cpu(accelerator: Any) -> None:
         accelerator.state.deepspeed_plugins = plugin
 
 
-def stage_of(accelerator: Any) -> int:
+def zero_stage(accelerator: Any) -> int:
     """0 without DeepSpeed."""
     from accelerate.utils import DistributedType
 
@@ -88,13 +88,13 @@ def stage_of(accelerator: Any) -> int:
 
 
 # -- settings ----------------------------------------------------------------------------------------------
-def refuse(accelerator: Any) -> None:
+def check_settings(accelerator: Any) -> None:
     """Settings that a healing cannot keep."""
     told = accelerator.state.deepspeed_plugin.deepspeed_config
     zero = told.get("zero_optimization", {})
-    why = next((f"{key}: {reason}" for key, reason in OTHERS.items() if told.get(key)), None)
-    if stage_of(accelerator) not in (1, 2, 3):
-        why = f"stage {stage_of(accelerator)} spreads nothing: use accelerate launch --multi_gpu"
+    why = next((f"{key}: {reason}" for key, reason in UNSUPPORTED_SETTINGS.items() if told.get(key)), None)
+    if zero_stage(accelerator) not in (1, 2, 3):
+        why = f"stage {zero_stage(accelerator)} spreads nothing: use accelerate launch --multi_gpu"
     for half in ("fp16", "bf16"):
         if told.get(half, {}).get("enabled") is True:
             why = f"{half}: enabled: trained weights are float32 beneath; set precision: {half} in the recipe"
@@ -114,7 +114,7 @@ def refuse(accelerator: Any) -> None:
         )
 
 
-def set_up(accelerator: Any, shares: Shares, clip: float | None, precision: str) -> None:
+def configure_engine(accelerator: Any, shares: BatchLayout, clip: float | None, precision: str) -> None:
     """The engine that `prepare` makes next."""
     told = accelerator.state.deepspeed_plugin.deepspeed_config
     told |= {
@@ -127,14 +127,14 @@ def set_up(accelerator: Any, shares: Shares, clip: float | None, precision: str)
         "torch_autocast": {"enabled": False},
     }
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        told["zero_optimization"].setdefault(key, BUCKET)
+        told["zero_optimization"].setdefault(key, BUCKET_ELEMENTS)
     accelerator.gradient_accumulation_steps = shares.forwards
-    if precision in HALF:
-        safe = [f"{cls.__module__}.{cls.__qualname__}" for cls in _linears()]
-        told["torch_autocast"] = {"enabled": True, "dtype": HALF[precision], "lower_precision_safe_modules": safe}
+    if precision in HALF_DTYPES:
+        safe = [f"{cls.__module__}.{cls.__qualname__}" for cls in _linear_classes()]
+        told["torch_autocast"] = {"enabled": True, "dtype": HALF_DTYPES[precision], "lower_precision_safe_modules": safe}
 
 
-def _linears() -> list[type]:
+def _linear_classes() -> list[type]:
     """What is one product after the other, whose weights and gradients are sent in half precision, as FSDP2 does."""
     from transformers.pytorch_utils import Conv1D
 
@@ -144,14 +144,14 @@ def _linears() -> list[type]:
 
 
 @torch.no_grad()
-def released(accelerator: Any, engine: Any) -> Any:
+def detach_model(accelerator: Any, engine: Any) -> Any:
     """The model without its engine: whole weights, everywhere, in tensors of their own."""
     model, old, new = engine.module, list(engine.module.parameters()), dict[int, nn.Parameter]()
     for p in old:
-        new[id(p)] = nn.Parameter(whole(p).clone(), requires_grad=p.requires_grad)
+        new[id(p)] = nn.Parameter(full_tensor(p).clone(), requires_grad=p.requires_grad)
     places = [(module, dict(module._parameters.items())) for module in model.modules()]
     zero = engine.optimizer
-    _forgotten(engine)
+    _clear_engine_hooks(engine)
     accelerator.free_memory()  # ends the engine
     for left in (*old, zero, engine):  # held by autograd's hooks, which no collector sees through
         vars(left).clear()
@@ -161,7 +161,7 @@ def released(accelerator: Any, engine: Any) -> Any:
     return model
 
 
-def _forgotten(engine: Any) -> None:
+def _clear_engine_hooks(engine: Any) -> None:
     """What its own end leaves on the model and in lists of DeepSpeed's, by which all of it would stay in memory."""
     from deepspeed.runtime.zero import parameter_offload
 
@@ -172,21 +172,21 @@ def _forgotten(engine: Any) -> None:
 
 
 # -- a step ------------------------------------------------------------------------------------------------
-class ZeroDescent(Descent):
+class ZeroOptimizerStep(OptimizerStep):
     """By the engine. A step whose gradient is no number is left out by it, in all processes."""
 
     again = False
 
-    def _parameters(self, groups: list[Group]) -> dict[str, Tensor]:
+    def _parameters(self, groups: list[ParameterGroup]) -> dict[str, Tensor]:
         return {name: p for group in groups for name, p in zip(group.names, group.parameters)}
 
     def _begin(self, skip: bool) -> None:
         self.zero = self.run.optimizer
-        self.memory = ZeroMemory(self.zero, self.names, self.parameters)
+        self.memory = ZeroOptimizerState(self.zero, self.names, self.parameters)
         self.own_scale: dict[str, Any] | None = None
         if getattr(self.zero, "torch_autocast_gradscaler", None) is not None:
             self.zero.torch_autocast_gradscaler = None  # it unscales neither the norm nor what is clipped by it
-            self.restore_scale(SCALE)
+            self.restore_scale(INITIAL_SCALE)
 
     @property
     def scaled(self) -> bool:
@@ -213,7 +213,7 @@ class ZeroDescent(Descent):
     # -- the loss scale ------------------------------------------------------------------------------
     def _rescale(self, overflow: bool) -> None:
         """By the rule and in the words of torch's GradScaler, so that a run may go on with that, and the other way round."""
-        state: dict[str, Any] = {**(self.own_scale or SCALE)}
+        state: dict[str, Any] = {**(self.own_scale or INITIAL_SCALE)}
         state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
             state["scale"] *= state["backoff_factor"]
@@ -229,18 +229,18 @@ class ZeroDescent(Descent):
         self.zero.override_loss_scale(self.own_scale["scale"])
 
 
-class ZeroMemory:
+class ZeroOptimizerState:
     """What the optimiser remembers, whole tensor by whole tensor though it steps on flat parts of many: the same names and
     shapes as without DeepSpeed, so that a run may go on without it, or on another number of processes."""
 
     def __init__(self, zero: Any, names: list[list[str]], parameters: dict[str, Tensor]):
         self.zero, self.names, self.parameters = zero, names, parameters
 
-    def states(self) -> dict[str, Spread]:
+    def states(self) -> dict[str, MaybeSharded]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link()
-        found: dict[str, Spread] = {}
+        found: dict[str, MaybeSharded] = {}
         for name, p, flat in self._places():
             for key, value in self.zero.optimizer.state.get(flat, {}).items():
                 if not isinstance(value, Tensor) or value.shape != flat.shape:
@@ -249,7 +249,7 @@ class ZeroMemory:
                     found[f"{key}.{name}"] = partial(safe_get_full_optimizer_state, p, key)
         return found
 
-    def restore(self, stored: Stored) -> None:
+    def restore(self, stored: StoredStates) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for name, _, flat in self._places():

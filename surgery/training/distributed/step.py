@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.training.batches import Shares
-from surgery.training.checkpoints import TorchMemory
-from surgery.training.guard import BadSteps
-from surgery.training.optim import Group
+from surgery.training.batches import BatchLayout
+from surgery.training.checkpoints import TorchOptimizerState
+from surgery.training.guard import NonFiniteGuard
+from surgery.training.optim import ParameterGroup
 
 
-class Descent:
+class OptimizerStep:
     """run: the model as it is called; clip: the norm's limit; skip: leave bad steps out and go on. again: whether a batch
     can be run again outside of it, to find who is to blame for a bad step."""
 
     again = True
 
     def __init__(
-        self, accelerator: Any, run: Any, optimiser: Any, groups: list[Group], shares: Shares, clip: float | None, skip: bool
+        self, accelerator: Any, run: Any, optimiser: Any, groups: list[ParameterGroup], shares: BatchLayout, clip: float | None, skip: bool
     ):  # fmt: skip
         self.accelerator, self.run, self.optimiser, self.shares, self.clip = accelerator, run, optimiser, shares, clip
         self.inner = getattr(optimiser, "optimizer", optimiser)
@@ -35,13 +35,13 @@ class Descent:
         self.parameters = self._parameters(groups)
         self._begin(skip)
 
-    def _parameters(self, groups: list[Group]) -> dict[str, Tensor]:
+    def _parameters(self, groups: list[ParameterGroup]) -> dict[str, Tensor]:
         """By name, as they are now: FSDP2 puts others in their place."""
         return {n: p for names, g in zip(self.names, self.inner.param_groups) for n, p in zip(names, g["params"])}
 
     def _begin(self, skip: bool) -> None:
-        self.bad = BadSteps(self.optimiser, skip, self.accelerator.device)
-        self.memory: Any = TorchMemory(self.inner, self.names)
+        self.bad = NonFiniteGuard(self.optimiser, skip, self.accelerator.device)
+        self.memory: Any = TorchOptimizerState(self.inner, self.names)
         self.accelerator.gradient_accumulation_steps = self.shares.forwards
 
     @property

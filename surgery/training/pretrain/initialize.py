@@ -21,25 +21,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from surgery.architectures.linears import Body, is_linear, walk
-from surgery.checkpoint.meta_model import Skeleton, bare_model, model_class
+from surgery.architectures.linears import ModelLayout, is_linear, find_linears
+from surgery.checkpoint.meta_model import MetaModel, bare_model, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo
-from surgery.checkpoint.source import Source
+from surgery.checkpoint.source import CheckpointSource
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import install
-from surgery.modeling.modules import FoldedLinear, SplitLinear, empty_standin
-from surgery.planning.plan import Cut, Plan, make_plan
-from surgery.planning.recipe import Recipe
-from surgery.planning.weights import part_name, spec_of
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
+from surgery.planning.plan import LinearTarget, Plan, make_plan
+from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.weights import slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
 from surgery.structures.low_rank import LowRankLinear
 
 LowRankStart = Literal["spectral", "unit"]
-ADDED = ("attention.output", "mlp.down")  # roles whose linears write into the residual stream
+RESIDUAL_ROLES = ("attention.output", "mlp.down")  # roles whose linears write into the residual stream
 
 
-def plan_for(folder: Path, recipe: Recipe) -> Plan:
+def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
     """What the recipe replaces in a model of folder/config.json, whose weights are nowhere yet."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = f"a new {config['model_type']}"
@@ -47,56 +47,56 @@ def plan_for(folder: Path, recipe: Recipe) -> Plan:
         raise SurgeryError(
             "attention.hybrid by sensitivity is measured on a trained model; to train one, say by: every, or layers: [..]"
         )
-    state = bare_model(Source(name, folder, config, {})).state_dict()
+    state = bare_model(CheckpointSource(name, folder, config, {})).state_dict()
     tensors = {
         key: TensorInfo(key, folder / "none", "F32", tuple(t.shape), 0, 4 * t.numel()) for key, t in state.items()
     }
-    return make_plan(Skeleton(Source(name, folder, config, tensors)), recipe)
+    return make_plan(MetaModel(CheckpointSource(name, folder, config, tensors)), recipe)
 
 
-def fresh_model(
+def make_model(
     config: Any, plan: Plan | None, embedding_std: float, seed: int, low_rank_start: LowRankStart = "spectral"
 ) -> Any:
     """A causal language model in float32; plan: None where all stays dense. It saves itself as `convert`'s do."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, dtype=torch.float32)
-        body = walk(model)
+        body = find_linears(model)
         if plan is not None:
-            put_standins(model, plan)
-        initialise(model, body, embedding_std)
+            replace_linears(model, plan)
+        initialize_weights(model, body, embedding_std)
         if low_rank_start == "unit":
-            unit_low_rank(model)
+            init_unit_low_rank(model)
         if plan is not None and plan.seats:
-            put_mixers(model, plan)
+            install_mixers(model, plan)
     return model
 
 
-def put_standins(model: Any, plan: Plan) -> None:
+def replace_linears(model: Any, plan: Plan) -> None:
     """In place, with the table that from_pretrained reads."""
     from surgery.modeling.quantization_config import SurgeryConfig
 
-    table = {path: entry for path, cuts in plan.cuts.items() if (entry := _entry(cuts))}
+    table = {path: entry for path, cuts in plan.cuts.items() if (entry := _module_entry(cuts))}
     for path, entry in table.items():
-        model.set_submodule(path, empty_standin(entry, device="cpu", dtype=torch.float32))
+        model.set_submodule(path, build_module(entry, device="cpu", dtype=torch.float32))
     if table:
         model.config.quantization_config = SurgeryConfig(modules=table)
 
 
-def _entry(cuts: tuple[Cut, ...]) -> dict[str, Any] | None:
+def _module_entry(cuts: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
     """None where the linear stays as it is."""
-    linear, specs = cuts[0].linear, [spec_of(cut, cut.first) for cut in cuts]
+    linear, specs = cuts[0].linear, [table_entry(cut, cut.first) for cut in cuts]
     if all(cut.first is None for cut in cuts):
         return None
     if cuts[0].part is None:
         entry = specs[0]
     else:
-        names = [part_name(cut.part.role) for cut in cuts if cut.part]
+        names = [slice_name(cut.part.role) for cut in cuts if cut.part]
         entry = {"structure": "split", "parts": dict(zip(names, specs)), "heads": cuts[0].part.heads}
     return {**entry, **({"transposed": True} if linear.transposed else {})}
 
 
-def put_mixers(model: Any, plan: Plan) -> None:
+def install_mixers(model: Any, plan: Plan) -> None:
     install(model, {seat.path: seat.config for seat in plan.seats.values()})
     for seat in plan.seats.values():
         state = model.get_submodule(seat.path).mixer.state_dict()
@@ -106,37 +106,37 @@ def put_mixers(model: Any, plan: Plan) -> None:
 
 # -- initialisation --------------------------------------------------------------------------------------
 @torch.no_grad()
-def initialise(model: Any, body: Body, embedding_std: float) -> None:
+def initialize_weights(model: Any, body: ModelLayout, embedding_std: float) -> None:
     """body: the walk of the model before anything stood in for its linears."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=embedding_std)
     for linear in body.linears:
         module = model.get_submodule(linear.path)
-        (silence if linear.path == body.head or set(ADDED) & set(linear.roles) else begin)(module)
+        (zero_output if linear.path == body.head or set(RESIDUAL_ROLES) & set(linear.roles) else initialize_module)(module)
 
 
-def begin(module: Any) -> None:
+def initialize_module(module: Any) -> None:
     """Anew, with the variance of its fans."""
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
-            begin(part)
+            initialize_module(part)
     elif isinstance(module, StructuredLinear):
         module.reset_parameters()
     else:
-        out, in_ = _shape(module)
+        out, in_ = _weight_shape(module)
         nn.init.normal_(module.weight, std=MuP(in_, out).std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 
 
-def silence(module: Any) -> None:
+def zero_output(module: Any) -> None:
     """Answering zero, with a gradient: one core is zero, the last one. Where rows of the first are stored as they are
     (pivoted low rank), that one too."""
-    begin(module)
+    initialize_module(module)
     if isinstance(module, SplitLinear):
         for part in module.parts.values():
-            silence(part)
+            zero_output(part)
         return
     nn.init.zeros_(module.weight)
     if isinstance(module, StructuredLinear) and bool(module.dense().any()):
@@ -144,22 +144,22 @@ def silence(module: Any) -> None:
 
 
 @torch.no_grad()
-def unit_low_rank(model: Any) -> None:
+def init_unit_low_rank(model: Any) -> None:
     """V of every low rank layer from N(0, 1 / in): the variance that the dense layer would begin with."""
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             nn.init.normal_(module.right, std=module.in_features**-0.5)
 
 
-def _shape(module: Any) -> tuple[int, int]:
+def _weight_shape(module: Any) -> tuple[int, int]:
     """(out, in)"""
-    if isinstance(module, FoldedLinear) or not is_linear(module):
+    if isinstance(module, GuardedLinear) or not is_linear(module):
         raise TypeError(type(module).__name__)
     out, in_ = module.weight.shape
     return (out, in_) if isinstance(module, nn.Linear) else (in_, out)  # Conv1D keeps (in, out)
 
 
-def refuse_tied(config: Any) -> None:
+def check_untied(config: Any) -> None:
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise SurgeryError(
             "model.tie_word_embeddings: muP wants an output layer of its own, which begins at zero and whose rate falls with "

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.source import read_config
-from surgery.core.config import number
-from surgery.core.errors import SurgeryError, nearest
-from surgery.training.pretrain.initialize import refuse_tied
+from surgery.core.config import parse_float
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.training.pretrain.initialize import check_untied
 
 # Of a config that is taken as an example: what belongs to its weights or its tokenizer.
-NOT_TAKEN = (
+EXCLUDED_KEYS = (
     *("architectures", "vocab_size", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "use_cache", "_name_or_path"),
 )
 
 
-def keys_of_config(name: str) -> dict[str, Any]:
+def load_config_keys(name: str) -> dict[str, Any]:
     """Of a config.json, a folder with one, or a Hub id: its shape, without its vocabulary."""
     from transformers import CONFIG_MAPPING
 
@@ -26,7 +26,7 @@ def keys_of_config(name: str) -> dict[str, Any]:
     if path.suffix == ".json" and path.is_file():
         data = read_config(path.parent, name) if path.name == "config.json" else json.loads(path.read_text("utf-8"))
     else:
-        data = read_config(path if path.exists() else fetched(name), name)
+        data = read_config(path if path.exists() else download_config(name), name)
     if data.get("auto_map"):
         raise SurgeryError(
             f"--model {name} is a model of remote code, which is not run; name one that transformers has"
@@ -34,13 +34,13 @@ def keys_of_config(name: str) -> dict[str, Any]:
     kind = str(data.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise SurgeryError(
-            f"--model {name}: model_type {kind!r} is none that transformers knows{nearest(kind, CONFIG_MAPPING)}"
+            f"--model {name}: model_type {kind!r} is none that transformers knows{suggestion(kind, CONFIG_MAPPING)}"
         )
-    plain = CONFIG_MAPPING[kind].from_dict({k: v for k, v in data.items() if k not in NOT_TAKEN}).to_diff_dict()
-    return {**{k: v for k, v in plain.items() if k not in NOT_TAKEN}, "model_type": kind}
+    plain = CONFIG_MAPPING[kind].from_dict({k: v for k, v in data.items() if k not in EXCLUDED_KEYS}).to_diff_dict()
+    return {**{k: v for k, v in plain.items() if k not in EXCLUDED_KEYS}, "model_type": kind}
 
 
-def fetched(name: str) -> Path:
+def download_config(name: str) -> Path:
     """The folder that a Hub id's config.json lies in."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -54,13 +54,13 @@ def fetched(name: str) -> Path:
         ) from None
 
 
-def new_config(keys: dict[str, Any], tokenizer: Any) -> Any:
+def make_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     """A causal language model's, for the tokenizer's words; SurgeryError for a key that its family does not have."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
     kind = keys["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise SurgeryError(f"model.model_type {kind!r} is none that transformers knows{nearest(kind, CONFIG_MAPPING)}")
+        raise SurgeryError(f"model.model_type {kind!r} is none that transformers knows{suggestion(kind, CONFIG_MAPPING)}")
     family: Any = CONFIG_MAPPING[kind]
     causal: Any = AutoModelForCausalLM._model_mapping
     if family not in causal or family in AutoModelForMaskedLM._model_mapping:
@@ -68,15 +68,15 @@ def new_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     known = {*family().to_dict(), *(getattr(family, "attribute_map", None) or {})}
     for key in keys:
         if key not in known:
-            raise SurgeryError(f"model: {kind} has no key {key!r}{nearest(key, known)}")
+            raise SurgeryError(f"model: {kind} has no key {key!r}{suggestion(key, known)}")
     words = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     told = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **words, **keys}
     try:
-        config = family(**{k: number(v) for k, v in told.items() if k != "model_type"})
+        config = family(**{k: parse_float(v) for k, v in told.items() if k != "model_type"})
     except Exception as error:  # transformers' checks have exceptions of their own
         raise SurgeryError(f"model: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
     config.architectures = [causal[family].__name__]
-    refuse_tied(config)
+    check_untied(config)
     if config.get_text_config().vocab_size < len(tokenizer):
         raise SurgeryError(
             f"model.vocab_size {config.get_text_config().vocab_size} is under the tokenizer's {len(tokenizer)} words"

@@ -16,24 +16,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.source import open_converted
+from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.conversion.convert import totals
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT, alone, disk_errors, partial_of, refuse_links_in, write_json
-from surgery.core.progress import Progress, speaks
+from surgery.core.files import REPORT_NAME, exclusive_lock, explain_disk_errors, partial_path, refuse_links_in, write_json
+from surgery.core.progress import Progress, is_main_process
 from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import Plan
 from surgery.structures import STRUCTURES
-from surgery.training.finetune import RESUME, finetune, refuse
-from surgery.training.pretrain.initialize import fresh_model, plan_for
-from surgery.training.pretrain.model_config import new_config
+from surgery.training.finetune import RESUME_HINT, finetune, check_run
+from surgery.training.pretrain.initialize import make_model, plan_new_model
+from surgery.training.pretrain.model_config import make_config
 from surgery.training.pretrain.recipe import PretrainRecipe
 from surgery.training.pretrain.tokenizer import make_tokenizer
-from surgery.training.recipe import data_of
+from surgery.training.recipe import stage_data_config
 
-MADE = "blank.json"  # in OUT.blank: of which recipe
-NEVER = 3600.0  # seconds that other processes wait for the one that makes it
+MARKER_NAME = "blank.json"  # in OUT.blank: of which recipe
+TIMEOUT_SECONDS = 3600.0  # seconds that other processes wait for the one that makes it
 
 
 def pretrain(
@@ -50,13 +50,13 @@ def pretrain(
     """Train a new model; the record, as written into OUT/surgery_report.json. Every process of `accelerate launch` calls
     this; the first one writes."""
     out = Path(out)
-    refuse(out, f"the model in {out}", recipe.training, None, resume)
+    check_run(out, f"the model in {out}", recipe.training, None, resume)
     blank = out.with_name(out.name + ".blank")
     refuse_links_in(blank)
-    refuse_links_in(partial_of(blank))
-    with disk_errors(out, RESUME), ExitStack() as stack:
-        if speaks():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
-            stack.enter_context(alone(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
+    refuse_links_in(partial_path(blank))
+    with explain_disk_errors(out, RESUME_HINT), ExitStack() as stack:
+        if is_main_process():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
+            stack.enter_context(exclusive_lock(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
         return _pretrain(recipe, out, resume, skip_bad_steps, track, device, progress, show)
 
 
@@ -65,74 +65,74 @@ def _pretrain(
     progress: Progress | None, show: Any,
 ) -> dict[str, Any]:  # fmt: skip
     blank = out.with_name(out.name + ".blank")
-    _made_once(recipe, blank)
+    _ensure_initial_checkpoint(recipe, blank)
     try:
         record = finetune(
             str(blank), recipe.training, out, resume=resume, skip_bad_steps=skip_bad_steps, track=track, device=device,
             progress=progress, show=show,
         )  # fmt: skip
     except SurgeryError:
-        if speaks() and not partial_of(out).exists():
+        if is_main_process() and not partial_path(out).exists():
             shutil.rmtree(blank, ignore_errors=True)
         raise
-    if speaks():
+    if is_main_process():
         shutil.rmtree(blank, ignore_errors=True)
     return record
 
 
-def _made_once(recipe: PretrainRecipe, blank: Path) -> None:
+def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
     """By the first process, whole or absent; what an interrupted run left of the same recipe is used again."""
-    wanted = json.dumps({"recipe": digest(recipe), "version": __version__})
-    made = blank / MADE
+    wanted = json.dumps({"recipe": recipe_digest(recipe), "version": __version__})
+    made = blank / MARKER_NAME
     began = time.monotonic()
     while not (made.is_file() and made.read_text(encoding="utf-8") == wanted):
-        if speaks():
+        if is_main_process():
             shutil.rmtree(blank, ignore_errors=True)
-            work = partial_of(blank)
+            work = partial_path(blank)
             shutil.rmtree(work, ignore_errors=True)
             try:
-                write_blank(recipe, work)
-                (work / MADE).write_text(wanted, encoding="utf-8")
+                write_initial_checkpoint(recipe, work)
+                (work / MARKER_NAME).write_text(wanted, encoding="utf-8")
                 os.replace(work, blank)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
-        elif time.monotonic() - began > NEVER:
-            raise SurgeryError(f"{blank} was not made within {NEVER / 60:.0f} minutes by the process of rank 0")
+        elif time.monotonic() - began > TIMEOUT_SECONDS:
+            raise SurgeryError(f"{blank} was not made within {TIMEOUT_SECONDS / 60:.0f} minutes by the process of rank 0")
         else:
             time.sleep(0.5)
 
 
-def digest(recipe: PretrainRecipe) -> str:
+def recipe_digest(recipe: PretrainRecipe) -> str:
     """Of all that decides the numbers a model begins with."""
     told = [recipe.new.model_dump(mode="json"), recipe.training.data, recipe.training.seed]
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 # -- the model before any training -----------------------------------------------------------------------
-def write_blank(recipe: PretrainRecipe, folder: Path) -> None:
-    """A checkpoint in `folder`, made there."""
-    data = data_of(recipe.training, recipe.training.stages[0])
+def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
+    """A checkpoint in `pretrain_folder`, made there."""
+    data = stage_data_config(recipe.training, recipe.training.stages[0])
     assert data is not None, "refused before"
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(recipe.new.tokenizer, data)
-    config = new_config(recipe.new.model, tokenizer)
+    config = make_config(recipe.new.model, tokenizer)
     config.save_pretrained(folder)
-    plan = plan_for(folder, recipe.structure) if recipe.structure is not None else None
-    model = fresh_model(config, plan, recipe.new.embedding_std, recipe.training.seed, recipe.new.low_rank_start)
+    plan = plan_new_model(folder, recipe.structure) if recipe.structure is not None else None
+    model = make_model(config, plan, recipe.new.embedding_std, recipe.training.seed, recipe.new.low_rank_start)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if plan is not None:
         write_shims(folder, written, model)
         write_json(folder / "config.json", written)
-        write_json(folder / REPORT, report_of(plan, folder, recipe))
+        write_json(folder / REPORT_NAME, initial_report(plan, folder, recipe))
 
 
-def report_of(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any]:
+def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any]:
     """As `convert` writes it, so that `inspect` shows what stands in place of dense layers; there are no errors, for
     there was nothing to be close to."""
-    stored = open_converted(str(folder))
-    records = [_record(cut) for cut in plan.replaced()]
+    stored = open_converted_checkpoint(str(folder))
+    records = [_module_record(cut) for cut in plan.replaced()]
     counted = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})
     saved = counted["replaced_params_before"] - counted["replaced_params_after"]
     counted |= {"params_before": counted["params_after"] + saved, "bytes_before": counted["bytes_after"] + 4 * saved}
@@ -155,7 +155,7 @@ def report_of(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any
     }
 
 
-def _record(cut: Any) -> dict[str, Any]:
+def _module_record(cut: Any) -> dict[str, Any]:
     structure = STRUCTURES[cut.first]
     macs = structure(cut.in_, cut.out, cut.first, bias=False, device="meta").macs()
     told = {"name": cut.name, "roles": [cut.part.role] if cut.part else list(cut.linear.roles)}

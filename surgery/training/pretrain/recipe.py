@@ -16,17 +16,17 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from surgery.core.config import Real, Strict, merged, said
+from surgery.core.config import Real, StrictModel, deep_merge, validation_error
 from surgery.core.errors import SurgeryError
-from surgery.planning.recipe import Recipe, load_recipe, recipes_folder, validated
+from surgery.planning.recipe import ConversionRecipe, load_recipe, recipes_folder, validate_recipe
 from surgery.training.pretrain.initialize import LowRankStart
 from surgery.training.pretrain.tokenizer import TokenizerConfig
-from surgery.training.recipe import HealingRecipe, parse_healing, read_recipe
+from surgery.training.recipe import HealingRecipe, parse_healing_recipe, read_recipe
 
 FOLDER = "pretrain"
 
 
-class New(Strict):
+class NewModelConfig(StrictModel):
     """The keys that a healing recipe does not have. embedding_std: of token and position embeddings at the start.
     low_rank_start: the standard deviation of the first factor of low rank layers at the start, "spectral" or "unit" (see
     training/fresh.py)."""
@@ -38,40 +38,40 @@ class New(Strict):
     low_rank_start: LowRankStart = "spectral"
 
 
-class PretrainRecipe(Strict):
+class PretrainRecipe(StrictModel):
     """new: what is made; structure: the conversion recipe of its layers, None where they stay dense; training: how."""
 
-    new: New
-    structure: Recipe | None
+    new: NewModelConfig
+    structure: ConversionRecipe | None
     training: HealingRecipe
 
 
-def folder() -> Path:
+def pretrain_folder() -> Path:
     return recipes_folder() / FOLDER
 
 
-def load_pretrain(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
+def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
     """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
-    return parse_pretrain(*read_recipe(name, folder(), "pretraining", overrides, tiny))
+    return parse_pretrain_recipe(*read_recipe(name, pretrain_folder(), "pretraining", overrides, tiny))
 
 
-def parse_pretrain(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
-    own = {key: data[key] for key in New.model_fields if key in data}
+def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:
+    own = {key: data[key] for key in NewModelConfig.model_fields if key in data}
     rest = {key: value for key, value in data.items() if key not in own}
     try:
-        new = New.model_validate(own)
+        new = NewModelConfig.model_validate(own)
     except ValidationError as error:
-        raise said(error, where, New.model_fields) from None
+        raise validation_error(error, where, NewModelConfig.model_fields) from None
     if not isinstance(new.model.get("model_type"), str):
         raise SurgeryError(f"{where}: model names no model_type; for example model: {{model_type: gpt2, n_embd: 256}}")
     common = rest.get("common") or {}
     if isinstance(common, dict):  # else it is refused there
-        common = merged({"trains": ["all"]}, common)
-    training = parse_healing({**rest, "common": common}, where)
+        common = deep_merge({"trains": ["all"]}, common)
+    training = parse_healing_recipe({**rest, "common": common}, where)
     for stage in training.stages:
         if stage.kind != "lm":
             raise SurgeryError(f"{where}: stage {stage.kind}: a model from scratch has no teacher; its stages are lm")
-    structure = _structure(new.layers, where)
+    structure = _conversion_recipe(new.layers, where)
     if structure is not None and "auto" in (structure.structure, *(rule.structure for rule in structure.rules)):
         raise SurgeryError(
             f"{where}: layers: auto chooses by what fits trained weights best; name a structure, e.g. btt"
@@ -79,7 +79,7 @@ def parse_pretrain(data: dict[str, Any], where: str = "recipe") -> PretrainRecip
     return PretrainRecipe(new=new, structure=structure, training=training)
 
 
-def _structure(layers: dict[str, Any] | str | None, where: str) -> Recipe | None:
+def _conversion_recipe(layers: dict[str, Any] | str | None, where: str) -> ConversionRecipe | None:
     if not layers:
         return None
-    return load_recipe(layers) if isinstance(layers, str) else validated(layers, f"{where}, layers")
+    return load_recipe(layers) if isinstance(layers, str) else validate_recipe(layers, f"{where}, layers")

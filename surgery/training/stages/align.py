@@ -22,15 +22,15 @@ from torch import Tensor
 
 from surgery.core.config import Real
 from surgery.core.errors import SurgeryError
-from surgery.training.sharded_tensors import sharded
-from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
-from surgery.training.stages.match_hidden import Towards, apart, size_of, valid_BT1
-from surgery.training.stages.mixing_matrix import Asked, Matrices
+from surgery.training.sharded_tensors import any_sharded
+from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, StageConfig, model_inputs, skip_logits
+from surgery.training.stages.match_hidden import TeacherStage, relative_error_sum, mean_square, valid_mask_BT1
+from surgery.training.stages.mixing_matrix import CallArguments, MatrixComparison
 
-ENDS = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of the linears that end the modules
+OUTPUT_ROLES = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of the linears that end the modules
 
 
-class Align(StageConfig):
+class AlignConfig(StageConfig):
     """of: the modules that are aligned, where they hold something that trains. matrix_probes: vectors of random signs by
     which matrices are compared; None: column by column, the whole of them."""
 
@@ -42,39 +42,39 @@ class Align(StageConfig):
 
 
 @dataclass
-class Seen:
+class ModuleRecord:
     """What the teacher's module read and wrote, and how it was called."""
 
     x: Tensor
     y: Tensor
-    asked: Asked
+    asked: CallArguments
 
 
-def modules_of(kinds: tuple[str, ...], roles: Roles) -> list[str]:
+def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
     """Paths of the attention and MLP modules, in the order of the layers."""
-    wanted = {ENDS[kind] for kind in kinds}
+    wanted = {OUTPUT_ROLES[kind] for kind in kinds}
     return [path.rpartition(".")[0] for path, played in roles.items() if wanted & set(played)]
 
 
-@STAGES.register(Align)
-class AlignStage(Towards):
-    config: Align
+@STAGES.register(AlignConfig)
+class AlignStage(TeacherStage):
+    config: AlignConfig
     places: list[str]
 
     def __init__(self, config: Any):
         super().__init__(config)
         self.sizes: dict[str, Tensor] = {}
-        self.matrices: Matrices | None = None
+        self.matrices: MatrixComparison | None = None
         self.matrix_sizes: dict[str, Tensor] = {}
         self.spread = False
 
-    def prepare(self, models: Models, roles: Roles) -> None:
+    def prepare(self, models: StageModels, roles: Roles) -> None:
         if self.config.memory == "checkpoint":
             raise SurgeryError(
                 "stage align: memory: checkpoint has nothing to save, no gradient passes from layer to layer; keep"
             )
         trained = self.trains(models, roles)
-        self.places = [p for p in modules_of(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
+        self.places = [p for p in module_paths(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
         theirs = {name for name, _ in models.teacher.named_modules()}
         if lost := [place for place in self.places if place not in theirs]:
             raise SurgeryError(
@@ -82,23 +82,23 @@ class AlignStage(Towards):
             )
         self._prepare_matrices(models, roles)
 
-    def _prepare_matrices(self, models: Models, roles: Roles) -> None:
+    def _prepare_matrices(self, models: StageModels, roles: Roles) -> None:
         if not self.config.matrix_weight:
             if not self.config.output_weight:
                 raise SurgeryError(
                     "stage align: output_weight and matrix_weight are both 0; nothing is left to descend"
                 )
             return
-        attention = set(modules_of(("attention",), roles))
+        attention = set(module_paths(("attention",), roles))
         places = [place for place in self.places if place in attention]
         if not places:
             raise SurgeryError(
                 "stage align: matrix_weight is of attention modules, and none of them trains; of: [attention], trains: [new]"
             )
-        self.matrices = Matrices(models.student, models.teacher, places, self.config.matrix_probes)
+        self.matrices = MatrixComparison(models.student, models.teacher, places, self.config.matrix_probes)
 
-    def trains(self, models: Models, roles: Roles) -> set[str]:
-        inside = tuple(f"{place}." for place in modules_of(self.config.of, roles))
+    def trains(self, models: StageModels, roles: Roles) -> set[str]:
+        inside = tuple(f"{place}." for place in module_paths(self.config.of, roles))
         names = super().trains(models, roles)
         able = {name for name in names if name.startswith(inside)}
         if not able:
@@ -109,15 +109,15 @@ class AlignStage(Towards):
         return able
 
     @torch.no_grad()
-    def measure(self, models: Models, batch: Batch) -> None:
-        valid = valid_BT1(batch)
+    def measure(self, models: StageModels, batch: Batch) -> None:
+        valid = valid_mask_BT1(batch)
         for place, seen in self._taught(models, batch).items():
-            self.sizes[place] = size_of(seen.y, valid)
+            self.sizes[place] = mean_square(seen.y, valid)
             if self.matrices is not None and place in self.matrices.pairs:
                 self.matrix_sizes[place] = self.matrices.sizes(place, seen.asked, batch, valid)
 
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
-        self.spread = sharded(models.student.parameters())
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        self.spread = any_sharded(models.student.parameters())
         known = self._taught(models, batch)
         outputs: dict[str, Tensor] = {}
         matrices: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class AlignStage(Towards):
             for place in self.places:
                 module = models.student.get_submodule(place)
                 stack.enter_context(self._forced(module, place, known[place], batch, outputs, matrices))
-            answer = models.run(**inputs_of(batch), **without_head(models.student))
+            answer = models.run(**model_inputs(batch), **skip_logits(models.student))
         parts: dict[str, list[Tensor]] = {}
         for place, loss in outputs.items():
             parts.setdefault(place.rpartition(".")[2], []).append(loss)
@@ -138,14 +138,14 @@ class AlignStage(Towards):
             total = total + answer.logits.sum() * 0
         return {"total": total, **{name: mean.detach() for name, mean in means.items()}}
 
-    def _taught(self, models: Models, batch: Batch) -> dict[str, Seen]:
+    def _taught(self, models: StageModels, batch: Batch) -> dict[str, ModuleRecord]:
         """Of every module, the teacher's."""
-        seen: dict[str, Seen] = {}
+        seen: dict[str, ModuleRecord] = {}
 
         def noting(place: str) -> Any:
             def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
                 x = args[0] if args else kwargs["hidden_states"]
-                seen[place] = Seen(x, _first(output), (args, kwargs))
+                seen[place] = ModuleRecord(x, _first_output(output), (args, kwargs))
 
             return hook
 
@@ -153,7 +153,7 @@ class AlignStage(Towards):
             for place in self.places:
                 handle = models.teacher.get_submodule(place).register_forward_hook(noting(place), with_kwargs=True)
                 stack.callback(handle.remove)
-            models.taught(batch, **without_head(models.teacher))
+            models.taught(batch, **skip_logits(models.teacher))
         return seen
 
     @contextmanager
@@ -161,13 +161,13 @@ class AlignStage(Towards):
         self,
         module: Any,
         place: str,
-        seen: Seen,
+        seen: ModuleRecord,
         batch: Batch,
         outputs: dict[str, Tensor],
         matrices: dict[str, Tensor],
     ) -> Iterator[None]:
         """The module given the teacher's input, its losses noted, the teacher's output handed on."""
-        valid = valid_BT1(batch)
+        valid = valid_mask_BT1(batch)
         x, y = (t.to(valid.device) for t in (seen.x, seen.y))
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,8 +176,8 @@ class AlignStage(Towards):
             return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            out = _first(output)
-            outputs[place] = apart(out, y, valid, self.sizes[place])
+            out = _first_output(output)
+            outputs[place] = relative_error_sum(out, y, valid, self.sizes[place])
             if self.matrices is not None and place in self.matrix_sizes:
                 size, asked = self.matrix_sizes[place], (args, kwargs)
                 matrices[place] = self.matrices.apart(place, asked, seen.asked, batch, valid, size)
@@ -201,5 +201,5 @@ class AlignStage(Towards):
         return value + (own - own.detach()) * 0 if self.spread else value
 
 
-def _first(output: Any) -> Tensor:
+def _first_output(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output

@@ -20,16 +20,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from surgery.core.config import Count, Real, Strict
+from surgery.core.config import Count, Real, StrictModel
 from surgery.core.registry import Registry
-from surgery.training.optim import Optimiser, Schedule, chosen
+from surgery.training.optim import OptimizerConfig, Schedule, select_parameters
 
 Batch = dict[str, Tensor]
 Roles = dict[str, tuple[str, ...]]  # path of a linear, or of what stands in its place -> its roles
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
-class StageConfig(Strict):
+class StageConfig(StrictModel):
     """What every stage says. tokens: positions to train on (rows x length); batch: rows of a step, over all devices;
     rows: of one forward on one device, batch being a multiple of rows x devices. rates: of some kinds of parameters
     (see optim.KINDS), in place of `rate`. trains: kinds, roles, or paths with * and ?; data: over the recipe's."""
@@ -43,7 +43,7 @@ class StageConfig(Strict):
     rate: Annotated[Real, Field(gt=0)]
     rates: dict[str, Annotated[Real, Field(ge=0)]] = Field(default_factory=dict)
     schedule: Schedule = Schedule()
-    optimiser: Optimiser = Optimiser()
+    optimiser: OptimizerConfig = OptimizerConfig()
     trains: tuple[str, ...] = ("new",)
     weight_norm: Literal["none", "cores"] = "none"
     clip: Annotated[Real, Field(gt=0)] | None = 1.0
@@ -57,7 +57,7 @@ class StageConfig(Strict):
 
 
 @dataclass
-class Models:
+class StageModels:
     """student: the model, nobody's wrapper; run: what is called (it may be wrapped for many devices); teacher: None
     where no stage asks for one in memory. cache: teacher's stored targets, or None."""
 
@@ -70,7 +70,7 @@ class Models:
         """The teacher's answer, on the student's device."""
         place = next(self.teacher.parameters()).device
         with torch.no_grad():
-            return self.teacher(**inputs_of({name: t.to(place) for name, t in batch.items()}), **options)
+            return self.teacher(**model_inputs({name: t.to(place) for name, t in batch.items()}), **options)
 
 
 class Stage:
@@ -84,44 +84,44 @@ class Stage:
         """logits: a cache of them will do."""
         return "nothing"
 
-    def prepare(self, models: Models, roles: Roles) -> None:
+    def prepare(self, models: StageModels, roles: Roles) -> None:
         pass
 
-    def measure(self, models: Models, batch: Batch) -> None:
+    def measure(self, models: StageModels, batch: Batch) -> None:
         """Look at the first rows of the data, the same ones in every process and after a resume."""
 
-    def trains(self, models: Models, roles: Roles) -> set[str]:
+    def trains(self, models: StageModels, roles: Roles) -> set[str]:
         """Names of the parameters that learn."""
-        return chosen(models.student, self.config.trains, roles)
+        return select_parameters(models.student, self.config.trains, roles)
 
-    def changes(self, models: Models, roles: Roles) -> set[str]:
+    def changes(self, models: StageModels, roles: Roles) -> set[str]:
         """Of the student as it is before `prepare`, the parameters that will be others after the stage."""
         return self.trains(models, roles)
 
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def counted(self, examples: Batch) -> int:
-        return int((examples["labels"][..., 1:] != IGNORED).sum())
+        return int((examples["labels"][..., 1:] != IGNORE_INDEX).sum())
 
-    def finish(self, models: Models, roles: Roles, folder: Path | None) -> None:
+    def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
         """folder: where what is kept beside the checkpoint goes, of the one process that writes."""
 
 
-def inputs_of(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
     """What the models are called with. Padding is at the end and models look back only, so no mask is needed; where
     documents are packed, positions that restart tell them apart."""
     return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
 
 
-def targets_of(batch: Batch) -> tuple[Tensor, Tensor]:
+def next_token_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     """(which positions predict something that counts, (B, T) bool; what they predict, (N,))."""
-    next_BT = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    counts_BT = next_BT != IGNORED
+    next_BT = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    counts_BT = next_BT != IGNORE_INDEX
     return counts_BT, next_BT
 
 
-def without_head(model: Any) -> dict[str, Any]:
+def skip_logits(model: Any) -> dict[str, Any]:
     """Options of a call whose logits nobody reads."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 

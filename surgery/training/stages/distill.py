@@ -17,14 +17,14 @@ from torch import Tensor
 
 from surgery.core.config import Real
 from surgery.core.errors import SurgeryError
-from surgery.training.stages.base import STAGES, Batch, Models, Roles, Stage, StageConfig, inputs_of, targets_of
+from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, Stage, StageConfig, model_inputs, next_token_targets
 from surgery.training.stages.lm import cross_entropy
 
-LEAST = 1e-7  # of the mass that is lumped, so that its logarithm is a number
-POSITIONS = 2**25  # numbers of logits compared at a time
+MIN_MASS = 1e-7  # of the mass that is lumped, so that its logarithm is a number
+MAX_LOGITS = 2**25  # numbers of logits compared at a time
 
 
-class Distill(StageConfig):
+class DistillConfig(StageConfig):
     name: ClassVar[str] = "distill"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -32,53 +32,53 @@ class Distill(StageConfig):
     ce_weight: Annotated[Real, Field(ge=0)] = 0.0
 
 
-def kl_of_logits(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
     """(N,) over the whole vocabulary."""
     q_NV = (student_NV.float() / temperature).log_softmax(-1)
     p_NV = (teacher_NV.float() / temperature).log_softmax(-1)
     return torch.nn.functional.kl_div(q_NV, p_NV, reduction="none", log_target=True).sum(-1)
 
 
-def kl_of_top(student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float) -> Tensor:
+def top_k_kl_divergence(student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float) -> Tensor:
     """(N,) over k tokens and the rest as one; top, rest: the teacher's log-probabilities."""
     q_NV = student_NV.float() / temperature
     q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
-    left_N = lumped(q_NK)
+    left_N = log_remaining_mass(q_NK)
     return (top_NK.exp() * (top_NK - q_NK)).sum(-1) + rest_N.exp() * (rest_N - left_N)
 
 
-def lumped(top_NK: Tensor) -> Tensor:
+def log_remaining_mass(top_NK: Tensor) -> Tensor:
     """log(1 - sum of their probabilities)."""
-    return (1 - top_NK.exp().sum(-1)).clamp_min(LEAST).log()
+    return (1 - top_NK.exp().sum(-1)).clamp_min(MIN_MASS).log()
 
 
-def top_of(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def top_k_log_probs(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, their log-probabilities, that of the rest) of the teacher's logits."""
     logits_NV = teacher_NV.float() / temperature
     values_NK, tokens_NK = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)
     top_NK = values_NK - logits_NV.logsumexp(-1, keepdim=True)
-    return tokens_NK, top_NK, lumped(top_NK)
+    return tokens_NK, top_NK, log_remaining_mass(top_NK)
 
 
-@STAGES.register(Distill)
+@STAGES.register(DistillConfig)
 class DistillStage(Stage):
-    config: Distill
+    config: DistillConfig
 
     @property
     def needs_teacher(self) -> Literal["logits"]:
         return "logits"
 
-    def prepare(self, models: Models, roles: Roles) -> None:
+    def prepare(self, models: StageModels, roles: Roles) -> None:
         if models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
                 f"stage distill: temperature {self.config.temperature:g} with a teacher cache, whose targets are of "
                 "temperature 1; set it to 1, or keep the teacher in memory"
             )
 
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
-        counts_BT, next_BT = targets_of(batch)
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        counts_BT, next_BT = next_token_targets(batch)
         targets = self._targets(models, batch)
-        logits_BTV = models.run(**inputs_of(batch)).logits
+        logits_BTV = models.run(**model_inputs(batch)).logits
         kl = self._kl(logits_BTV, targets, counts_BT) * self.config.temperature**2
         parts = {"kl": kl.detach()}
         total = self.config.kl_weight * kl
@@ -87,7 +87,7 @@ class DistillStage(Stage):
             parts["ce"], total = ce.detach(), total + self.config.ce_weight * ce
         return {"total": total, **parts}
 
-    def _targets(self, models: Models, batch: Batch) -> tuple[Tensor, ...]:
+    def _targets(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
         """(logits,) or (tokens, log-probabilities, rest), (B, T, ..) each."""
         place = batch["input_ids"].device
         if models.cache is not None:
@@ -96,11 +96,11 @@ class DistillStage(Stage):
             tokens, top, rest = (torch.stack([t[i] for t in stored]).to(place) for i in range(3))
             k = self.config.top_k or top.shape[-1]
             top = top.float()[..., :k]
-            return tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else lumped(top)
+            return tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else log_remaining_mass(top)
         logits_BTV = models.taught(batch).logits
         if self.config.top_k is None:
             return (logits_BTV.to(place),)
-        return tuple(t.to(place) for t in top_of(logits_BTV, self.config.top_k, self.config.temperature))
+        return tuple(t.to(place) for t in top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature))
 
     def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], counts_BT: Tensor) -> Tensor:
         """Some rows at a time, and each again on the way back: log-probabilities of all would be kept for it."""
@@ -108,7 +108,7 @@ class DistillStage(Stage):
         if len(others) == 1 and others[0].shape[-1] != student.shape[-1]:  # embeddings padded differently
             size = min(others[0].shape[-1], student.shape[-1])
             student, others = student[:, :size], [others[0][:, :size]]
-        rows = max(1, POSITIONS // student.shape[-1])
+        rows = max(1, MAX_LOGITS // student.shape[-1])
         weight_N = counts_BT.flatten().float()
         parts = zip(student.split(rows), weight_N.split(rows), *(t.split(rows) for t in others))
         sums = [self._again(part) if len(student) > rows else self._summed(*part) for part in parts]
@@ -120,5 +120,5 @@ class DistillStage(Stage):
         return checkpoint(self._summed, *part, use_reentrant=False)
 
     def _summed(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
-        kl: Callable[..., Tensor] = kl_of_logits if len(targets) == 1 else kl_of_top
+        kl: Callable[..., Tensor] = kl_divergence if len(targets) == 1 else top_k_kl_divergence
         return (kl(student_NV, *targets, self.config.temperature) * weight_N).sum()

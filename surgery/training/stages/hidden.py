@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.training.stages.base import STAGES, Batch, Models, Roles, StageConfig, inputs_of, without_head
-from surgery.training.stages.match_hidden import Towards, apart, size_of, valid_BT1
+from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, StageConfig, model_inputs, skip_logits
+from surgery.training.stages.match_hidden import TeacherStage, relative_error_sum, mean_square, valid_mask_BT1
 
 
-class Hidden(StageConfig):
+class HiddenConfig(StageConfig):
     name: ClassVar[str] = "hidden"
 
 
-@STAGES.register(Hidden)
-class HiddenStage(Towards):
-    config: Hidden
+@STAGES.register(HiddenConfig)
+class HiddenStage(TeacherStage):
+    config: HiddenConfig
 
     def __init__(self, config: Any):
         super().__init__(config)
         self.sizes: list[Tensor] = []
 
-    def trains(self, models: Models, roles: Roles) -> set[str]:
+    def trains(self, models: StageModels, roles: Roles) -> set[str]:
         """Not the head, which no loss here sees."""
         student = models.student
         head = next((path for path, m in student.named_modules() if m is student.get_output_embeddings()), "")
@@ -42,19 +42,19 @@ class HiddenStage(Towards):
         return names
 
     @torch.no_grad()
-    def measure(self, models: Models, batch: Batch) -> None:
-        valid = valid_BT1(batch)
-        self.sizes = [size_of(h, valid) for h in self._taught(models, batch)]
+    def measure(self, models: StageModels, batch: Batch) -> None:
+        valid = valid_mask_BT1(batch)
+        self.sizes = [mean_square(h, valid) for h in self._taught(models, batch)]
 
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
-        theirs, valid = self._taught(models, batch), valid_BT1(batch)
-        ours = models.run(**inputs_of(batch), **without_head(models.student), output_hidden_states=True)
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        theirs, valid = self._taught(models, batch), valid_mask_BT1(batch)
+        ours = models.run(**model_inputs(batch), **skip_logits(models.student), output_hidden_states=True)
         layers = zip(ours.hidden_states[1:], theirs, self.sizes)
-        each = [apart(h, target, valid, size) for h, target, size in layers]
+        each = [relative_error_sum(h, target, valid, size) for h, target, size in layers]
         total = torch.stack(each).mean()
         return {"total": total, "last_layer": each[-1].detach()}
 
-    def _taught(self, models: Models, batch: Batch) -> tuple[Tensor, ...]:
+    def _taught(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
         """Without the embeddings."""
-        answer = models.taught(batch, **without_head(models.teacher), output_hidden_states=True)
+        answer = models.taught(batch, **skip_logits(models.teacher), output_hidden_states=True)
         return answer.hidden_states[1:]

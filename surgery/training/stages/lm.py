@@ -6,23 +6,23 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from surgery.training.stages.base import IGNORED, STAGES, Batch, Models, Stage, StageConfig, inputs_of, targets_of
+from surgery.training.stages.base import IGNORE_INDEX, STAGES, Batch, StageModels, Stage, StageConfig, model_inputs, next_token_targets
 
 
-class LM(StageConfig):
+class LMConfig(StageConfig):
     name: ClassVar[str] = "lm"
 
 
 def cross_entropy(logits_BTV: Tensor, next_BT: Tensor) -> Tensor:
     """The sum over the positions that count, nats."""
     return nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
-@STAGES.register(LM)
+@STAGES.register(LMConfig)
 class LMStage(Stage):
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
-        _, next_BT = targets_of(batch)
-        total = cross_entropy(models.run(**inputs_of(batch)).logits, next_BT)
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        _, next_BT = next_token_targets(batch)
+        total = cross_entropy(models.run(**model_inputs(batch)).logits, next_BT)
         return {"total": total, "ce": total.detach()}

@@ -14,21 +14,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import Entry, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.config import Real
-from surgery.core.errors import SurgeryError, nearest
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
-from surgery.training.sharded_tensors import whole
-from surgery.training.stages.base import STAGES, Batch, Models, Roles, Stage, StageConfig
-from surgery.training.stages.distill import Distill, DistillStage
-from surgery.training.stages.lm import LM, LMStage
+from surgery.training.sharded_tensors import full_tensor
+from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, Stage, StageConfig
+from surgery.training.stages.distill import DistillConfig, DistillStage
+from surgery.training.stages.lm import LMConfig, LMStage
 
 ADAPTER = "adapter"
-NAMES = {"merge": "merged", "keep": "default"}
+ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
 
 
-class Lora(StageConfig):
+class LoraStageConfig(StageConfig):
     """targets: roles, or paths of linears with * and ?. towards: the loss, as of the stage of that name. ends: "merge",
     added to the weights where that is possible; "keep", an adapter everywhere."""
 
@@ -44,23 +44,23 @@ class Lora(StageConfig):
     ends: Literal["merge", "keep"] = "merge"
 
 
-@STAGES.register(Lora)
+@STAGES.register(LoraStageConfig)
 class LoraStage(Stage):
-    config: Lora
+    config: LoraStageConfig
 
     def __init__(self, config: Any):
         super().__init__(config)
-        shared = {k: v for k, v in dict(config).items() if k in Distill.model_fields and k != "kind"}
-        self.inner: Stage = DistillStage(Distill(kind="distill", **shared))
+        shared = {k: v for k, v in dict(config).items() if k in DistillConfig.model_fields and k != "kind"}
+        self.inner: Stage = DistillStage(DistillConfig(kind="distill", **shared))
         if config.towards == "lm":
-            plain = {k: v for k, v in shared.items() if k in LM.model_fields}
-            self.inner = LMStage(LM(kind="lm", **plain))
+            plain = {k: v for k, v in shared.items() if k in LMConfig.model_fields}
+            self.inner = LMStage(LMConfig(kind="lm", **plain))
 
     @property
     def needs_teacher(self) -> Any:
         return self.inner.needs_teacher
 
-    def prepare(self, models: Models, roles: Roles) -> None:
+    def prepare(self, models: StageModels, roles: Roles) -> None:
         from peft import LoraConfig, inject_adapter_in_model
 
         self.inner.prepare(models, roles)
@@ -72,16 +72,16 @@ class LoraStage(Stage):
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                inject_adapter_in_model(settings, models.student, NAMES[ends])
+                inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[ends])
 
     def _paths(self, student: Any, roles: Roles) -> dict[str, list[str]]:
         """How each target ends -> the targets."""
         found: dict[str, list[str]] = {"merge": [], "keep": []}
         for word in self.config.targets:
-            hit = [path for path, played in roles.items() if _meant(word, path, played)]
+            hit = [path for path, played in roles.items() if _target_matches(word, path, played)]
             if not hit:
                 words = sorted({role for played in roles.values() for role in played})
-                raise SurgeryError(f"stage lora: targets: {word!r} is no linear{nearest(word, words)}")
+                raise SurgeryError(f"stage lora: targets: {word!r} is no linear{suggestion(word, words)}")
             for path in hit:
                 module = student.get_submodule(path)
                 structured = isinstance(getattr(module, "base_layer", module), (StructuredLinear, SplitLinear))
@@ -90,20 +90,20 @@ class LoraStage(Stage):
                     found[ends].append(path)
         return found
 
-    def keeps(self, models: Models, roles: Roles) -> bool:
+    def keeps(self, models: StageModels, roles: Roles) -> bool:
         """Whether an adapter will be left."""
         return bool(self._paths(models.student, roles)["keep"])
 
-    def trains(self, models: Models, roles: Roles) -> set[str]:
+    def trains(self, models: StageModels, roles: Roles) -> set[str]:
         return {name for name, _ in models.student.named_parameters() if ".lora_" in name}
 
-    def changes(self, models: Models, roles: Roles) -> set[str]:
+    def changes(self, models: StageModels, roles: Roles) -> set[str]:
         return {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
 
-    def losses(self, models: Models, batch: Batch) -> dict[str, Tensor]:
+    def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         return self.inner.losses(models, batch)
 
-    def finish(self, models: Models, roles: Roles, folder: Path | None) -> None:
+    def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
         student, kept = models.student, {}
         paths = self._paths(student, roles)
         for path in paths["merge"]:
@@ -113,7 +113,7 @@ class LoraStage(Stage):
         for path in paths["keep"]:
             layer = student.get_submodule(path)
             for side in ("lora_A", "lora_B"):
-                kept[f"base_model.model.{path}.{side}.weight"] = whole(getattr(layer, side)["default"].weight)
+                kept[f"base_model.model.{path}.{side}.weight"] = full_tensor(getattr(layer, side)["default"].weight)
             student.set_submodule(path, layer.get_base_layer())
         if kept and folder is not None:
             self._write(folder / ADAPTER, paths["keep"], kept)
@@ -126,8 +126,8 @@ class LoraStage(Stage):
         folder.mkdir(exist_ok=True)
         told: dict[str, Any] = {"r": self.config.rank, "lora_alpha": self.config.alpha, "target_modules": paths}
         LoraConfig(**told, task_type="CAUSAL_LM", inference_mode=True).save_pretrained(str(folder))
-        write_shard(folder / "adapter_model.safetensors", [Entry.of(name, t) for name, t in tensors.items()])
+        write_shard(folder / "adapter_model.safetensors", [TensorSource.of(name, t) for name, t in tensors.items()])
 
 
-def _meant(word: str, path: str, roles: tuple[str, ...]) -> bool:
+def _target_matches(word: str, path: str, roles: tuple[str, ...]) -> bool:
     return fnmatchcase(path, word) or any(fnmatchcase(r, word) or r.startswith(f"{word}.") for r in roles)

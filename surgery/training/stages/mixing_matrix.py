@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.attention import anatomy_for, attention_shape, output_path
+from surgery.architectures.attention import require_architecture, attention_shape, output_path
 from surgery.core.errors import SurgeryError
-from surgery.training.data.readers import mixed
+from surgery.training.data.readers import derive_seed
 from surgery.training.stages.base import Batch
 
-Asked = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module's call
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module's call
 
 
 @dataclass(frozen=True)
-class Mixing:
-    """The attention at `place` of a model: which linear gives its values, and in which of its outputs they lie."""
+class MixingProbe:
+    """The attention at `set_module_tensor` of a model: which linear gives its values, and in which of its outputs they lie."""
 
     model: Any
     place: str
@@ -49,8 +49,8 @@ class Mixing:
     layout: str
 
     @classmethod
-    def of(cls, model: Any, place: str) -> Mixing:
-        shape, anatomy = attention_shape(model, place), anatomy_for(model)
+    def of(cls, model: Any, place: str) -> MixingProbe:
+        shape, anatomy = attention_shape(model, place), require_architecture(model)
         modules = dict(model.named_modules())
         found = {f"{place}.{end}": "whole" for end in anatomy.value.split("|") if end}
         found |= {f"{place}.{f.path}": f.layout for f in anatomy.fused if f.roles[-1] == "attention.value"}
@@ -62,7 +62,7 @@ class Mixing:
         reader = output_path(model, place)
         return cls(model, place, source, reader, shape.heads, shape.groups, shape.value, found[source])
 
-    def mixed(self, asked: Asked, given_BTV: Tensor) -> Tensor:
+    def mixed(self, asked: CallArguments, given_BTV: Tensor) -> Tensor:
         """(B, T, H, V): what every head makes of these values."""
         read: list[Tensor] = []
 
@@ -76,7 +76,7 @@ class Mixing:
         with ExitStack() as stack:
             stack.callback(self.model.get_submodule(self.source).register_forward_hook(values).remove)
             stack.callback(self.model.get_submodule(self.reader).register_forward_pre_hook(noting).remove)
-            stack.enter_context(_before_its_norm(getattr(module, "mixer", None)))
+            stack.enter_context(norm_disabled(getattr(module, "mixer", None)))
             module.forward(*asked[0], **asked[1])
         return read[0].unflatten(-1, (self.heads, self.value))
 
@@ -92,7 +92,7 @@ class Mixing:
 
 
 @contextmanager
-def _before_its_norm(mixer: Any) -> Iterator[None]:
+def norm_disabled(mixer: Any) -> Iterator[None]:
     norm = getattr(mixer, "norm", None)
     if not isinstance(norm, torch.nn.Module):
         yield
@@ -104,11 +104,11 @@ def _before_its_norm(mixer: Any) -> Iterator[None]:
         mixer.norm = norm
 
 
-class Matrices:
+class MatrixComparison:
     """probes: of random signs, None for every column."""
 
     def __init__(self, student: Any, teacher: Any, places: list[str], probes: int | None, seed: int = 0):
-        self.pairs = {place: (Mixing.of(student, place), Mixing.of(teacher, place)) for place in places}
+        self.pairs = {place: (MixingProbe.of(student, place), MixingProbe.of(teacher, place)) for place in places}
         self.probes, self.seed = probes, seed
         self.asked: tuple[Any, list[int]] = (None, [])
 
@@ -116,7 +116,7 @@ class Matrices:
         """What makes the values of every call, (B, T, V), on the CPU: the same for an example wherever it is run."""
         B, T = batch["input_ids"].shape
         if self.probes is None:
-            return [partial(_columns, B, T, first, value) for first in range(0, T, value)]
+            return [partial(_identity_columns, B, T, first, value) for first in range(0, T, value)]
         if self.asked[0] is not batch["index"]:  # the device is asked once a batch, not at every layer
             self.asked = batch["index"], batch["index"].tolist()
         indices = self.asked[1]
@@ -126,7 +126,7 @@ class Matrices:
     def _signs(self, indices: list[int], T: int, value: int, call: int) -> Tensor:
         rows = []
         for index in indices:
-            generator = torch.Generator().manual_seed(mixed(self.seed, "probes", index, call))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "probes", index, call))
             rows.append(torch.randint(0, 2, (T, value), generator=generator, dtype=torch.int8) * 2 - 1)
         return torch.stack(rows).float()
 
@@ -135,7 +135,7 @@ class Matrices:
         return 1.0 if self.probes is None else 1.0 / (-(-self.probes // value) * value)
 
     @torch.no_grad()
-    def sizes(self, place: str, asked: Asked, batch: Batch, valid_BT1: Tensor) -> Tensor:
+    def sizes(self, place: str, asked: CallArguments, batch: Batch, valid_BT1: Tensor) -> Tensor:
         """The mean over tokens and heads of |W*_t|^2, by its columns' squares."""
         _, theirs = self.pairs[place]
         total = torch.zeros((), device=valid_BT1.device)
@@ -144,7 +144,7 @@ class Matrices:
             total += (wide.to(valid_BT1.device) * valid_BT1).sum() * self._share(theirs.value)
         return (total / valid_BT1.sum()).clamp_min(1e-12)
 
-    def apart(self, place: str, asked: Asked, taught: Asked, batch: Batch, valid_BT1: Tensor, size: Tensor) -> Tensor:
+    def apart(self, place: str, asked: CallArguments, taught: CallArguments, batch: Batch, valid_BT1: Tensor, size: Tensor) -> Tensor:
         """The sum over tokens. A call's work is done again on the way back, so that one at a time is in memory."""
         from torch.utils.checkpoint import checkpoint
 
@@ -162,7 +162,7 @@ class Matrices:
         return torch.stack(sums).sum() * self._share(ours.value) / size.to(device)
 
 
-def _columns(B: int, T: int, first: int, value: int) -> Tensor:
+def _identity_columns(B: int, T: int, first: int, value: int) -> Tensor:
     """Columns first .. first + value of the identity over tokens."""
     given_TV = torch.zeros(T, value)
     count = min(value, T - first)

@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surgery.checkpoint.safetensors_io import TensorInfo, read_header
-from surgery.checkpoint.source import is_beside
+from surgery.checkpoint.source import is_shard_name
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
-FORMAT, VERSION, INDEX = "surgery-teacher-cache", 1, "index.json"
+FORMAT, VERSION, INDEX_NAME = "surgery-teacher-cache", 1, "index.json"
 Count = Annotated[int, Field(ge=1, lt=2**40)]
 Text = Annotated[str, Field(max_length=10_000)]
 
 
-class _Said(BaseModel):
+class _IndexModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class _Shard(_Said):
+class _Shard(_IndexModel):
     file: Text
     first: Annotated[int, Field(ge=0, lt=2**40)]
     count: Count
@@ -30,7 +30,7 @@ class _Shard(_Said):
     sha256: Text
 
 
-class _Index(_Said):
+class _Index(_IndexModel):
     format: Literal["surgery-teacher-cache"]
     version: int
     top_k: Count
@@ -45,9 +45,9 @@ class _Index(_Said):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
+    path = folder / INDEX_NAME
     if not path.is_file():
-        raise SurgeryError(f"{folder} is no teacher cache: it has no {INDEX}; `surgery teacher-cache` writes one")
+        raise SurgeryError(f"{folder} is no teacher cache: it has no {INDEX_NAME}; `surgery teacher-cache` writes one")
     try:
         data = read_json(path)
     except SurgeryError as error:
@@ -61,7 +61,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         place = ".".join(str(part) for part in first["loc"]) or "it"
         raise SurgeryError(f"{path} is not the index of a teacher cache ({place}: {first['msg'].lower()})") from None
     for shard in index.shards:
-        if not is_beside(shard.file):
+        if not is_shard_name(shard.file):
             raise SurgeryError(f"{path} points to {shard.file!r}; shards are .safetensors files beside the index")
         if shard.first % index.per_shard or shard.count > index.per_shard:
             raise SurgeryError(
@@ -71,12 +71,12 @@ def read_index(folder: Path) -> dict[str, Any]:
     return dict(data)
 
 
-def is_sound(folder: Path, shard: dict[str, Any]) -> bool:
+def is_intact(folder: Path, shard: dict[str, Any]) -> bool:
     path = folder / shard["file"]
-    return path.is_file() and path.stat().st_size == shard["bytes"] and sha256(path) == shard["sha256"]
+    return path.is_file() and path.stat().st_size == shard["bytes"] and file_sha256(path) == shard["sha256"]
 
 
-def sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(2**22):
@@ -87,7 +87,7 @@ def sha256(path: Path) -> str:
 def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> dict[str, TensorInfo]:
     """Its tensors; SurgeryError where they are not those that the index says."""
     path = folder / shard["file"]
-    if not is_sound(folder, shard):
+    if not is_intact(folder, shard):
         raise SurgeryError(
             f"{path} is {'damaged' if path.is_file() else 'gone'}: it is not what was written (sha256 "
             f"{shard['sha256'][:12]}); write it again with surgery teacher-cache .. --resume"

@@ -19,24 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import Entry, TensorInfo, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, read_tensor, write_shard
 from surgery.core.errors import SurgeryError
-from surgery.core.files import alone, disk_errors, refuse_links_in, write_json
+from surgery.core.files import exclusive_lock, explain_disk_errors, refuse_links_in, write_json
 from surgery.core.progress import Progress
-from surgery.training.data.dataset import Data, Example
-from surgery.training.data.packing import check_rows
+from surgery.training.data.dataset import TrainingData, Example
+from surgery.training.data.packing import check_packed_attention
 from surgery.training.data.tokenize import tokenizer_fingerprint
-from surgery.training.teacher_cache.index import FORMAT, INDEX, VERSION, is_sound, open_shard, read_index, sha256
+from surgery.training.teacher_cache.index import FORMAT, INDEX_NAME, VERSION, is_intact, open_shard, read_index, file_sha256
 
-TENSORS = ("tokens", "log_probs", "rest", "input_ids")
-LEAST = -80.0  # a log-probability that counts for nothing and is finite
-NUMBERS = 2**26  # of logits looked at in float32 at once
+TENSOR_NAMES = ("tokens", "log_probs", "rest", "input_ids")
+MIN_LOG_PROB = -80.0  # a log-probability that counts for nothing and is finite
+MAX_LOGITS = 2**26  # of logits looked at in float32 at once
 
 
 # -- writing ---------------------------------------------------------------------------------------
 def write_teacher_cache(
     model: Any,
-    data: Data,
+    data: TrainingData,
     out_dir: str | Path,
     top_k: int,
     examples: int,
@@ -58,7 +58,7 @@ def write_teacher_cache(
         raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}, e.g. 64")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise SurgeryError(f"teacher cache: log-probabilities as {dtype}? float16, bfloat16 or float32")
-    check_rows(model, data.config.packing, rows)
+    check_packed_attention(model, data.config.packing, rows)
     about = {
         "format": FORMAT, "version": VERSION, "teacher": teacher or getattr(model, "name_or_path", ""),
         "top_k": top_k, "length": data.length, "dtype": str(dtype).removeprefix("torch."), "vocabulary": size,
@@ -66,16 +66,16 @@ def write_teacher_cache(
         "tokenizer": tokenizer_fingerprint(data.tokenizer), "data": data.fingerprint(),
         "sources": [source.path for source in data.config.sources], "teacher_digest": weights,
     }  # fmt: skip
-    with disk_errors(out, "run the same command with --resume"):
+    with explain_disk_errors(out, "run the same command with --resume"):
         out.mkdir(parents=True, exist_ok=True)
-        with alone(out, "teacher cache"):
-            return _fill(model, data, out, _begun(out, about, resume), rows, dtype, progress or Progress())
+        with exclusive_lock(out, "teacher cache"):
+            return _write_missing(model, data, out, _open_index(out, about, resume), rows, dtype, progress or Progress())
 
 
-def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
+def _open_index(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
     """The index as far as it goes; more examples than were asked for then may be asked for now."""
-    if not (out / INDEX).is_file():
-        write_json(out / INDEX, {**about, "shards": []})
+    if not (out / INDEX_NAME).is_file():
+        write_json(out / INDEX_NAME, {**about, "shards": []})
         return {**about, "shards": []}
     if not resume:
         raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
@@ -88,12 +88,12 @@ def _begun(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
                 f"{out} was begun with another {key} ({index.get(key)}, now {value}); resume with what it was begun "
                 "with, or choose another folder"
             )
-    good = [shard for shard in index["shards"] if is_sound(out, shard)]
+    good = [shard for shard in index["shards"] if is_intact(out, shard)]
     return {**index, "examples": max(about["examples"], index["examples"]), "shards": good}
 
 
-def _fill(
-    model: Any, data: Data, out: Path, index: dict[str, Any], rows: int, dtype: torch.dtype, progress: Progress
+def _write_missing(
+    model: Any, data: TrainingData, out: Path, index: dict[str, Any], rows: int, dtype: torch.dtype, progress: Progress
 ) -> dict[str, Any]:
     per, wanted = index["per_shard"], index["examples"]
     there = {shard["first"]: shard for shard in index["shards"]}
@@ -110,40 +110,40 @@ def _fill(
                     f"teacher cache: the data ends after {first:,} rows and {wanted:,} are asked for; leave out "
                     f"data.epochs, or ask for {first:,}"
                 )
-            there[first] = _written(model, some, out, first, index, rows, dtype)
+            there[first] = _write_targets(model, some, out, first, index, rows, dtype)
             index = {**index, "shards": [there[f] for f in sorted(there)]}
-            write_json(out / INDEX, index)
+            write_json(out / INDEX_NAME, index)
             at = first + len(some)
             tick()
     return index
 
 
-def _written(
+def _write_targets(
     model: Any, some: list[Example], out: Path, first: int, index: dict[str, Any], rows: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     file = f"targets-{first // index['per_shard']:05d}.safetensors"
-    tokens, log_probs, rest = (torch.cat(parts) for parts in zip(*_targets(model, some, index["top_k"], rows)))
+    tokens, log_probs, rest = (torch.cat(parts) for parts in zip(*_iter_targets(model, some, index["top_k"], rows)))
     tensors = {
         "tokens": tokens.to(torch.int32),
         "log_probs": log_probs.to(dtype),
         "rest": rest,
         "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
     }
-    write_shard(out / file, [Entry.of(name, tensor) for name, tensor in tensors.items()])
+    write_shard(out / file, [TensorSource.of(name, tensor) for name, tensor in tensors.items()])
     size = (out / file).stat().st_size
-    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": sha256(out / file)}
+    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": file_sha256(out / file)}
 
 
 @torch.no_grad()
-def _targets(model: Any, some: list[Example], k: int, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(tokens_BTK, log_probs_BTK, rest_BT), on the CPU, of a few examples at a time."""
     model.eval()
     for start in range(0, len(some), rows):
         both = ({n: e[n] for n in ("input_ids", "position_ids")} for e in some[start : start + rows])
-        inputs = {n: torch.stack(t).to(model.device) for n, t in _transposed(both).items()}
+        inputs = {n: torch.stack(t).to(model.device) for n, t in _collect_by_name(both).items()}
         logits_BTV = model(**inputs, use_cache=False).logits
         flat_NV = logits_BTV.flatten(0, 1)
-        parts = [top_of(part, k) for part in flat_NV.split(max(1, NUMBERS // flat_NV.shape[-1]))]
+        parts = [top_k_log_probs(part, k) for part in flat_NV.split(max(1, MAX_LOGITS // flat_NV.shape[-1]))]
         tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
         if not bool(torch.isfinite(log_probs).all()):
             raise SurgeryError(
@@ -153,7 +153,7 @@ def _targets(model: Any, some: list[Example], k: int, rows: int) -> Iterator[tup
         yield tokens, log_probs, rest
 
 
-def _transposed(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+def _collect_by_name(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for row in rows:
         for name, tensor in row.items():
@@ -161,13 +161,13 @@ def _transposed(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
     return found
 
 
-def top_of(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_k_log_probs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens_NK, the likeliest first; their log-probabilities; that of all others together)."""
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     top_NK, tokens_NK = logits_NV.topk(k, dim=-1)
     others_NV = logits_NV.scatter(-1, tokens_NK, float("-inf"))
-    rest_N = (others_NV.logsumexp(-1) - total_N1.squeeze(-1)).clamp_min(LEAST)
+    rest_N = (others_NV.logsumexp(-1) - total_N1.squeeze(-1)).clamp_min(MIN_LOG_PROB)
     return tokens_NK, top_NK - total_N1, rest_N
 
 
@@ -192,7 +192,7 @@ class TeacherCache:
                 break
         return count
 
-    def check(self, data: Data) -> None:
+    def check(self, data: TrainingData) -> None:
         """SurgeryError where these are targets of other examples than the data's."""
         tokenizer = tokenizer_fingerprint(data.tokenizer)
         for what, theirs, ours in (
@@ -203,7 +203,7 @@ class TeacherCache:
         ):
             if theirs != ours:
                 raise SurgeryError(
-                    f"teacher cache {self.folder} was written with another {what} ({_short(theirs)}, here {_short(ours)}; "
+                    f"teacher cache {self.folder} was written with another {what} ({_abbreviate(theirs)}, here {_abbreviate(ours)}; "
                     f"its sources: {', '.join(self.index['sources'])}); train with what it was written with, or write a "
                     "cache for this run"
                 )
@@ -226,7 +226,7 @@ class TeacherCache:
                 f"--resume, or set data.rows={len(self)} to read those again and again"
             )
         tensors = self._open(at, shard)
-        found = {name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSORS if name != "input_ids"}
+        found = {name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSOR_NAMES if name != "input_ids"}
         if input_ids is not None:
             stored = read_tensor(tensors["input_ids"].rows(row, row + 1))[0]
             if not torch.equal(stored.long(), input_ids.cpu().long()):
@@ -242,5 +242,5 @@ class TeacherCache:
         return self._opened[at]
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     return str(value)[:12]
