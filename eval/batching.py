@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.suite import EvalOptions, EvalModel
+from surgery.eval.suite import EvalModel, EvalOptions
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**17}  # of a batch that "auto" begins wi
 
 
 def score_in_batches(
-    subject: EvalModel,
+    eval_model: EvalModel,
     options: EvalOptions,
     items: Sequence[T],
     score: Callable[[list[Any]], list[R]],
@@ -37,12 +37,12 @@ def score_in_batches(
     """score(batch) of all items, in their order, to every process. size: tokens of an item, and in a batch none is below half
     of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in threads, several at a time."""
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
-    own = order[subject.ranks.index :: subject.ranks.count]
-    start = tokens or BATCH_TOKENS.get(subject.device.type, 2**17)
-    batches = _BatchRunner(subject, options.batch_size, items, score, size, start, prepare)
-    found = subject.ranks.all_or_none(lambda: batches.run(own, title))
+    own = order[eval_model.ranks.index :: eval_model.ranks.count]
+    start = tokens or BATCH_TOKENS.get(eval_model.device.type, 2**17)
+    batches = _BatchRunner(eval_model, options.batch_size, items, score, size, start, prepare)
+    found = eval_model.ranks.together_or_raise(lambda: batches.run(own, title))
     every: dict[int, R] = {}
-    for part in subject.ranks.gather(found):
+    for part in eval_model.ranks.gather(found):
         every |= part
     return [every[i] for i in range(len(items))]
 
@@ -61,7 +61,7 @@ def _switch_interval(seconds: float | None) -> Iterator[None]:
 
 @dataclass
 class _BatchRunner(Generic[T, R]):
-    subject: EvalModel
+    eval_model: EvalModel
     batch_size: int | str
     items: Sequence[T]
     score: Callable[[list[Any]], list[R]]
@@ -72,21 +72,21 @@ class _BatchRunner(Generic[T, R]):
 
     def run(self, own: list[int], title: str) -> dict[int, R]:
         found: dict[int, R] = {}
-        bar, pool = self.subject.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
+        bar, pool = self.eval_model.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
         with bar as tick, pool as threads, _switch_interval(2e-4 if self.prepare else None):
-            batch = self._next(own)[: 1 if self.prepare else None]
-            ready = self._made(threads, batch)
+            batch = self._next_batch(own)[: 1 if self.prepare else None]
+            ready = self._prepare(threads, batch)
             while batch:
                 left = own[len(found) + len(batch) :]
-                after = self._next(left)
-                ahead = self._made(threads, after)
-                scores = self._scored([each.result() for each in ready], batch)
+                after = self._next_batch(left)
+                ahead = self._prepare(threads, after)
+                scores = self._score_batch([each.result() for each in ready], batch)
                 found.update(zip(batch, scores))
                 tick(len(batch))
                 batch, ready = after, ahead
         return found
 
-    def _next(self, left: list[int]) -> list[int]:
+    def _next_batch(self, left: list[int]) -> list[int]:
         if not left:
             return []
         longest = max(1, self.size(self.items[left[0]]))
@@ -96,12 +96,12 @@ class _BatchRunner(Generic[T, R]):
 
     def _threads(self) -> int:
         """Tokenizers work outside Python's lock, each on a core; more than a few would wait for each other's Python."""
-        return max(1, min(8, (os.cpu_count() or 1) // self.subject.ranks.count))
+        return max(1, min(8, (os.cpu_count() or 1) // self.eval_model.ranks.count))
 
-    def _made(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
+    def _prepare(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
         return [threads.submit(self.prepare or (lambda item: item), self.items[i]) for i in batch]
 
-    def _scored(self, made: list[Any], batch: list[int]) -> list[R]:
+    def _score_batch(self, made: list[Any], batch: list[int]) -> list[R]:
         """In as many parts as memory asks for."""
         scores: list[R] = []
         while len(scores) < len(made):
@@ -111,24 +111,24 @@ class _BatchRunner(Generic[T, R]):
                 scores += self.score(part)
                 continue
             except Exception as error:
-                self._check(error, len(part), self.size(self.items[batch[len(scores)]]))
-            self._halve(len(part))  # now that the error holds no tensors any more
+                self._check_memory_error(error, len(part), self.size(self.items[batch[len(scores)]]))
+            self._halve_rows(len(part))  # now that the error holds no tensors any more
         return scores
 
-    def _check(self, error: Exception, rows: int, length: int) -> None:
+    def _check_memory_error(self, error: Exception, rows: int, length: int) -> None:
         from accelerate.utils.memory import should_reduce_batch_size
 
         if not should_reduce_batch_size(error):
             raise error
         if rows == 1:
             raise SurgeryError(
-                f"{self.subject.name} on {self.subject.device}: out of memory at one row of {length:,} tokens; use shorter "
+                f"{self.eval_model.name} on {self.eval_model.device}: out of memory at one row of {length:,} tokens; use shorter "
                 "--lengths, or --dtype bfloat16"
             ) from None
 
-    def _halve(self, rows: int) -> None:
+    def _halve_rows(self, rows: int) -> None:
         gc.collect()
-        if self.subject.device.type == "cuda":
+        if self.eval_model.device.type == "cuda":
             torch.cuda.empty_cache()
         self.rows = rows // 2
-        self.subject.progress.say(f"out of memory at {rows} rows: on with {self.rows}")
+        self.eval_model.progress.say(f"out of memory at {rows} rows: on with {self.rows}")

@@ -67,7 +67,9 @@ SUITE_SOURCES: dict[str, Any] = {
     "niah": lambda tasks: [DatasetSource(ESSAYS[0], None, ("train",))],
     "ruler": lambda tasks: [DatasetSource(path, config, (split,)) for path, config, split in (ESSAYS, SQUAD, HOTPOT)],
     "longbench": _longbench_sources,
-    "retrieval": lambda tasks: [DatasetSource(path, None, ("validation",)) for one in CLOZES.values() for path in one.paths],
+    "retrieval": lambda tasks: [
+        DatasetSource(path, None, ("validation",)) for one in CLOZES.values() for path in one.paths
+    ],
     "zeroshot": lambda tasks: [DatasetSource(*data) for data in find_datasets(ZEROSHOT)],
 }
 
@@ -106,19 +108,19 @@ def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
 
 @dataclass
 class MirrorReadme:
-    """What a mirror's README says that it holds. whole: configurations of which it has every split; None: somebody else
+    """What a mirror's README says that it holds. complete: configurations of which it has every split; None: somebody else
     made it, who knows what belongs to it."""
 
     configs: list[dict[str, Any]]
-    whole: list[str] | None
+    complete: list[str] | None
 
     def files(self, name: str) -> list[dict[str, str]]:
         return next((c["data_files"] for c in self.configs if c["config_name"] == name), [])
 
     def lacks(self, source: DatasetSource) -> bool:
-        if self.whole is None:
+        if self.complete is None:
             return not any(c["config_name"] == source.name for c in self.configs)
-        if source.name in self.whole:
+        if source.name in self.complete:
             return False
         there = {file["split"] for file in self.files(source.name)}
         return not source.splits or not there.issuperset(source.splits)
@@ -126,31 +128,33 @@ class MirrorReadme:
     def add(self, source: DatasetSource, files: list[dict[str, str]]) -> None:
         others = [c for c in self.configs if c["config_name"] != source.name]
         self.configs = [*others, {"config_name": source.name, "data_files": self.files(source.name) + files}]
-        if not source.splits and self.whole is not None:
-            self.whole.append(source.name)
+        if not source.splits and self.complete is not None:
+            self.complete.append(source.name)
 
     def text(self, path: str, commit: str | None) -> str:
-        told = {"configs": self.configs} | ({} if self.whole is None else {COMPLETE_KEY: self.whole})
-        written = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
+        header = {"configs": self.configs} | ({} if self.complete is None else {COMPLETE_KEY: self.complete})
+        written = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
 
 
 def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[DatasetSource]) -> None:
     from huggingface_hub import HfApi
 
-    beside = place.with_name(f"{place.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    partial = place.with_name(f"{place.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
     if head.configs:
-        shutil.copytree(place, beside)
-    beside.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(place, partial)
+    partial.mkdir(parents=True, exist_ok=True)
     try:
         commit = HfApi().dataset_info(path).sha
         for source in wanted:
-            head.add(source, _write_splits(beside, source, commit, {file["split"] for file in head.files(source.name)}))
-        (beside / "README.md").write_text(head.text(path, commit), encoding="utf-8")
-        _replace_folder(beside, place)
+            head.add(
+                source, _write_splits(partial, source, commit, {file["split"] for file in head.files(source.name)})
+            )
+        (partial / "README.md").write_text(head.text(path, commit), encoding="utf-8")
+        _replace_folder(partial, place)
     except Exception as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SurgeryError) or is_disk_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:200]
@@ -160,15 +164,15 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
         ) from None
 
 
-def _replace_folder(beside: Path, place: Path) -> None:
+def _replace_folder(partial: Path, place: Path) -> None:
     """The new one in the place of the old one, which comes back where that fails."""
     before = place.with_name(f"{place.name}.before")
     if not place.exists():
-        beside.rename(place)
+        partial.rename(place)
         return
     place.rename(before)
     try:
-        beside.rename(place)
+        partial.rename(place)
     except BaseException:
         before.rename(place)
         raise
@@ -199,10 +203,10 @@ def _read_readme(place: Path) -> MirrorReadme:
     if not readme.is_file():
         return MirrorReadme([], [])
     try:
-        told = read_front_matter(readme.read_text(encoding="utf-8", errors="replace"))
+        header = read_front_matter(readme.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(f"the head of {readme} is not YAML: {error}; remove {place}, then fetch it again") from None
-    configs, whole = told.get("configs", []), told.get(COMPLETE_KEY)
+    configs, whole = header.get("configs", []), header.get(COMPLETE_KEY)
     if not isinstance(configs, list) or not all(
         isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in configs
     ):

@@ -19,7 +19,7 @@ from surgery.checkpoint.tensor_names import load_complete
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
-from surgery.eval.suite import Role, EvalModel
+from surgery.eval.suite import EvalModel, Role
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -36,7 +36,7 @@ class OpenedModel:
 
 def open_model(role: Role, name: str, ranks: DistContext | None = None) -> OpenedModel:
     source = open_converted_checkpoint(name)
-    return OpenedModel(role, name, source.folder, (ranks or DistContext()).by_main(source.digest))
+    return OpenedModel(role, name, source.folder, (ranks or DistContext()).on_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:
@@ -63,19 +63,24 @@ def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -
 
 @contextmanager
 def load_eval_model(
-    opened: OpenedModel, device: torch.device, dtype: str, trust_remote_code: bool, ranks: DistContext, progress: Progress
+    opened: OpenedModel,
+    device: torch.device,
+    dtype: str,
+    trust_remote_code: bool,
+    ranks: DistContext,
+    progress: Progress,
 ) -> Iterator[EvalModel]:
     """Gone from the device when the context ends: base and converted need not fit together."""
     model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    subject = EvalModel(
+    eval_model = EvalModel(
         opened.role, opened.name, opened.folder, opened.fingerprint, model, tokenizer, device, model.dtype, longest, ranks,
         progress if ranks.main else Progress(),
     )  # fmt: skip
     try:
-        yield subject
+        yield eval_model
     finally:
-        subject.model = None
+        eval_model.model = None
         del model
         gc.collect()
         if device.type == "cuda":

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.core.device import choose_device, device_name
-from surgery.core.distributed import DistContext, local_device, init_distributed
+from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
 from surgery.eval.model import OpenedModel, check_dtype, load, load_eval_model, open_model
 from surgery.eval.results.compare import ComparisonRow, compare_results
-from surgery.eval.results.data_read import describe_data, record_reads, package_versions
+from surgery.eval.results.data_read import describe_data, package_versions, record_reads
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.results.thresholds import Threshold, ThresholdResult, check_thresholds, parse_thresholds
-from surgery.eval.suite import EvalOptions, EvalMetric, Role, EvalModel, Suite, SuiteResult, find_suite
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Role, Suite, SuiteResult, find_suite
 from surgery.publish.hub.files import SECRET_PATTERN
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Evaluation:
 
     def row(self, task: str, metric: str | None = None) -> ComparisonRow:
         """That of a whole task, for its first metric or the one named."""
-        return next(r for r in self.rows if r.task == task and r.speaks and metric in (None, r.metric.name))
+        return next(r for r in self.rows if r.task == task and r.is_summary and metric in (None, r.metric.name))
 
-    def first(self, suite: str) -> EvalMetric:
+    def main_metric(self, suite: str) -> EvalMetric:
         """The metric that speaks for a suite."""
         return next(iter(next(iter(self.results[suite].values())).metrics.values()))
 
@@ -92,7 +92,7 @@ def evaluate(
     of the command line, for results.json."""
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
-        if suite.joint is not None and compare is None:
+        if suite.combine is not None and compare is None:
             raise SurgeryError(f"--suite {suite.name} compares with an original: --compare SRC")
     limits = parse_thresholds(fail_below, compare is not None)
     check_dtype(dtype)
@@ -100,15 +100,27 @@ def evaluate(
     names: list[tuple[Role, str]] = [("converted", name)]
     names = [("base", compare), *names] if compare is not None else names
     run = _EvaluationRun(
-        chosen, options, local_device(ranks, device), dtype, trust_remote_code, ranks, progress or Progress(), out, command
+        chosen,
+        options,
+        local_device(ranks, device),
+        dtype,
+        trust_remote_code,
+        ranks,
+        progress or Progress(),
+        out,
+        command,
     )
     with ExitStack() as stack:
         if out is not None:
-            stack.enter_context(explain_disk_errors(out, "run the same command again, which goes on with what is missing"))
-            ranks.all_or_none(lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None)
+            stack.enter_context(
+                explain_disk_errors(out, "run the same command again, which goes on with what is missing")
+            )
+            ranks.together_or_raise(
+                lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None
+            )
         opened = [open_model(role, name, ranks) for role, name in names]
         run.measure(opened)
-        return run.compared(opened, limits)
+        return run.compare(opened, limits)
 
 
 def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
@@ -143,14 +155,20 @@ class _EvaluationRun:
         out: Path | None,
         command: Sequence[str] = (),
     ):
-        self.suites, self.options, self.dtype, self.trust, self.ranks = suites, options, dtype, trust_remote_code, ranks
+        self.suites, self.options, self.dtype, self.trust_remote_code, self.ranks = (
+            suites,
+            options,
+            dtype,
+            trust_remote_code,
+            ranks,
+        )
         self.device, self.progress, self.store = choose_device(device), progress, ResultStore(out)
         self.results: dict[str, dict[Role, SuiteResult]] = {suite.name: {} for suite in suites}
         self.broken: dict[str, str] = {}
         self.models: dict[Role, dict[str, Any]] = {}
-        self.known: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
+        self.cache: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
         self.provenance = provenance(self.device, command)
-        ranks.all_or_none(self.store.open if ranks.main else lambda: None)
+        ranks.together_or_raise(self.store.open if ranks.main else lambda: None)
 
     # -- measuring -----------------------------------------------------------------------------------
     def measure(self, opened: list[OpenedModel]) -> None:
@@ -164,83 +182,83 @@ class _EvaluationRun:
                 "processes": self.ranks.count,
             }
         two = len({one.fingerprint for one in opened}) == 2
-        beside = [suite for suite in self.suites if two and suite.beside is not None]
+        paired = [suite for suite in self.suites if two and suite.run_pair is not None]
         for one in opened:
-            self._measure(one, [suite for suite in self.suites if suite not in beside])
-        for suite in beside:
-            self._measure_beside(opened, suite)
+            self._measure(one, [suite for suite in self.suites if suite not in paired])
+        for suite in paired:
+            self._measure_pair(opened, suite)
 
     def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
-        wanted = [suite for suite in suites if suite.name not in self.broken and not self._had(one, suite)]
+        wanted = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]
         if not wanted:
             return
-        with self._loaded(one) as subject:
+        with self._load_model(one) as eval_model:
             for suite in wanted:
                 began = time.perf_counter()
                 try:
                     with record_reads() as reads:
-                        result = suite.run(subject, self.options)
-                    self._keep(one, suite, result, subject, began, reads)
+                        result = suite.run(eval_model, self.options)
+                    self._store_result(one, suite, result, eval_model, began, reads)
                 except Exception as error:
-                    self._break(suite, one, error)
+                    self._record_failure(suite, one, error)
 
-    def _measure_beside(self, opened: list[OpenedModel], suite: Suite) -> None:
+    def _measure_pair(self, opened: list[OpenedModel], suite: Suite) -> None:
         pair = tuple(one.fingerprint for one in opened)
-        if all(self._had(one, suite, pair) for one in opened) or suite.beside is None:
+        if all(self._load_stored(one, suite, pair) for one in opened) or suite.run_pair is None:
             return
         began = time.perf_counter()
         try:
-            with self._loaded(opened[0]) as first, self._loaded(opened[1]) as second:
+            with self._load_model(opened[0]) as first, self._load_model(opened[1]) as second:
                 with record_reads() as reads:
-                    results = suite.beside([first, second], self.options)
-                for one, subject, result in zip(opened, (first, second), results):
-                    self._keep(one, suite, result, subject, began, reads, pair)
+                    results = suite.run_pair([first, second], self.options)
+                for one, eval_model, result in zip(opened, (first, second), results):
+                    self._store_result(one, suite, result, eval_model, began, reads, pair)
         except Exception as error:
-            self._break(suite, opened[1], error)
+            self._record_failure(suite, opened[1], error)
 
-    def _loaded(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:
-        return load_eval_model(one, self.device, self.dtype, self.trust, self.ranks, self.progress)
+    def _load_model(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:
+        return load_eval_model(one, self.device, self.dtype, self.trust_remote_code, self.ranks, self.progress)
 
     def _key(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
         key = result_key(one.fingerprint, suite.name, self.options, self.device.type, self.dtype)
         return key | ({"pair": list(pair)} if pair else {})
 
-    def _had(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
+    def _load_stored(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
         """The first process looks, and all do as it says."""
-        found = self.known.get((one.fingerprint, suite.name))
+        found = self.cache.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
-            found = self.store.load(self._place(one, suite), self._key(one, suite, pair), self.options)
-        found = self.ranks.agreed(found)
+            found = self.store.load(self._result_folder(one, suite), self._key(one, suite, pair), self.options)
+        found = self.ranks.broadcast_object(found)
         if found is not None:
-            self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = found
+            self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = found
         return found is not None
 
-    def _place(self, one: OpenedModel, suite: Suite) -> Path | None:
-        return self.store.place(one.name, one.fingerprint, suite.name)
+    def _result_folder(self, one: OpenedModel, suite: Suite) -> Path | None:
+        return self.store.result_folder(one.name, one.fingerprint, suite.name)
 
-    def _keep(
+    def _store_result(
         self,
         one: OpenedModel,
         suite: Suite,
         result: SuiteResult,
-        subject: EvalModel,
+        eval_model: EvalModel,
         began: float,
         reads: dict[str, str],
         pair: tuple[str, ...] = (),
     ) -> None:
         result.seconds = time.perf_counter() - began
-        result.info.setdefault("longest", subject.longest)
+        result.info.setdefault("longest", eval_model.longest)
         result.reads = reads
         data = describe_data(reads, self.options.data_root)
         result.provenance = {**self.provenance, "date": utc_timestamp(), "model": one.fingerprint, "data": data}
-        self.results[suite.name][one.role] = self.known[one.fingerprint, suite.name] = result
+        self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
             if not result.broken:  # or it would count as measured the next time
-                self.store.save(self._place(one, suite), self._key(one, suite, pair), result)
+                self.store.save(self._result_folder(one, suite), self._key(one, suite, pair), result)
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
-    def _break(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
+    def _record_failure(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
         """Alone, it is the answer to the command; among others it is reported, and they run."""
         if len(self.suites) == 1 or is_disk_error(error):
             raise error
@@ -250,28 +268,30 @@ class _EvaluationRun:
             self.progress.say(f"{suite.name} broke, on with the rest: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
-    def compared(self, opened: list[OpenedModel], limits: list[Threshold]) -> Evaluation:
+    def compare(self, opened: list[OpenedModel], limits: list[Threshold]) -> Evaluation:
         """By the first process; the others know how it ended."""
         done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance)
-        self.ranks.all_or_none(lambda: self._compare(done, opened, limits) if self.ranks.main else None)
-        done.exit_code = self.ranks.agreed(done.exit_code)
+        self.ranks.together_or_raise(lambda: self._fill_comparison(done, opened, limits) if self.ranks.main else None)
+        done.exit_code = self.ranks.broadcast_object(done.exit_code)
         return done
 
-    def _compare(self, done: Evaluation, opened: list[OpenedModel], limits: list[Threshold]) -> None:
+    def _fill_comparison(self, done: Evaluation, opened: list[OpenedModel], limits: list[Threshold]) -> None:
         same = len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
         for suite in self.suites:
             if suite.name in self.broken:
                 continue
             by_role = self.results[suite.name]
             try:
-                shown = {"converted": suite.joint(by_role["base"], by_role["converted"])} if suite.joint else by_role
+                shown = (
+                    {"converted": suite.combine(by_role["base"], by_role["converted"])} if suite.combine else by_role
+                )
                 done.rows += compare_results(suite.name, shown, same, self.options.seed)
                 done.results[suite.name] = by_role
-                done.plots += self._plotted(suite, by_role)
+                done.plots += self._plot(suite, by_role)
             except SurgeryError as error:
-                self._break(suite, opened[-1], error)
+                self._record_failure(suite, opened[-1], error)
         try:
-            first = {suite: done.first(suite).name for suite in done.results}
+            first = {suite: done.main_metric(suite).name for suite in done.results}
             self._check_samples(done)
             done.verdicts = check_thresholds(limits, done.rows, first, list(done.broken))
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
@@ -291,7 +311,7 @@ class _EvaluationRun:
                     f"--samples: no task {name!r} was measured{suggestion(name, tasks)}; measured: {', '.join(tasks[:20])}"
                 )
 
-    def _plotted(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
+    def _plot(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
         """No picture is worth the numbers."""
         if self.store.folder is None:
             return []

@@ -1,10 +1,10 @@
-"""What an evaluation is made of: a subject is measured by suites, a suite gives samples, samples have metrics.
+"""What an evaluation is made of: a loaded model is measured by suites, a suite gives samples, samples have metrics.
 
-    suite.run(subject, options) -> SuiteResult      register(suite) puts it into SUITES
+    suite.run(eval_model, options) -> SuiteResult      register(suite) puts it into SUITES
 
 A sample is one question, document or window; its `id` says which, the same for every model, so that base and
 converted can be paired. Statistics, tables and files are not a suite's business: compare.py, shown.py, eval/results/store.py.
-A new suite is one file in probes/.
+A new suite is one file in suites/.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class EvalMetric:
     pooled: bool = True
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         return self.title or self.name
 
 
@@ -155,15 +155,15 @@ class SuiteResult:
 
 @dataclass(frozen=True)
 class Suite:
-    """joint: samples that only both results together give (an encoder's cosine); beside: measures
+    """combine: samples that only both results together give (an encoder's cosine); run_pair: measures
     both while both are loaded, turn by turn, as times want it; plot: writes pictures into a folder, of
     {role: result}, and returns their paths; None: curves by length, heat maps by length and depth, where samples have those."""
 
     name: str
     description: str
     run: Callable[[EvalModel, EvalOptions], SuiteResult]
-    joint: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
-    beside: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
+    combine: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
+    run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
     plot: Callable[[Mapping[str, SuiteResult], Path], list[Path]] | None = None
 
 
@@ -179,9 +179,9 @@ def register(suite: Suite) -> Suite:
 
 def load_suites() -> dict[str, Suite]:
     """SUITES, filled: every file of suites/."""
-    probes = importlib.import_module("surgery.eval.suites")
-    for info in pkgutil.iter_modules(probes.__path__):
-        importlib.import_module(f"{probes.__name__}.{info.name}")
+    package = importlib.import_module("surgery.eval.suites")
+    for info in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{info.name}")
     return SUITES
 
 
@@ -191,8 +191,8 @@ def find_suite(name: str) -> Suite:
         return known[name]
     # A slip of a name of ours is told at once: lm-eval takes seconds to know its thousands of tasks.
     slip = "_" not in name and difflib.get_close_matches(name, known, cutoff=0.8)
-    for ask in [] if slip else FALLBACKS:
-        if (found := ask(name)) is not None:
+    for find_fallback in [] if slip else FALLBACKS:
+        if (found := find_fallback(name)) is not None:
             return found
     raise SurgeryError(f"unknown suite {name!r}{suggestion(name, known)}")
 

@@ -14,7 +14,7 @@ from surgery.eval.lm_eval.bridge import require_lm_eval, run_tasks
 from surgery.eval.long_context.longbench.prompts import TASKS as LONGBENCH
 from surgery.eval.long_context.ruler import TASKS as RULER
 from surgery.eval.results.data_read import note_read
-from surgery.eval.suite import EvalOptions, EvalModel, Suite, SuiteResult
+from surgery.eval.suite import EvalModel, EvalOptions, Suite, SuiteResult
 
 # Log-Linear Attention, table 6 (arXiv:2506.04761)
 ZEROSHOT = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge")
@@ -23,15 +23,15 @@ LM_EVAL_NAMES = {"qa_squad": "qa_1", "qa_hotpot": "qa_2"}  # lm-eval's names, af
 MANAGERS: dict[tuple[str, ...], Any] = {}
 
 
-def run_zeroshot(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    return run_tasks(subject, options.tasks or ZEROSHOT, options, load_tasks)
+def run_zeroshot(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    return run_tasks(eval_model, options.tasks or ZEROSHOT, options, load_tasks)
 
 
-def run_named(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+def run_named(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """Also those of --include-path."""
     if not options.tasks:
         raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
-    return run_tasks(subject, options.tasks, options, load_tasks)
+    return run_tasks(eval_model, options.tasks, options, load_tasks)
 
 
 def find_lm_eval_suite(name: str) -> Suite | None:
@@ -41,8 +41,8 @@ def find_lm_eval_suite(name: str) -> Suite | None:
     if _task_manager([name], None) is None:
         return None
 
-    def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-        return run_tasks(subject, options.tasks or (name,), options, load_tasks)
+    def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+        return run_tasks(eval_model, options.tasks or (name,), options, load_tasks)
 
     return Suite(name, f"lm-eval's {name}", run)
 

@@ -17,7 +17,7 @@ import numpy as np
 from surgery.calibration.data import CALIBRATION_SUFFIXES, HUB_DATASET, document_stream, special_tokens, text_windows
 from surgery.core.errors import SurgeryError
 from surgery.eval.results.data_read import note_read
-from surgery.eval.suite import EvalOptions, EvalModel, stable_id
+from surgery.eval.suite import EvalModel, EvalOptions, stable_id
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 Counts = Callable[[Sequence[str]], list[int]]
@@ -78,12 +78,12 @@ def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
     return text
 
 
-def window_length_notes(subject: EvalModel, options: EvalOptions) -> list[str]:
+def window_length_notes(eval_model: EvalModel, options: EvalOptions) -> list[str]:
     """A note where windows are shorter than was asked."""
-    if subject.longest is None or subject.longest >= options.length:
+    if eval_model.longest is None or eval_model.longest >= options.length:
         return []
     return [
-        f"windows of {subject.longest:,} tokens, not {options.length:,}: {subject.name} was made for no longer inputs"
+        f"windows of {eval_model.longest:,} tokens, not {options.length:,}: {eval_model.name} was made for no longer inputs"
     ]
 
 
@@ -97,16 +97,16 @@ def note_text(text: str, options: EvalOptions) -> None:
         note_read("hub", text.partition(":")[0])
 
 
-def load_text_windows(suite: str, subject: EvalModel, options: EvalOptions) -> list[TextWindow]:
+def load_text_windows(suite: str, eval_model: EvalModel, options: EvalOptions) -> list[TextWindow]:
     """Of a file of running text, windows of `length`, each a unit; of a data set its documents, each a unit, cut where it is
     longer than that. Both with the tokenizer's own special tokens, and never longer than the model was made for."""
     text = resolve_text(suite, options.text, options.data_root)
     note_text(text, options)
-    length = min(options.length, subject.longest or options.length)
+    length = min(options.length, eval_model.longest or options.length)
     if Path(text).is_file() and Path(text).suffix in PLAIN_TEXT_SUFFIXES:
-        windows = text_windows(document_stream(text), subject.tokenizer, options.tokens, length, text).tolist()
+        windows = text_windows(document_stream(text), eval_model.tokenizer, options.tokens, length, text).tolist()
         return [TextWindow(tuple(row), stable_id(i, row), None) for i, row in enumerate(windows[: options.limit])]
-    return list(_document_windows(text, subject.tokenizer, options, length))
+    return list(_document_windows(text, eval_model.tokenizer, options, length))
 
 
 def _document_windows(text: str, tokenizer: Any, options: EvalOptions, length: int) -> Iterator[TextWindow]:

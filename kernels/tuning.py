@@ -42,12 +42,12 @@ class DeviceKey(NamedTuple):
 
 
 class TuningQuery(NamedTuple):
-    """A call as the table knows it. x: a tensor of it, for its device and dtype; ways: those that can take it."""
+    """A call as the table knows it. x: a tensor of it, for its device and dtype; implementations: those that can take it."""
 
     pass_: Pass
     sizes: NamedSizes
     x: Tensor
-    ways: tuple[Implementation, ...] = IMPLEMENTATIONS
+    implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
 
 
 @cache
@@ -58,7 +58,11 @@ def tables() -> list[dict[str, Any]]:
     CUDA graph, where launches cost nothing."""
     try:
         found = json.loads(TABLE.read_text(encoding="utf-8"))["tables"]
-        return [{**table, "rows": [row for row in table["rows"] if _is_complete_row(row)]} for table in found if _has_names(table)]
+        return [
+            {**table, "rows": [row for row in table["rows"] if _is_complete_row(row)]}
+            for table in found
+            if _has_names(table)
+        ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # no model ends at a table of times: kernels go by rules of their own
 
@@ -70,7 +74,9 @@ def _has_names(table: dict[str, Any]) -> bool:
 
 def _is_complete_row(row: dict[str, Any]) -> bool:
     counts = row["sizes"].values() if isinstance(row["sizes"], dict) else (None,)
-    times = [row[way] for way in (*IMPLEMENTATIONS, "original") if row.get(way) is not None]
+    times = [
+        row[implementation] for implementation in (*IMPLEMENTATIONS, "original") if row.get(implementation) is not None
+    ]
     named = isinstance(row["op"], str) and isinstance(row["pass"], str)
     return named and all(type(n) is int and n < 2**62 for n in counts) and all(_is_time(ms) for ms in times)
 
@@ -80,11 +86,17 @@ def _is_time(ms: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def fastest_measured(op: str, pass_: Pass, at: NamedSizes, place: DeviceKey, ways: tuple[Implementation, ...] = IMPLEMENTATIONS) -> Implementation | None:
+def fastest_measured(
+    op: str,
+    pass_: Pass,
+    at: NamedSizes,
+    place: DeviceKey,
+    implementations: tuple[Implementation, ...] = IMPLEMENTATIONS,
+) -> Implementation | None:
     """None: nothing near was measured."""
     near = nearby_rows(op, pass_, at, place)
-    scores = {way: log_ratio_to_kernel(near, way) for way in ways}
-    known = [(score, way) for way, score in scores.items() if score is not None]
+    scores = {implementation: log_ratio_to_kernel(near, implementation) for implementation in implementations}
+    known = [(score, implementation) for implementation, score in scores.items() if score is not None]
     return min(known)[1] if len(known) > 1 else None
 
 
@@ -97,9 +109,13 @@ def nearby_rows(op: str, pass_: str, at: NamedSizes, place: DeviceKey) -> list[t
     return [((d * d + 1e-6) ** -2, row) for d, row in zip(apart, rows)]
 
 
-def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], way: Implementation) -> float | None:
+def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation: Implementation) -> float | None:
     """Mean log of the way's time over the kernel's; None where what is nearest does not have it."""
-    both = [(w, math.log(row[way] / row["kernel"])) for w, row in near if row.get(way) and row.get("kernel")]
+    both = [
+        (w, math.log(row[implementation] / row["kernel"]))
+        for w, row in near
+        if row.get(implementation) and row.get("kernel")
+    ]
     weight = sum(w for w, _ in both)
     return sum(w * score for w, score in both) / weight if weight > 0.5 * sum(w for w, _ in near) else None
 
@@ -119,46 +135,46 @@ def distance(one: dict[str, int], other: dict[str, int]) -> float:
 
 # -- asking for a call -------------------------------------------------------------------------------------
 class CallReader(NamedTuple):
-    """How calls of an op are read. asked: as the table knows them; key: two calls of the same key ask the same, found in a
+    """How calls of an op are read. query: as the table knows them; key: two calls of the same key ask the same, found in a
     few microseconds."""
 
-    asked: Callable[..., TuningQuery]
+    query: Callable[..., TuningQuery]
     key: Callable[..., Hashable]
 
 
 def is_fastest(
     op: str,
-    reading: CallReader,
-    way: Implementation = "kernel",
+    reader: CallReader,
+    implementation: Implementation = "kernel",
     otherwise: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[..., bool]:
-    """`wins` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
+    """Return `is_faster` of a kernel: whether the table says so; `otherwise` where it says nothing. Compiling, torch traces sizes that
     are no numbers, so there the latter decides as well."""
     known: dict[Hashable, bool] = {}
 
-    def wins(*args: Any, **kwargs: Any) -> bool:
+    def is_faster(*args: Any, **kwargs: Any) -> bool:
         if torch.compiler.is_compiling():
             return otherwise(*args, **kwargs)
-        key = reading.key(*args, **kwargs)
+        key = reader.key(*args, **kwargs)
         verdict = known.get(key)
         if verdict is None:
             if len(known) >= CACHE_SIZE:
                 known.clear()
-            found = choose_implementation(op, reading.asked(*args, **kwargs))
-            verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == way
+            found = choose_implementation(op, reader.query(*args, **kwargs))
+            verdict = known[key] = otherwise(*args, **kwargs) if found is None else found == implementation
         return verdict
 
-    return wins
+    return is_faster
 
 
-def choose_implementation(op: str, asked: TuningQuery) -> Implementation | None:
-    device, dtype = asked.x.device, asked.x.dtype
+def choose_implementation(op: str, query: TuningQuery) -> Implementation | None:
+    device, dtype = query.x.device, query.x.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     where = device_key(device, dtype)
-    found = fastest_measured(op, asked.pass_, asked.sizes, where, asked.ways)
-    if found is None and asked.pass_ in EAGER_PASS:
-        return fastest_measured(op, EAGER_PASS[asked.pass_], asked.sizes, where, asked.ways)
+    found = fastest_measured(op, query.pass_, query.sizes, where, query.implementations)
+    if found is None and query.pass_ in EAGER_PASS:
+        return fastest_measured(op, EAGER_PASS[query.pass_], query.sizes, where, query.implementations)
     return found
 
 
@@ -209,10 +225,10 @@ STEP_READER = CallReader(_step_query, three_tensor_key)  # masks, one token more
 
 
 def is_fastest_mask_step(mask: str) -> Callable[..., bool]:
-    """`wins` of a step with kernel scores, or the delta rule's where beta is given."""
+    """`is_faster` of a step with kernel scores, or the delta rule's where beta is given."""
     plain, delta = is_fastest(mask, STEP_READER), is_fastest(f"{mask} delta", STEP_READER)
 
-    def wins(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:
+    def is_faster(q: Tensor, k: Tensor, v: Tensor, beta: Any, *rest: Any, **more: Any) -> bool:
         return (plain if beta is None else delta)(q, k, v)
 
-    return wins
+    return is_faster

@@ -226,8 +226,8 @@ def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = N
     """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
     from surgery.conversion.densify import densify as run
 
-    told = run(str(converted), Path(out), progress=progress or RichProgress())
-    return CommandResult(told, lambda: [f"{told['modules']} linears multiplied out: {out}"])
+    result = run(str(converted), Path(out), progress=progress or RichProgress())
+    return CommandResult(result, lambda: [f"{result['modules']} linears multiplied out: {out}"])
 
 
 def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
@@ -255,11 +255,11 @@ def push(
     from surgery.publish.hub.push import push as run
     from surgery.publish.tables import upload_table
 
-    parcel = prepare_upload(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
-    told = {"dry_run": dry_run, **parcel.to_dict(), "card": parcel.card}
+    upload = prepare_upload(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
+    result = {"dry_run": dry_run, **upload.to_dict(), "card": upload.card}
     if not dry_run:
-        told |= run(parcel, private, revision, message, progress or RichProgress())
-    return CommandResult(told, lambda: upload_table(told))
+        result |= run(upload, private, revision, message, progress or RichProgress())
+    return CommandResult(result, lambda: upload_table(result))
 
 
 def _load_recipe(recipe: Any, overrides: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import torch
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import BATCH_TOKENS
 from surgery.eval.lm_eval.answer_cache import AnswerCache
-from surgery.eval.suite import EvalOptions, EvalModel
+from surgery.eval.suite import EvalModel, EvalOptions
 from surgery.eval.text import encoder
 
 if TYPE_CHECKING:
@@ -32,19 +32,24 @@ POSITION_TABLE_NAMES = ("wpe", "position_embeddings", "embed_positions")
 UNBOUNDED_LENGTH = 2**20  # tokens, for a model without a longest input
 
 
-def harness_model(subject: EvalModel, options: EvalOptions, longest: int | None = None) -> Any:
+def harness_model(eval_model: EvalModel, options: EvalOptions, longest: int | None = None) -> Any:
     """longest: inputs are cut (from the left) to this; default: what the model was made for."""
-    _check_positions(subject, longest or 0)
+    _check_positions(eval_model, longest or 0)
     if options.apply_chat_template:
-        check_chat_template(subject.tokenizer)
+        check_chat_template(eval_model.tokenizer)
     lm = _lm_class()(
-        pretrained=subject.model,
-        tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
-        backend="default" if subject.model.config.is_encoder_decoder else "causal",
-        max_length=longest or subject.longest or UNBOUNDED_LENGTH,
+        pretrained=eval_model.model,
+        tokenizer=copy.deepcopy(eval_model.tokenizer),  # it sets a padding token
+        backend="default" if eval_model.model.config.is_encoder_decoder else "causal",
+        max_length=longest or eval_model.longest or UNBOUNDED_LENGTH,
         batch_size=1,
     )
-    lm.subject, lm.options, lm.kept, lm.cut = subject, options, AnswerCache(subject, options.use_cache), Counter()
+    lm.eval_model, lm.options, lm.answer_cache, lm.truncated = (
+        eval_model,
+        options,
+        AnswerCache(eval_model, options.use_cache),
+        Counter(),
+    )
     return lm
 
 
@@ -55,13 +60,13 @@ def check_chat_template(tokenizer: Any) -> None:
         )
 
 
-def _check_positions(subject: EvalModel, longest: int) -> None:
+def _check_positions(eval_model: EvalModel, longest: int) -> None:
     """Beyond a table of learned positions there is nothing; on a GPU looking there ends the process."""
-    for name, module in subject.model.named_modules():
+    for name, module in eval_model.model.named_modules():
         table = name.rpartition(".")[2] in POSITION_TABLE_NAMES and isinstance(module, torch.nn.Embedding)
         if table and module.num_embeddings < longest:
             raise SurgeryError(
-                f"{subject.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
+                f"{eval_model.name} has learned positions ({name}) for {module.num_embeddings:,} tokens, and {longest:,} are asked: "
                 f"--lengths up to {module.num_embeddings}"
             )
 
@@ -94,25 +99,26 @@ def _lm_class() -> type:
 
 
 class BatchedLM:
-    """Stands before HFLM: what it does in batches goes through `score_in_batches`, by way of what is kept. cut: task name ->
+    """Stands before HFLM: what it does in batches goes through `score_in_batches`, by way of what is kept. truncated: task name ->
     prompts that lost their beginning because they are longer than the model's input."""
 
-    subject: EvalModel
+    eval_model: EvalModel
     options: EvalOptions
     model: Any
     tokenizer: Any
     max_length: int
     backend: str
-    kept: AnswerCache
-    cut: Counter[str]
-    _asked: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
+    answer_cache: AnswerCache
+    truncated: Counter[str]
+    _task_names: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """In groups of equal generation settings, as batches need. Every prompt is tokenized once."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked = [
-            GenerationRequest(request.args[0], request.args[1], ids_T) for request, ids_T in zip(requests, self._encoded(requests))
+            GenerationRequest(request.args[0], request.args[1], ids_T)
+            for request, ids_T in zip(requests, self._encode_prompts(requests))
         ]
         alike: dict[str, list[int]] = {}
         for i, each in enumerate(asked):
@@ -121,25 +127,25 @@ class BatchedLM:
         for group in alike.values():
             tokens = normalize_gen_kwargs(asked[group[0]].settings, self.max_gen_toks)["max_gen_toks"]  # type: ignore[attr-defined]
             for i in group:
-                self._count_cut(requests[i].task_name, len(asked[i].ids_T) > self.max_length - tokens)
-            found = self.kept.ask(
+                self._count_truncated(requests[i].task_name, len(asked[i].ids_T) > self.max_length - tokens)
+            found = self.answer_cache.get_or_compute(
                 self.options,
                 [asked[i] for i in group],
-                lambda each: ["answer", self.max_length, each.text, each.settings, *self._drawn(each.settings)],
-                self._generate if self.backend == "causal" else self._generate_by_library,
+                lambda each: ["answer", self.max_length, each.text, each.settings, *self._sampling_key(each.settings)],
+                self._generate if self.backend == "causal" else self._generate_with_hflm,
                 lambda each: len(each.ids_T),
                 f"{requests[group[0]].task_name}: answers",
-                generation_tokens(self.subject.device),
+                generation_tokens(self.eval_model.device),
             )
             for i, answer in zip(group, found):
                 answers[i] = answer
         return answers
 
-    def _drawn(self, settings: dict[str, Any]) -> list[Any]:
+    def _sampling_key(self, settings: dict[str, Any]) -> list[Any]:
         """What else a sampled answer depends on."""
         return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
 
-    def _encoded(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
+    def _encode_prompts(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
         """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
         from lm_eval.models.utils import has_bos_prefix
 
@@ -172,22 +178,22 @@ class BatchedLM:
             ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
         with torch.inference_mode():
             said_BT = self._model_generate(  # type: ignore[attr-defined]
-                context=ids_BT.to(self.subject.device),
-                attention_mask=mask_BT.to(self.subject.device),
-                stop=[words for words in stop if not (words == eos and self._stops_itself(settings))],
+                context=ids_BT.to(self.eval_model.device),
+                attention_mask=mask_BT.to(self.eval_model.device),
+                stop=[words for words in stop if not (words == eos and self._stops_at_eos(settings))],
                 max_length=longest + tokens,
                 **settings,
             )
         texts = [self.tokenizer.decode(said, skip_special_tokens=True) for said in said_BT[:, longest:].tolist()]
         return [postprocess_generated_text(text, stop, None) for text in texts]
 
-    def _stops_itself(self, settings: dict[str, Any]) -> bool:
+    def _stops_at_eos(self, settings: dict[str, Any]) -> bool:
         """Whether generate() ends an answer at the token that stands for its end: looking for its words at every step, in
         every row, is for models that do not know it."""
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
         return self.eot_token_id in (ends if isinstance(ends, (list, tuple)) else [ends])  # type: ignore[attr-defined]
 
-    def _generate_by_library(self, batch: list[GenerationRequest]) -> list[str]:
+    def _generate_with_hflm(self, batch: list[GenerationRequest]) -> list[str]:
         from lm_eval.api.instance import Instance
 
         self.batch_size_per_gpu = len(batch)
@@ -197,15 +203,15 @@ class BatchedLM:
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Bars are in_batches's."""
-        self._asked = [str(request.task_name) for request in requests]
+        self._task_names = [str(request.task_name) for request in requests]
         try:
             return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
         finally:
-            self._asked = []
+            self._task_names = []
 
-    def _count_cut(self, task: str | None, cut: bool) -> None:
+    def _count_truncated(self, task: str | None, cut: bool) -> None:
         if cut:
-            self.cut[str(task)] += 1
+            self.truncated[str(task)] += 1
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
@@ -230,17 +236,17 @@ class BatchedLM:
     ) -> list[tuple[float, bool]]:
         """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
         alone share a row."""
-        for task, (_, context, continuation) in zip(self._asked, requests):
-            self._count_cut(task, len(context) + len(continuation) > self.max_length + 1)
+        for task, (_, context, continuation) in zip(self._task_names, requests):
+            self._count_truncated(task, len(context) + len(continuation) > self.max_length + 1)
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             rows.setdefault((*context, *continuation[:-1]), []).append(i)
         items = [[requests[i] for i in row] for row in rows.values()]
-        scored = self.kept.ask(
+        scored = self.answer_cache.get_or_compute(
             self.options,
             items,
             lambda row: ["likelihoods", self.max_length, [pair[1:] for pair in row]],
-            self._score if self.backend == "causal" else self._score_by_library,
+            self._score if self.backend == "causal" else self._score_with_hflm,
             lambda row: len(row[0][1]) + len(row[0][2]),
             "likelihoods",
         )
@@ -250,7 +256,7 @@ class BatchedLM:
                 answers[i] = likelihood, greedy
         return answers
 
-    def _score_by_library(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
+    def _score_with_hflm(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
         flat = super()._loglikelihood_tokens(  # type: ignore[misc]
             [pair for row in batch for pair in row], disable_tqdm=True, override_bs=len(batch)
         )
@@ -268,7 +274,7 @@ class BatchedLM:
         inputs = [(row[0][1] + row[0][2])[-(self.max_length + 1) :][:-1] for row in batch]
         longest = max(map(len, inputs))
         scored = [max(len(pair[2]) for pair in row) for row in batch]
-        ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids in inputs], device=self.subject.device)
+        ids_BT = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids in inputs], device=self.eval_model.device)
         first = min(len(ids) - n for ids, n in zip(inputs, scored))
         logits_BNV = self._logits(ids_BT, first)
         answers = []

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from surgery.core.errors import SurgeryError
 from surgery.core.version import __version__
 from surgery.eval.batching import score_in_batches
-from surgery.eval.suite import EvalOptions, EvalModel, stable_id
+from surgery.eval.suite import EvalModel, EvalOptions, stable_id
 
 T = TypeVar("T")
 
@@ -24,26 +24,26 @@ T = TypeVar("T")
 class AnswerCache:
     """Of one model. Without a folder nothing is kept."""
 
-    def __init__(self, subject: EvalModel, folder: Path | None):
-        self.subject, self.folder = subject, folder
-        device = subject.device.type
-        self.name = f"{subject.fingerprint[:16] or 'model'}-{str(subject.dtype).removeprefix('torch.')}-{device}"
+    def __init__(self, eval_model: EvalModel, folder: Path | None):
+        self.eval_model, self.folder = eval_model, folder
+        device = eval_model.device.type
+        self.name = f"{eval_model.fingerprint[:16] or 'model'}-{str(eval_model.dtype).removeprefix('torch.')}-{device}"
         # The same in every process, or they would not share what is left.
-        self.answers: dict[str, Any] = subject.ranks.agreed(self._read())
+        self.answers: dict[str, Any] = eval_model.ranks.broadcast_object(self._read())
 
-    def ask(
+    def get_or_compute(
         self,
         options: EvalOptions,
         items: Sequence[T],
-        asked: Callable[[T], Any],
+        key_of: Callable[[T], Any],
         score: Callable[[list[T]], list[Any]],
         size: Callable[[T], int],
         title: str,
         tokens: int | None = None,
     ) -> list[Any]:
-        """score(batch) of those items that have no answer yet, in batches (of so many tokens); asked: all that an answer
+        """score(batch) of those items that have no answer yet, in batches (of so many tokens); key_of: all that an answer
         depends on, as JSON."""
-        keys = [stable_id(__version__, asked(item)) if self.folder else str(i) for i, item in enumerate(items)]
+        keys = [stable_id(__version__, key_of(item)) if self.folder else str(i) for i, item in enumerate(items)]
         left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
         def scored(batch: list[int]) -> list[Any]:
@@ -52,7 +52,7 @@ class AnswerCache:
             return found
 
         found = dict(
-            zip(left, score_in_batches(self.subject, options, left, scored, lambda i: size(items[i]), title, tokens))
+            zip(left, score_in_batches(self.eval_model, options, left, scored, lambda i: size(items[i]), title, tokens))
         )
         return [found[i] if i in found else self.answers[key] for i, key in enumerate(keys)]
 
@@ -75,7 +75,7 @@ class AnswerCache:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{self.name}.{self.subject.ranks.index}.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / f"{self.name}.{self.eval_model.ranks.index}.jsonl", "a", encoding="utf-8") as file:
             # A line begins with its line end, so that half a line before it spoils nothing.
             file.write("".join("\n" + json.dumps({"key": key, "answer": answer}) for key, answer in answers))
         self.answers |= dict(answers)

@@ -16,9 +16,16 @@ from typing import Any
 from surgery.core.errors import SurgeryError
 from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import harness_model
-from surgery.eval.lm_eval.samples import fill_stderrs, chance_score, make_own_sample, to_json_value, make_samples, infer_metric_kind
+from surgery.eval.lm_eval.samples import (
+    chance_score,
+    fill_stderrs,
+    infer_metric_kind,
+    make_own_sample,
+    make_samples,
+    to_json_value,
+)
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
 FEWSHOT_SEED = 1234  # lm-eval's, for --seed 0
 
@@ -34,7 +41,7 @@ def require_lm_eval() -> None:
 
 
 def run_own_tasks(
-    subject: EvalModel,
+    eval_model: EvalModel,
     tasks: Iterable[tuple[str, Callable[[], OwnTask | None]]],
     options: EvalOptions,
     metric: EvalMetric,
@@ -48,28 +55,28 @@ def run_own_tasks(
         try:
             task = make()
             if task is not None:
-                _run_own_task(subject, task, options, metric.name, longest, result)
+                _run_own_task(eval_model, task, options, metric.name, longest, result)
         except Exception as broken:
             error = broken
             result.broken[name] = error_message(broken)
-            subject.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
+            eval_model.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
     if error is not None and not result.samples:
         raise error
     result.notes += _result_notes(result.info, options, [])
-    if longest is not None and subject.longest is not None and longest > subject.longest:
+    if longest is not None and eval_model.longest is not None and longest > eval_model.longest:
         result.notes.append(
-            f"{subject.name} was made for inputs of {subject.longest:,} tokens: what is longer is beyond its training"
+            f"{eval_model.name} was made for inputs of {eval_model.longest:,} tokens: what is longer is beyond its training"
         )
     result.metrics = {metric.name: infer_metric_kind(metric, [s.metrics[metric.name] for s in result.samples])}
     return result
 
 
 def _run_own_task(
-    subject: EvalModel, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
+    eval_model: EvalModel, task: OwnTask, options: EvalOptions, metric: str, longest: int | None, result: SuiteResult
 ) -> None:
     with _silence_lm_eval():
         chat = task.chat and options.apply_chat_template
-        found = _evaluate(harness_model(subject, options, longest), [task.for_lm_eval()], options, chat)
+        found = _evaluate(harness_model(eval_model, options, longest), [task.to_lm_eval()], options, chat)
     result.samples += [make_own_sample(task, metric, each) for each in found["samples"][task.name]]
     result.info = _merge_results(result.info, {key: value for key, value in found.items() if key != "samples"})
 
@@ -91,7 +98,7 @@ def error_message(error: Exception) -> str:
     return f"{kind}{' '.join(str(error).split())[:500]}"
 
 
-def run_tasks(subject: EvalModel, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
+def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
     """lm-eval's own tasks, by name. load(names, options): {tasks: .., groups: ..}; all metrics that are means, or perplexities."""
     require_lm_eval()
     with _silence_lm_eval():
@@ -101,7 +108,7 @@ def run_tasks(subject: EvalModel, names: Sequence[str], options: EvalOptions, lo
             raise SurgeryError(
                 f"{unsafe[0]} runs code that the model writes, which is not done here; leave it out of --tasks"
             )
-        found, broken = _evaluate_all_or_each(subject, built, options, loaded["groups"])
+        found, broken = _evaluate_all_or_each(eval_model, built, options, loaded["groups"])
     result = SuiteResult([], {}, info={key: value for key, value in found.items() if key != "samples"}, broken=broken)
     left_out: set[str] = set()
     for task in built:
@@ -124,24 +131,24 @@ def run_tasks(subject: EvalModel, names: Sequence[str], options: EvalOptions, lo
 
 
 def _evaluate_all_or_each(
-    subject: EvalModel, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
+    eval_model: EvalModel, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(results, what broke): all together, or, where that breaks, one after the other without groups."""
     chat = options.apply_chat_template
     broken: dict[str, str] = {}
     found: dict[str, Any] = {}
     try:
-        return _evaluate(harness_model(subject, options), tasks, options, chat, groups), {}
+        return _evaluate(harness_model(eval_model, options), tasks, options, chat, groups), {}
     except Exception as error:
         if len(tasks) == 1:
             raise
         last = error
     for task in tasks:
         try:
-            found = _merge_results(found, _evaluate(harness_model(subject, options), [task], options, chat))
+            found = _merge_results(found, _evaluate(harness_model(eval_model, options), [task], options, chat))
         except Exception as error:
             last, broken[task.config.task] = error, error_message(error)
-            subject.progress.say(f"{task.config.task} broke, on with the rest: {error_message(error)}")
+            eval_model.progress.say(f"{task.config.task} broke, on with the rest: {error_message(error)}")
     if not found:
         raise last
     return found, broken
@@ -174,12 +181,12 @@ def _evaluate(
         fewshot_as_multiturn=chat,
     )
     fill_stderrs(found, tasks)
-    found["cut"] = dict(lm.cut)
+    found["cut"] = dict(lm.truncated)
     found["config"] = {
-        "model": lm.subject.name,
+        "model": lm.eval_model.name,
         "model_source": "surgery",
         "batch_size": options.batch_size,
-        "device": str(lm.subject.device),
+        "device": str(lm.eval_model.device),
         "limit": options.limit,
         "gen_kwargs": options.gen_kwargs or None,
         "random_seed": options.seed,
@@ -187,7 +194,7 @@ def _evaluate(
         "torch_seed": FEWSHOT_SEED + options.seed,
         "fewshot_seed": FEWSHOT_SEED + options.seed,
         "max_length": lm.max_length,
-        "model_dtype": str(lm.subject.dtype),
+        "model_dtype": str(lm.eval_model.dtype),
     }
     return to_json_value(found)
 

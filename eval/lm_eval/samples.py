@@ -61,7 +61,9 @@ def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample],
             else:
                 skipped.add(metric)
     kinds = {
-        label: infer_metric_kind(metric, values.get(label, [])) for label, metric in metrics.items() if metric.name == label
+        label: infer_metric_kind(metric, values.get(label, []))
+        for label, metric in metrics.items()
+        if metric.name == label
     }
     found = [s for s in samples.values() if s.metrics] + weighted
     known = {label for sample in found for label in sample.metrics}

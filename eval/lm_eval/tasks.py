@@ -22,7 +22,7 @@ class OwnTask:
     generation: Mapping[str, Any] = field(default_factory=dict)
     chat: bool = True  # asked in the chat template, where one is wanted
 
-    def for_lm_eval(self) -> Any:
+    def to_lm_eval(self) -> Any:
         from datasets import Dataset
 
         from lm_eval.api.task import ConfigurableTask

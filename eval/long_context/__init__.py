@@ -12,12 +12,12 @@ from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import check_chat_template
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context.ruler import TASKS, TaskContext, RulerTask, LengthTooShortError
+from surgery.eval.long_context.ruler import TASKS, LengthTooShortError, RulerTask, TaskContext
 from surgery.eval.long_context.ruler.prompt import Count, prompt_counter
 from surgery.eval.long_context.ruler.qa import hotpot, squad
 from surgery.eval.long_context.ruler.scores import score_answers
 from surgery.eval.long_context.story_needles import StoryNeedles
-from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT_LENGTHS = (512, 1024, 2048)
@@ -34,22 +34,22 @@ SQUAD = ("rajpurkar/squad_v2", None, "validation")
 HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 
-def run_ruler(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    return _run_suite("ruler", TASKS, tuple(TASKS), subject, options, options.limit or SAMPLES, options.depths)
+def run_ruler(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    return _run_suite("ruler", TASKS, tuple(TASKS), eval_model, options, options.limit or SAMPLES, options.depths)
 
 
-def run_niah(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+def run_niah(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """In essays where there is a mirror, in noise where there is none."""
     usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
     depths = options.depths or DEPTHS
-    return _run_suite("niah", NEEDLES, usual, subject, options, options.limit or SAMPLES_PER_DEPTH, depths)
+    return _run_suite("niah", NEEDLES, usual, eval_model, options, options.limit or SAMPLES_PER_DEPTH, depths)
 
 
 def _run_suite(
     suite: str,
     known: Mapping[str, RulerTask],
     usual: tuple[str, ...],
-    subject: EvalModel,
+    eval_model: EvalModel,
     options: EvalOptions,
     samples: int,
     depths: tuple[float, ...],
@@ -57,15 +57,15 @@ def _run_suite(
     names = options.tasks or usual
     if unknown := [name for name in names if name not in known]:
         raise SurgeryError(f"--suite {suite} has no task {unknown[0]!r}{suggestion(unknown[0], known)}")
-    lengths = options.lengths or default_lengths(subject.longest)
+    lengths = options.lengths or default_lengths(eval_model.longest)
     texts = load_texts((known[name] for name in names), suite, options)
-    count = prompt_token_counter(subject.tokenizer, options.apply_chat_template)
+    count = prompt_token_counter(eval_model.tokenizer, options.apply_chat_template)
     notes: list[str] = []
 
     def made(name: str, length: int) -> OwnTask | None:
-        room = TaskContext(count, length, options.seed, texts)
+        ctx = TaskContext(count, length, options.seed, texts)
         try:
-            docs = [question.to_dict() for question in known[name].ask(room, samples, depths)]
+            docs = [question.to_dict() for question in known[name].make_questions(ctx, samples, depths)]
         except LengthTooShortError as error:
             notes.append(f"{name} at {length:,} tokens was left out: it {error}")
             return None
@@ -75,7 +75,7 @@ def _run_suite(
 
     tasks = [(f"{name}_{n}", partial(made, name, n)) for n in lengths for name in names]
     asked = options.model_copy(update={"limit": None})
-    result = run_own_tasks(subject, tasks, asked, SCORE, max(*lengths, subject.longest or 0))
+    result = run_own_tasks(eval_model, tasks, asked, SCORE, max(*lengths, eval_model.longest or 0))
     result.samples = [replace(sample, shown=_shorten_prompt(sample.shown)) for sample in result.samples]
     result.notes += notes
     if not result.samples:

@@ -16,7 +16,7 @@ from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.long_context import prompt_token_counter
 from surgery.eval.long_context.truncate import truncate_around
-from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
 LENGTHS = (512, 1024, 2048, 16384)  # Log-Linear Attention's table (arXiv:2506.04761)
 ANSWER_TOKENS = 48
@@ -61,7 +61,7 @@ class RetrievalTask:
     read: Any
     lengths: tuple[int, ...] = ()  # of texts that come cut: path ends with one of them
 
-    def of(self, length: int) -> str:
+    def path_for_length(self, length: int) -> str:
         fitting = [n for n in self.lengths if n >= length] or list(self.lengths[-1:])
         return self.path + (str(fitting[0]) if fitting else "")
 
@@ -80,15 +80,17 @@ TASKS = {
 }
 
 
-def run_retrieval(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     names = options.tasks or tuple(TASKS)
     if unknown := [name for name in names if name not in TASKS]:
         raise SurgeryError(f"--suite retrieval has no task {unknown[0]!r}{suggestion(unknown[0], TASKS)}")
-    reach = subject.longest or LENGTHS[-1]
+    reach = eval_model.longest or LENGTHS[-1]
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= reach) or (reach,)
-    mirror.check_datasets(options.data_root, "retrieval", sorted({TASKS[name].of(n) for name in names for n in lengths}))
-    tasks = [(f"{name}_{n}", partial(_make_task, name, subject, options, n)) for n in lengths for name in names]
-    result = run_own_tasks(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    mirror.check_datasets(
+        options.data_root, "retrieval", sorted({TASKS[name].path_for_length(n) for name in names for n in lengths})
+    )
+    tasks = [(f"{name}_{n}", partial(_make_task, name, eval_model, options, n)) for n in lengths for name in names]
+    result = run_own_tasks(eval_model, tasks, options, SCORE, max(*lengths, eval_model.longest or 0))
     for name in names:
         most = max(TASKS[name].lengths, default=None)
         if most is not None and (beyond := [f"{n:,}" for n in lengths if n > most]):
@@ -101,15 +103,17 @@ def contains_answer(output: str, answers: Sequence[str]) -> float:
     return float(any(answer.strip() and answer.lower() in output.lower() for answer in answers))
 
 
-def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int) -> OwnTask:
-    source, count = TASKS[name], prompt_token_counter(subject.tokenizer, options.apply_chat_template)
-    rows = mirror.load_rows(options.data_root, "retrieval", source.of(length), None, "validation")
+def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int) -> OwnTask:
+    source, count = TASKS[name], prompt_token_counter(eval_model.tokenizer, options.apply_chat_template)
+    rows = mirror.load_rows(options.data_root, "retrieval", source.path_for_length(length), None, "validation")
     docs = []
     for number, row in enumerate(rows):
         cloze = source.read(row)
         if not any(answer.strip() for answer in cloze.answers):
             continue
-        prompt = truncate_around(cloze.context, cloze.tail, cloze.answers, subject.tokenizer, count, length - ANSWER_TOKENS)
+        prompt = truncate_around(
+            cloze.context, cloze.tail, cloze.answers, eval_model.tokenizer, count, length - ANSWER_TOKENS
+        )
         docs.append(
             {"id": f"{name} {length} {number}", "task": name, "prompt": prompt, "prefix": "", "answers": list(cloze.answers),
              "length": length}
@@ -117,7 +121,11 @@ def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int)
         if options.limit is not None and len(docs) == options.limit:
             break
     return OwnTask(
-        f"{name}_{length}", docs, lambda doc, output: contains_answer(output, doc["answers"]), ANSWER_TOKENS, until=("\n",)
+        f"{name}_{length}",
+        docs,
+        lambda doc, output: contains_answer(output, doc["answers"]),
+        ANSWER_TOKENS,
+        until=("\n",),
     )
 
 

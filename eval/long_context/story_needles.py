@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext
 from surgery.eval.stories import needle_question
 
 
@@ -18,20 +18,20 @@ class StoryNeedles:
     answer_tokens: int = 8
     needs: str | None = None
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        special = room.count("")
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        special = ctx.count("")
         for depth in depths or (None,):
             for index in range(samples):
-                rng = room.rng(self.name, index, depth)
+                rng = ctx.rng(self.name, index, depth)
                 place = rng.random() if depth is None else depth
-                goal = room.length - self.answer_tokens
+                goal = ctx.length - self.answer_tokens
                 asked = needle_question(
-                    rng, goal - special, place, counts=lambda texts: [room.count(text) - special for text in texts]
+                    rng, goal - special, place, counts=lambda texts: [ctx.count(text) - special for text in texts]
                 )
-                tokens = room.count(asked.prompt) + self.answer_tokens
-                if tokens > room.length:
+                tokens = ctx.count(asked.prompt) + self.answer_tokens
+                if tokens > ctx.length:
                     raise LengthTooShortError(f"needs {tokens:,} tokens with this tokenizer")
                 yield RulerQuestion(
-                    f"{self.name} {room.length} {depth} {index}", asked.prompt, "", (asked.answer.strip(),), room.length, tokens,
+                    f"{self.name} {ctx.length} {depth} {index}", asked.prompt, "", (asked.answer.strip(),), ctx.length, tokens,
                     depth=depth,
                 )  # fmt: skip

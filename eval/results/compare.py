@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from surgery.core.errors import SurgeryError
-from surgery.eval.results.statistics import Interval, Transform, Units, estimate, paired_interval, mcnemar
+from surgery.eval.results.statistics import Interval, Transform, Units, estimate, mcnemar, paired_interval
 from surgery.eval.suite import EvalMetric, Role, Sample, SuiteResult
 
 Key = tuple[str, tuple[tuple[str, Any], ...], str]  # task, group, id
@@ -41,7 +41,7 @@ class ComparisonRow:
     flags: list[str] = field(default_factory=list)
 
     @property
-    def speaks(self) -> bool:
+    def is_summary(self) -> bool:
         """Whether it is one of the rows that sum its task up."""
         return not self.group if self.metric.pooled else len(self.group) == 1
 
@@ -104,7 +104,9 @@ def _iterate_groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list
             yield from _split_by_names(task, held, cut)
 
 
-def _split_by_names(task: str, keys: list[Key], names: tuple[str, ...]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
+def _split_by_names(
+    task: str, keys: list[Key], names: tuple[str, ...]
+) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
     cells: dict[tuple[Any, ...], list[Key]] = defaultdict(list)
     for key in keys:
         group = dict(key[1])

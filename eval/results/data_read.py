@@ -49,7 +49,11 @@ def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
     """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
-        known = {"mirror": DATASET_NAME.fullmatch(name), "hub": DATASET_NAME.fullmatch(name), "file": name == options.text}
+        known = {
+            "mirror": DATASET_NAME.fullmatch(name),
+            "hub": DATASET_NAME.fullmatch(name),
+            "file": name == options.text,
+        }
         try:
             if not (known.get(kind) or read == "package:lm_eval"):
                 return False
@@ -68,7 +72,9 @@ def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict
         if kind == "hub":
             found[name] = {"commit": digest}
         elif kind != "package":
-            found[name] = {"sha256": digest} | ({"commit": mirror_commit(root / name)} if kind == "mirror" and root else {})
+            found[name] = {"sha256": digest} | (
+                {"commit": mirror_commit(root / name)} if kind == "mirror" and root else {}
+            )
     return found
 
 

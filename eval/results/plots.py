@@ -86,13 +86,15 @@ def plot_by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) 
             cells = {role: _cell_means(r, task, metric, ("length", "depth")) for role, r in results.items()}
             if all(cells.values()) and (metric.kind == "accuracy" or metric.top == 1):
                 beyond = longest if any(x > (longest or x) for table in cells.values() for x, _ in table) else None
-                title = f"{name}, {metric.called}, percent"
+                title = f"{name}, {metric.label}, percent"
                 written.append(plot_heat_maps(folder / f"{name}.png", cells, "length, tokens", "depth", title, beyond))
             curves = {role: _cell_means(r, task, metric, ("length",)) for role, r in results.items()}
             if all(len(curve) > 1 for curve in curves.values()):
                 series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
-                said = metric.called + (f", {metric.unit}" if metric.unit else "")
-                written.append(plot_lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True))
+                said = metric.label + (f", {metric.unit}" if metric.unit else "")
+                written.append(
+                    plot_lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True)
+                )
     return written
 
 

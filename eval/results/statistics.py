@@ -115,7 +115,9 @@ def _squares(a: Units, b: Units) -> np.ndarray:
     return (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), 16)
 
 
-def _changes_and_errors(sums: np.ndarray, squares: np.ndarray, n: int, shape: Transform) -> tuple[np.ndarray, np.ndarray]:
+def _changes_and_errors(
+    sums: np.ndarray, squares: np.ndarray, n: int, shape: Transform
+) -> tuple[np.ndarray, np.ndarray]:
     """(changes, standard errors) of R draws of n units: columns (R, 4) and squares (R, 16) summed over each."""
     sa, wa, sb, wb = np.moveaxis(sums, -1, 0)
     va, vb = sa / wa, sb / wb

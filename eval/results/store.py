@@ -24,10 +24,10 @@ from pydantic import BaseModel, TypeAdapter
 
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
 from surgery.core.errors import SurgeryError
-from surgery.core.files import refuse_dangling, atomic_write
+from surgery.core.files import atomic_write, refuse_dangling
 from surgery.core.version import __version__
 from surgery.eval.results.data_read import is_unchanged
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
 LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
@@ -62,7 +62,7 @@ class ResultStore:
             raise SurgeryError(f"--out {self.folder}: {self.folder.absolute().parent} is not a folder; make it first")
         self.folder.mkdir(exist_ok=True)
 
-    def place(self, name: str, fingerprint: str, suite: str) -> Path | None:
+    def result_folder(self, name: str, fingerprint: str, suite: str) -> Path | None:
         if self.folder is None:
             return None
         plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
@@ -75,12 +75,14 @@ class ResultStore:
         if place is None or not (place / RESULT).is_file():
             return None
         try:
-            said = _StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
-            if said.key != key or said.reads is None or not is_unchanged(said.reads, options or EvalOptions()):
+            stored = _StoredResult.model_validate_json((place / RESULT).read_bytes(), strict=True)
+            if stored.key != key or stored.reads is None or not is_unchanged(stored.reads, options or EvalOptions()):
                 return None
             read = TypeAdapter(Sample)
             samples = [read.validate_json(line, strict=True) for line in (place / SAMPLES).read_bytes().splitlines()]
-            found = SuiteResult(samples, **{name: getattr(said, name) for name in _StoredResult.model_fields if name != "key"})
+            found = SuiteResult(
+                samples, **{name: getattr(stored, name) for name in _StoredResult.model_fields if name != "key"}
+            )
             found.arrays = _load_arrays(place / ARRAYS)
             named = all(name == metric.name for name, metric in found.metrics.items())
             return found if named and all(0 <= s.weight < math.inf for s in samples) else None
@@ -95,7 +97,7 @@ class ResultStore:
         shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir(parents=True)
-            self._fill(new, key, result)
+            self._write_files(new, key, result)
             if place.exists():
                 shutil.rmtree(place)
             new.rename(place)
@@ -103,15 +105,17 @@ class ResultStore:
             shutil.rmtree(new, ignore_errors=True)
             raise
 
-    def _fill(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
+    def _write_files(self, new: Path, key: dict[str, Any], result: SuiteResult) -> None:
         with atomic_write(new / SAMPLES, "w") as file:
             for sample in result.samples:
                 file.write(json.dumps(sample.to_dict(), ensure_ascii=False, default=str) + "\n")
         if result.arrays:
-            write_shard(new / ARRAYS, [TensorSource.of(name, array) for name, array in result.arrays.items()])
-        said = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
-        said |= {name: getattr(result, name) for name in ("floors", "notes", "info", "seconds", "reads", "provenance")}
-        for name, data in {RESULT: said, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
+            write_shard(new / ARRAYS, [TensorSource.from_tensor(name, array) for name, array in result.arrays.items()])
+        stored = {"key": key, "metrics": {name: asdict(metric) for name, metric in result.metrics.items()}}
+        stored |= {
+            name: getattr(result, name) for name in ("floors", "notes", "info", "seconds", "reads", "provenance")
+        }
+        for name, data in {RESULT: stored, **({LM_EVAL: result.info} if "results" in result.info else {})}.items():
             with atomic_write(new / name, "w") as file:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 

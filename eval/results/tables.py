@@ -20,8 +20,8 @@ def table_lines(done: Evaluation) -> list[list[str]]:
     compared = "base" in done.models
     lines, before = [], ""
     for row in done.rows:
-        several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.first(row.suite)
-        if row.speaks or several:
+        several = len(row.group) == 1 and set(row.group) <= LINE_GROUPS and row.metric == done.main_metric(row.suite)
+        if row.is_summary or several:
             line = _format_line(row, compared)
             lines.append([row.suite if row.suite != before else "", *line])
             before = row.suite
@@ -34,7 +34,7 @@ def headers(done: Evaluation) -> list[str]:
 
 def _format_line(row: ComparisonRow, compared: bool) -> list[str]:
     where = "".join(f", {name} {value}" for name, value in row.group.items())
-    task = f"{row.task}{where}, {row.metric.called}" + (f" ({row.metric.unit})" if row.metric.unit else "")
+    task = f"{row.task}{where}, {row.metric.label}" + (f" ({row.metric.unit})" if row.metric.unit else "")
     values = [_format_value(row, role) for role in (("base", "converted") if compared else ("converted",))]
     if not compared:
         return [task, str(row.samples), *values]
@@ -42,7 +42,14 @@ def _format_line(row: ComparisonRow, compared: bool) -> list[str]:
         change = f"x {row.ratio.change:.4g}"
         return [task, str(row.samples), *values, change, _format_interval(row.ratio), ""]
     change = f"{row.difference.change:+.4g}" if row.difference is not None else ""
-    return [task, str(row.samples), *values, change, _format_interval(row.difference), "" if row.p is None else f"{row.p:.2g}"]
+    return [
+        task,
+        str(row.samples),
+        *values,
+        change,
+        _format_interval(row.difference),
+        "" if row.p is None else f"{row.p:.2g}",
+    ]
 
 
 def _format_value(row: ComparisonRow, role: Any) -> str:
@@ -62,8 +69,10 @@ def _format_interval(found: Interval | None) -> str:
 
 def table_notes(done: Evaluation) -> list[str]:
     """What a reader must know beside the numbers."""
-    spoken = [row for row in done.rows if row.speaks]
-    said = [f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)]
+    spoken = [row for row in done.rows if row.is_summary]
+    said = [
+        f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)
+    ]
     for suite, by_role in done.results.items():
         said += [f"{suite}: {note}" for note in dict.fromkeys(n for r in by_role.values() for n in r.notes)]
     said += [f"{suite} could not be measured: {why}" for suite, why in done.broken.items()]
@@ -80,7 +89,7 @@ def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:
         by_suite[row.suite].append(row)
     where: dict[str, None] = {}
     for suite, held in by_suite.items():
-        found = [f"{row.task} {row.metric.called}" for row in held if flag in row.flags]
+        found = [f"{row.task} {row.metric.label}" for row in held if flag in row.flags]
         whole = len(found) == len(held) > 2
         where |= dict.fromkeys([f"all of {suite}"] if whole else found)
     return ", ".join(where)

@@ -59,16 +59,20 @@ def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
     return found
 
 
-def check_thresholds(limits: Sequence[Threshold], rows: Sequence[ComparisonRow], first: dict[str, str], broken: Sequence[str]) -> list[ThresholdResult]:
+def check_thresholds(
+    limits: Sequence[Threshold], rows: Sequence[ComparisonRow], first: dict[str, str], broken: Sequence[str]
+) -> list[ThresholdResult]:
     """first: suite -> its first metric. A limit of what broke is missed, not skipped."""
     found = []
     for limit in limits:
-        meant = [r for r in rows if r.speaks and limit.name in (r.suite, r.task, f"{r.suite}/{r.task}")]
+        meant = [r for r in rows if r.is_summary and limit.name in (r.suite, r.task, f"{r.suite}/{r.task}")]
         meant = [r for r in meant if (limit.metric or first[r.suite]) in (r.metric.name, r.metric.title)]
         if not meant and limit.name not in broken:
             names = sorted({f"{row.suite}" for row in rows} | {row.task for row in rows})
             raise SurgeryError(f"--fail-below {limit}: nothing of that name was measured; measured: {', '.join(names)}")
-        found += [_check_row(limit, row) for row in meant] or [ThresholdResult(str(limit), limit.name, "-", None, False)]
+        found += [_check_row(limit, row) for row in meant] or [
+            ThresholdResult(str(limit), limit.name, "-", None, False)
+        ]
     return found
 
 

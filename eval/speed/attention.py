@@ -52,7 +52,7 @@ class BenchmarkTokens:
     beta_BHT: Tensor
 
     @classmethod
-    def drawn(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> BenchmarkTokens:
+    def random(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> BenchmarkTokens:
         batch, heads, value, key = widths
         draw = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
         levels = (length - 1).bit_length() + 1
@@ -81,13 +81,13 @@ def _length_cases(
     batch, heads, value, key = widths
     where = {"batch": batch, "heads": heads, "value": value, "key of softmax": value, "key of linear": key}
     for back in (False, True):
-        tokens = BenchmarkTokens.drawn(widths, length, device, dtype)
-        rivals = [
+        tokens = BenchmarkTokens.random(widths, length, device, dtype)
+        implementations = [
             TimedImplementation(name, lambda m=make, b=back: _make_call(m, b), choice, work, op=op, options=options)  # type: ignore[misc]
             for name, choice, make, work, op, options in _call_makers(tokens, back, others)
         ]
         sizes = {**where, "lanes": batch * heads, "tokens": length}
-        yield BenchmarkCase(f"{title}, forward{' + backward' if back else ''}", length, sizes, rivals)
+        yield BenchmarkCase(f"{title}, forward{' + backward' if back else ''}", length, sizes, implementations)
 
 
 def _make_call(make: Callable[[], CallAndLeaves], back: bool) -> Any:
@@ -126,7 +126,11 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
             for name, op, make, work in ours
             for way in ("kernel", "reference")
         ),
-        *((name, "measured", make, work, None, {}) for (name, make), work in zip(fla_baselines(tokens), works) if others),
+        *(
+            (name, "measured", make, work, None, {})
+            for (name, make), work in zip(fla_baselines(tokens), works)
+            if others
+        ),
     ]
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import KernelChoice, use_kernels, record_dispatch
+from surgery.core.dispatch import KernelChoice, record_dispatch, use_kernels
 from surgery.eval.speed.attention import split_ranks
-from surgery.eval.speed.timer import Call, BenchmarkCase, TimedImplementation, WorkEstimate, forward, graph_call
+from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, WorkEstimate, forward, graph_call
 from surgery.mixers import MIXERS, MixerInputs, MixerState
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.linear import LinearAttention
@@ -62,7 +62,7 @@ class MixerStates:
     device: torch.device
     dtype: torch.dtype
     longest: int
-    made: dict[Any, Any] = field(default_factory=dict)
+    mixers: dict[Any, Any] = field(default_factory=dict)
     states: dict[Any, MixerState] = field(default_factory=dict)
 
     def inputs(self, batch: int, length: int) -> MixerInputs:
@@ -73,11 +73,11 @@ class MixerStates:
 
     def state(self, config: Any, batch: int, length: int) -> tuple[Any, MixerState]:
         """The mixer and its state after that many tokens, every row alike. Filled by kernels whatever is timed."""
-        if config not in self.made:
+        if config not in self.mixers:
             with torch.device(self.device):
-                self.made[config] = MIXERS[config](config, self.shape).to(self.dtype)
-            self.states[config] = self.made[config].empty_state(1, self.device)
-        mixer, state = self.made[config], self.states[config]
+                self.mixers[config] = MIXERS[config](config, self.shape).to(self.dtype)
+            self.states[config] = self.mixers[config].empty_state(1, self.device)
+        mixer, state = self.mixers[config], self.states[config]
         with torch.no_grad(), use_kernels("kernel" if self.device.type == "cuda" else "reference"), record_dispatch():
             while (seen := int(state.seen_B)) < length:
                 state = mixer(self.inputs(1, min(FILL_TOKENS, length - seen)), state)[1]
@@ -89,47 +89,55 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
     dim, heads, groups, key = SHAPES[sizes]
     shape = AttentionShape(dim, heads, groups, key, key, key**-0.5)
     longest = max(CONTEXTS[sizes])
-    bench = MixerStates(shape, device, dtype, longest)
+    mixer_states = MixerStates(shape, device, dtype, longest)
     where = {"dim": dim, "heads": heads, "groups": groups, "key": key, "value": key}
     for length in CONTEXTS[sizes]:
         for batch in BATCHES[sizes]:
             for graph in (False, True):
                 sized = {**where, "batch": batch, "lanes": batch * heads, "context": length}
                 name = f"decode, batch {batch}{', CUDA graph' if graph else ''}"
-                yield BenchmarkCase(name, length, sized, _implementations(bench, batch, length, graph, sized), launches=not graph)
+                yield BenchmarkCase(
+                    name, length, sized, _implementations(mixer_states, batch, length, graph, sized), launches=not graph
+                )
 
 
-def _implementations(bench: MixerStates, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> list[TimedImplementation]:
-    full = 2 * batch * bench.shape.groups * length * bench.shape.key * bench.dtype.itemsize
+def _implementations(
+    mixer_states: MixerStates, batch: int, length: int, graph: bool, sized: dict[str, Any]
+) -> list[TimedImplementation]:
+    full = 2 * batch * mixer_states.shape.groups * length * mixer_states.shape.key * mixer_states.dtype.itemsize
     sized["cache"] = {"SDPA, room laid out": full, "SDPA, grown as in transformers": full}
     times = STEPS if graph else 1
-    room = lambda: _sdpa_step(bench, batch, length, True, graph)  # noqa: E731
-    rivals = [TimedImplementation("SDPA, room laid out", room, work=WorkEstimate(full, 0), times=times, op="original")]
+    room = lambda: _sdpa_step(mixer_states, batch, length, True, graph)  # noqa: E731
+    implementations = [
+        TimedImplementation("SDPA, room laid out", room, work=WorkEstimate(full, 0), times=times, op="original")
+    ]
     if not graph:
-        grown = lambda: _sdpa_step(bench, batch, length, False, graph)  # noqa: E731
-        rivals.append(TimedImplementation("SDPA, grown as in transformers", grown, work=WorkEstimate(full, 0)))
-    for name, choice, config, op, options in mixer_choices(bench.shape.key, bench.longest):
-        make = lambda n=name, c=config: _mixer_step(bench, n, c, batch, length, graph, sized)  # noqa: E731
-        rivals.append(TimedImplementation(name, make, choice, times=times, op=op, options=options))
-    return rivals
+        grown = lambda: _sdpa_step(mixer_states, batch, length, False, graph)  # noqa: E731
+        implementations.append(TimedImplementation("SDPA, grown as in transformers", grown, work=WorkEstimate(full, 0)))
+    for name, choice, config, op, options in mixer_choices(mixer_states.shape.key, mixer_states.longest):
+        make = lambda n=name, c=config: _mixer_step(mixer_states, n, c, batch, length, graph, sized)  # noqa: E731
+        implementations.append(TimedImplementation(name, make, choice, times=times, op=op, options=options))
+    return implementations
 
 
-def _mixer_step(bench: MixerStates, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]) -> Call:
+def _mixer_step(
+    mixer_states: MixerStates, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]
+) -> Call:
     """Each step takes the state that the one before left; a graph holds STEPS of them."""
-    mixer, state = bench.state(config, batch, length)
+    mixer, state = mixer_states.state(config, batch, length)
     sized["cache"][name] = state.nbytes()
-    inputs, now, held = bench.inputs(batch, 1), [state], []
+    inputs, now, held = mixer_states.inputs(batch, 1), [state], []
 
     def advance() -> None:
         now[0] = mixer(inputs, now[0])[1]
 
     if graph:  # which reads the state it was captured from
-        return graph_call([lambda: held.append(now[0]), *STEPS * [forward(advance)]], bench.device)
+        return graph_call([lambda: held.append(now[0]), *STEPS * [forward(advance)]], mixer_states.device)
     return forward(advance)
 
 
-def _sdpa_step(bench: MixerStates, batch: int, length: int, room: bool, graph: bool) -> Call:
-    held, new = bench.inputs(batch, length + 1), bench.inputs(batch, 1)
+def _sdpa_step(mixer_states: MixerStates, batch: int, length: int, room: bool, graph: bool) -> Call:
+    held, new = mixer_states.inputs(batch, length + 1), mixer_states.inputs(batch, 1)
     k, v = held.k_BGTK, held.v_BGTV
 
     def step() -> Tensor:
@@ -142,4 +150,4 @@ def _sdpa_step(bench: MixerStates, batch: int, length: int, room: bool, graph: b
         return F.scaled_dot_product_attention(new.q_BHTK, keys, values, enable_gqa=True)
 
     run: Callable[[], Any] = forward(step)
-    return graph_call(STEPS * [run], bench.device) if graph else run
+    return graph_call(STEPS * [run], mixer_states.device) if graph else run

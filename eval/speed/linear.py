@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.dispatch import KernelChoice, DispatchedOp, load_kernels
+from surgery.core.dispatch import DispatchedOp, KernelChoice, load_kernels
 from surgery.eval.speed.roofline import linear_work
-from surgery.eval.speed.timer import Call, BenchmarkCase, TimedImplementation, backward, forward, graph_call
+from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
 from surgery.structures.low_rank import LowRank
@@ -65,11 +65,15 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
         for choice in choices:
             shown, op = ("as chosen", None) if choice == "measured" else (choice, "btt")
             yield LinearEntry(f"{name}, {shown}", choice, btt, btt.macs(), op, options)
-        yield LinearEntry(f"{name}, multiplied out", "measured", DenseFromCores(btt), btt.macs(), "btt", options, "dense")
+        yield LinearEntry(
+            f"{name}, multiplied out", "measured", DenseFromCores(btt), btt.macs(), "btt", options, "dense"
+        )
     for blocks in (4, 16):
         half = random_structured(BTT(blocks=(blocks, blocks)), in_, out, factory)
         for choice in choices[:2]:
-            yield LinearEntry(f"BTT {blocks} x {blocks}, half, {choice}", choice, half, half.macs(), "btt", grid_options(half))
+            yield LinearEntry(
+                f"BTT {blocks} x {blocks}, half, {choice}", choice, half, half.macs(), "btt", grid_options(half)
+            )
     low = random_structured(LowRank(), in_, out, factory)
     yield LinearEntry("low rank, half", "reference", low, low.macs(), "low_rank", {"rank": low.config.rank})
 
@@ -101,7 +105,7 @@ def dense_kernels(gpu: bool) -> list[Any]:
     """Kernels of the op that multiply out."""
     if gpu:
         load_kernels()
-    return [k for k in cast(DispatchedOp, btt_linear).kernels if k.way == "dense"] if gpu else []
+    return [k for k in cast(DispatchedOp, btt_linear).kernels if k.implementation == "dense"] if gpu else []
 
 
 def _make_case(
@@ -113,8 +117,10 @@ def _make_case(
         call = lambda: module(x_NI)  # noqa: E731
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
-    rivals = [_make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype) for entry in entries]  # type: ignore[misc]
-    return BenchmarkCase(name, where["tokens"], where, rivals)
+    implementations = [
+        _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype) for entry in entries
+    ]  # type: ignore[misc]
+    return BenchmarkCase(name, where["tokens"], where, implementations)
 
 
 def _make_graph_case(
@@ -127,13 +133,13 @@ def _make_graph_case(
         turns = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
         return graph_call([forward(lambda m=m: m(x_1I)) for m in turns], device)  # type: ignore[misc]
 
-    rivals = []
+    implementations = []
     for entry in entries:
         size = sum(p.numel() * p.element_size() for p in entry.module.parameters())
         copies = max(1, min(MAX_COPIES, ROTATED_BYTES // size)) if device.type == "cuda" else 1
         make = lambda m=entry.module, n=copies: run(m, n)  # noqa: E731
-        rivals.append(_make_implementation(entry, make, where, False, dtype, copies))
-    return BenchmarkCase(name, 1, where, rivals)
+        implementations.append(_make_implementation(entry, make, where, False, dtype, copies))
+    return BenchmarkCase(name, 1, where, implementations)
 
 
 def _make_implementation(

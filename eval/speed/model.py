@@ -18,7 +18,7 @@ from torch import nn
 
 from surgery.architectures.attention import attention_paths
 from surgery.eval.speed.attention import split_ranks
-from surgery.eval.speed.timer import Call, BenchmarkCase, TimedImplementation, forward
+from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, forward
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
@@ -160,17 +160,21 @@ def allow_cudnn(on: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _static_implementations(models: dict[str, Any], length: int, sizes: str, device: torch.device, dtype: torch.dtype) -> list[TimedImplementation]:
-    rivals = []
+def _static_implementations(
+    models: dict[str, Any], length: int, sizes: str, device: torch.device, dtype: torch.dtype
+) -> list[TimedImplementation]:
+    implementations = []
     for name, choice, change in model_changes(sizes):
-        if name.startswith("MLR") or choice == "reference" or name.endswith(WITHOUT_CUDNN):  # MLR attention's cache grows
+        if (
+            name.startswith("MLR") or choice == "reference" or name.endswith(WITHOUT_CUDNN)
+        ):  # MLR attention's cache grows
             continue
         made = lambda n=name, c=change: _get_model(models, n, c, sizes, device, dtype)  # noqa: E731
         kind = _graph_steps if name.startswith("log-linear") else _compiled_steps
         make = lambda m=made, k=kind: k(m(), length, STEPS[sizes], device)  # noqa: E731
         op = "original" if name == ORIGINAL else None
-        rivals.append(TimedImplementation(name, make, choice, times=STEPS[sizes], op=op))
-    return rivals
+        implementations.append(TimedImplementation(name, make, choice, times=STEPS[sizes], op=op))
+    return implementations
 
 
 def _graph_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:
@@ -182,7 +186,13 @@ def _graph_steps(model: Any, length: int, steps: int, device: torch.device) -> C
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
-    return _step_call(CapturedDecodeStep(model, length + EXTRA_SLOTS) if device.type == "cuda" else model, cache, length, steps, device)
+    return _step_call(
+        CapturedDecodeStep(model, length + EXTRA_SLOTS) if device.type == "cuda" else model,
+        cache,
+        length,
+        steps,
+        device,
+    )
 
 
 def _compiled_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:

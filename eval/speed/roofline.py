@@ -11,20 +11,22 @@ import torch
 from surgery.eval.speed.timer import Benchmark, ResultRow, WorkEstimate
 
 
-def measure_ceilings(race: Benchmark, dtype: torch.dtype) -> dict[str, float]:
+def measure_ceilings(benchmark: Benchmark, dtype: torch.dtype) -> dict[str, float]:
     """copy: bytes read and written a second; rate: floating-point operations a second of a square product."""
-    gpu = race.device.type == "cuda"
+    gpu = benchmark.device.type == "cuda"
     numbers, width = (2**29, 8192) if gpu else (2**22, 512)
-    source = torch.randn(numbers // dtype.itemsize, device=race.device).to(dtype)
-    target, square = torch.empty_like(source), torch.randn(width, width, device=race.device).to(dtype)
-    copy = median_ms(race, lambda: target.copy_(source))
-    product = median_ms(race, lambda: square @ square)
+    source = torch.randn(numbers // dtype.itemsize, device=benchmark.device).to(dtype)
+    target, square = torch.empty_like(source), torch.randn(width, width, device=benchmark.device).to(dtype)
+    copy = median_ms(benchmark, lambda: target.copy_(source))
+    product = median_ms(benchmark, lambda: square @ square)
     return {"copy": 2 * numbers / copy * 1e3, "rate": 2 * width**3 / product * 1e3}
 
 
-def median_ms(race: Benchmark, call: Any) -> float:
+def median_ms(benchmark: Benchmark, call: Any) -> float:
     """The median of seven after two."""
-    times = [race._ms(call) for _ in range(9) if time.monotonic() < race.ends][2:] or [race._ms(call)]
+    times = [benchmark._time_ms(call) for _ in range(9) if time.monotonic() < benchmark.deadline][2:] or [
+        benchmark._time_ms(call)
+    ]
     return sorted(times)[len(times) // 2]
 
 

@@ -1,4 +1,4 @@
-"""`surgery bench`: heats of one kind, run and compared."""
+"""`surgery bench`: cases of one kind, run and compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surgery.eval.speed import attention, decode, linear, model
 from surgery.eval.speed import train as training
 from surgery.eval.speed.baselines import fla_version as peer_version
 from surgery.eval.speed.roofline import add_floor, measure_ceilings
-from surgery.eval.speed.timer import BenchmarkCase, Benchmark, TimedImplementation, ResultRow
+from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedImplementation
 
 KINDS = ("linear", "attention", "decode", "model")
 TRAIN = "train"
@@ -39,22 +39,22 @@ def bench(
     progress: Progress | None = None,
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The results as data; written to `out` after every heat, so that what stops it loses little. only: rivals whose
+    """The results as data; written to `out` after every case, so that what stops it loses little. only: implementations whose
     names have one of these words, separated by commas, and none that follow a minus; the first runs always."""
     started, progress = time.monotonic(), progress or Progress()
-    ends = started + time_limit if time_limit else float("inf")
+    deadline = started + time_limit if time_limit else float("inf")
     if kind == TRAIN:  # which chooses a device for each of its processes
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
-        return training.train(sizes, only, device, ends, out, progress, describe_environment)
+        return training.train(sizes, only, device, deadline, out, progress, describe_environment)
     place = choose_device(device)
     gpu = place.type == "cuda"
     sizes = sizes or ("full" if gpu else "small")
     _check_options(kind, sizes, dtype)
     numbers = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
-    spend, patience = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
-    race = Benchmark(place, spend, patience, ends, least=3 if kind != "model" else 1)
-    limits = measure_ceilings(race, numbers)
+    budget_ms, max_ms = (25.0, 3000.0 if kind == "model" else 700.0) if gpu else (2.0, 20_000.0)
+    benchmark = Benchmark(place, budget_ms, max_ms, deadline, min_runs=3 if kind != "model" else 1)
+    limits = measure_ceilings(benchmark, numbers)
     result: dict[str, Any] = {
         "kind": kind,
         "sizes": sizes,
@@ -62,12 +62,12 @@ def bench(
         "dtype": str(numbers).removeprefix("torch."),
     }
     result |= {"ceilings": limits, "rows": [], "complete": False}
-    for heat in _benchmark_cases(kind, sizes, place, numbers, peers):
-        heat.rivals = _select_implementations(heat, only, gpu)
-        progress.say(case_line(heat, _run_case(race, heat, limits, result["rows"])))
+    for case in _benchmark_cases(kind, sizes, place, numbers, peers):
+        case.implementations = _select_implementations(case, only, gpu)
+        progress.say(case_line(case, _run_case(benchmark, case, limits, result["rows"])))
         if out is not None:
             save_result(out, result)
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             break
     else:
         result["complete"] = True
@@ -89,44 +89,48 @@ def _check_options(kind: str, sizes: str, dtype: str | None = None) -> None:
             raise SurgeryError(f"{what} {given!r} is none of {', '.join(valid)}{suggestion(given, valid)}")
 
 
-def _benchmark_cases(kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool) -> Iterator[BenchmarkCase]:
+def _benchmark_cases(
+    kind: str, sizes: str, device: torch.device, dtype: torch.dtype, peers: bool
+) -> Iterator[BenchmarkCase]:
     if kind == "attention":
         return attention.benchmark_cases(sizes, device, dtype, peers)
-    return {"linear": linear, "decode": decode, "model": model}[kind].heats(sizes, device, dtype)
+    return {"linear": linear, "decode": decode, "model": model}[kind].benchmark_cases(sizes, device, dtype)
 
 
-def _select_implementations(heat: BenchmarkCase, only: str | None, gpu: bool) -> list[TimedImplementation]:
+def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) -> list[TimedImplementation]:
     """Kernels have nothing to show on a CPU."""
     words = (only or "").lower().split(",")
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
 
-    def asked(rival: TimedImplementation) -> bool:
-        name = rival.name.lower()
+    def asked(implementation: TimedImplementation) -> bool:
+        name = implementation.name.lower()
         return any(word in name for word in among) and not any(word in name for word in without)
 
-    return [r for i, r in enumerate(heat.rivals) if (i == 0 or asked(r)) and (gpu or r.choice != "kernel")]
+    return [r for i, r in enumerate(case.implementations) if (i == 0 or asked(r)) and (gpu or r.choice != "kernel")]
 
 
-def _run_case(race: Benchmark, heat: BenchmarkCase, limits: dict[str, float], into: list[ResultRow]) -> list[ResultRow]:
-    rows = race.run(heat)
-    works = {rival.name: rival.work for rival in heat.rivals}
+def _run_case(
+    benchmark: Benchmark, case: BenchmarkCase, limits: dict[str, float], into: list[ResultRow]
+) -> list[ResultRow]:
+    rows = benchmark.run(case)
+    works = {implementation.name: implementation.work for implementation in case.implementations}
     for row in rows:
         add_floor(row, works[row["rival"]], limits)
         if rows[0]["ms"] and row["ms"]:
             row["ratio"] = rows[0]["ms"] / row["ms"]
-        cache = heat.sizes.get("cache", {})
-        row["sizes"] = {k: v for k, v in heat.sizes.items() if k != "cache"}
+        cache = case.sizes.get("cache", {})
+        row["sizes"] = {k: v for k, v in case.sizes.items() if k != "cache"}
         if row["rival"] in cache:
             row["cache"] = cache[row["rival"]]
     into += rows
     return rows
 
 
-def case_line(heat: BenchmarkCase, rows: list[ResultRow]) -> str:
+def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
     """What was just measured, on one line."""
     shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
-    return f"{heat.table}, {heat.x:,}: " + " | ".join(shown)
+    return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple
         if kind == "model":
             found.append(_make_grid(f"{title}, tokens a second", here, tokens_per_second))
         if title == "model, prefill":
-            found.append(_make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9)))
+            found.append(
+                _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
+            )
         if kind == "decode" and "graph" not in title:
             found.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
     return found

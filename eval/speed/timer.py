@@ -1,10 +1,10 @@
-"""Rivals timed side by side: each is warmed up, then all run in turns; medians.
+"""Implementations timed side by side: each is warmed up, then all run in turns; medians.
 
-    rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, rivals=[Rival("SDPA flash", make), ..]))
+    rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, implementations=[Rival("SDPA flash", make), ..]))
 
-On a GPU time is taken by device events with the L2 cache flushed before each run, and, unless a heat counts the CPU's
+On a GPU time is taken by device events with the L2 cache flushed before each run, and, unless a case counts the CPU's
 part or the host waits for the device, with the launches queued behind a pause as long as they take; else by the clock. Nothing that goes
-wrong with one rival (no memory, a refusal) stops the others: its row says so.
+wrong with one implementation (no memory, a refusal) stops the others: its row says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgery.core.dispatch import KernelChoice, use_kernels, record_dispatch
+from surgery.core.dispatch import KernelChoice, record_dispatch, use_kernels
 from surgery.core.errors import SurgeryError
 
 FLUSH_BYTES = 2**27  # bytes, twice the L2 cache of an H200
@@ -41,8 +41,8 @@ class WorkEstimate(NamedTuple):
 @dataclass
 class TimedImplementation:
     """make: lays out what a run needs and returns the run. times: calls in one run. op, options: what kernels/tuning.json
-    calls this, and what it depends on beside the heat's sizes; way: where it is not the choice. "original" is what others
-    replace. A rival of the choice
+    calls this, and what it depends on beside the case's sizes; way: where it is not the choice. "original" is what others
+    replace. An implementation of the choice
     "kernel" for which no kernel came by is not timed: the reference would pass for it."""
 
     name: str
@@ -57,13 +57,13 @@ class TimedImplementation:
 
 @dataclass
 class BenchmarkCase:
-    """One column of a table: rivals at one size x, the first of them the one that others are compared with. launches:
+    """One column of a table: implementations at one size x, the first of them the one that others are compared with. launches:
     whether a run's time is to hold what the CPU takes to launch it."""
 
     table: str
     x: int
     sizes: dict[str, Any]
-    rivals: list[TimedImplementation]
+    implementations: list[TimedImplementation]
     launches: bool = False
 
 
@@ -78,74 +78,97 @@ class TimedRun(NamedTuple):
 
 
 class Benchmark:
-    """patience: ms after which a rival is not run again, here nor at sizes to come whose run would take longer (a
-    reference's is a third of that). spend: ms
-    for the runs of a rival at a size, at least `least` of them. ends: when to stop, by time.monotonic()."""
+    """max_ms: ms after which an implementation is not run again, here nor at sizes to come whose run would take longer (a
+    reference's is a third of that). budget_ms: ms
+    for the runs of an implementation at a size, at least `min_runs` of them. deadline: when to stop, by time.monotonic()."""
 
-    def __init__(self, device: torch.device, spend: float, patience: float, ends: float = float("inf"), least: int = 3):
-        self.device, self.spend, self.patience, self.ends, self.least = device, spend, patience, ends, least
+    def __init__(
+        self, device: torch.device, budget_ms: float, max_ms: float, deadline: float = float("inf"), min_runs: int = 3
+    ):
+        self.device, self.budget_ms, self.max_ms, self.deadline, self.min_runs = (
+            device,
+            budget_ms,
+            max_ms,
+            deadline,
+            min_runs,
+        )
         self.last: dict[tuple[str, str], tuple[int, float]] = {}
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
-    def run(self, heat: BenchmarkCase) -> list[ResultRow]:
+    def run(self, case: BenchmarkCase) -> list[ResultRow]:
         rows, calls = [], []
-        for rival in heat.rivals:
-            row: ResultRow = {"table": heat.table, "x": heat.x, "sizes": heat.sizes, "rival": rival.name, "ms": None}
-            if rival.op is not None:
-                row |= {"op": rival.op, "way": rival.way or rival.choice, "options": rival.options}
+        for implementation in case.implementations:
+            row: ResultRow = {
+                "table": case.table,
+                "x": case.x,
+                "sizes": case.sizes,
+                "rival": implementation.name,
+                "ms": None,
+            }
+            if implementation.op is not None:
+                row |= {
+                    "op": implementation.op,
+                    "way": implementation.way or implementation.choice,
+                    "options": implementation.options,
+                }
             rows.append(row)
-            if note := self._left_out(heat, rival):
+            if note := self._skip_reason(case, implementation):
                 row["note"] = note
                 continue
-            call = self._started(rival, row, heat.launches)
+            call = self._warm_up(implementation, row, case.launches)
             if call is not None:
-                calls.append((rival, call, row))
-        self._turns([entry for entry in calls if entry[2]["ms"] < self.patience])
-        for rival, _, row in calls:
-            self.last[heat.table, rival.name] = heat.x, row["ms"]
+                calls.append((implementation, call, row))
+        self._run_in_turns([entry for entry in calls if entry[2]["ms"] < self.max_ms])
+        for implementation, _, row in calls:
+            self.last[case.table, implementation.name] = case.x, row["ms"]
             for part in ("ms", "launch"):
                 if part in row:
-                    row[part] /= rival.times
+                    row[part] /= implementation.times
         return rows
 
-    def _left_out(self, heat: BenchmarkCase, rival: TimedImplementation) -> str | None:
-        if time.monotonic() > self.ends:
+    def _skip_reason(self, case: BenchmarkCase, implementation: TimedImplementation) -> str | None:
+        if time.monotonic() > self.deadline:
             return "time limit"
-        x, ms = self.last.get((heat.table, rival.name), (heat.x, 0.0))
-        patience = self.patience / 3 if rival.choice == "reference" else self.patience
-        if heat.x > x and ms * heat.x / x > patience:
+        x, ms = self.last.get((case.table, implementation.name), (case.x, 0.0))
+        max_ms = self.max_ms / 3 if implementation.choice == "reference" else self.max_ms
+        if case.x > x and ms * case.x / x > max_ms:
             return f"left out: {ms:,.0f} ms at {x:,}"
         return None
 
-    def _started(self, rival: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
+    def _warm_up(self, implementation: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
         """Warms up, which compiles, and takes a first time; None where that goes wrong. A long run that did well at a
         smaller size is warm."""
-        x, ms = self.last.get((row["table"], rival.name), (row["x"], 0.0))
-        warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and rival.choice != "kernel"
+        x, ms = self.last.get((row["table"], implementation.name), (row["x"], 0.0))
+        warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and implementation.choice != "kernel"
         try:
-            with use_kernels(rival.choice), record_dispatch() as used:
-                call = rival.make()
+            with use_kernels(implementation.choice), record_dispatch() as used:
+                call = implementation.make()
                 if not warm:
-                    self._ms(call)
-            if rival.choice == "kernel" and not used:
+                    self._time_ms(call)
+            if implementation.choice == "kernel" and not used:
                 row["note"] = "no kernel"
                 return None
             row["kernels"] = sorted(used)
-            with use_kernels(rival.choice):
-                row["ms"], launch, row["peak"] = self._second(call)
-                if not launches and self.flush is not None and row["ms"] < LONG_RUN_MS / 10 and not self._waits(call):
-                    row["launch"] = min(launch, self._second(call)[1], self._second(call)[1])
-                if row["ms"] > self.patience and self.least > 1:  # was that compiling too, for another kind of size?
-                    row["ms"] = min(row["ms"], self._ms(call))
+            with use_kernels(implementation.choice):
+                row["ms"], launch, row["peak"] = self._time_with_memory(call)
+                if (
+                    not launches
+                    and self.flush is not None
+                    and row["ms"] < LONG_RUN_MS / 10
+                    and not self._synchronizes(call)
+                ):
+                    row["launch"] = min(launch, self._time_with_memory(call)[1], self._time_with_memory(call)[1])
+                if row["ms"] > self.max_ms and self.min_runs > 1:  # was that compiling too, for another kind of size?
+                    row["ms"] = min(row["ms"], self._time_ms(call))
             return call
         except torch.OutOfMemoryError:
             row["note"] = "out of memory"
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        self._recovered(row)
+        self._recover_gpu(row)
         return None
 
-    def _recovered(self, row: ResultRow) -> None:
+    def _recover_gpu(self, row: ResultRow) -> None:
         gc.collect()
         if self.device.type != "cuda":
             return
@@ -158,17 +181,17 @@ class Benchmark:
                 "with --only to measure without it"
             ) from None
 
-    def _second(self, call: Call) -> tuple[float, float, int | None]:
+    def _time_with_memory(self, call: Call) -> tuple[float, float, int | None]:
         """ms, those until all was launched, and bytes allocated above what lay there before."""
         if self.device.type != "cuda":
-            return self._ms(call), 0.0, None
+            return self._time_ms(call), 0.0, None
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        mark = self._marked(call)
+        timed_run = self._run_once(call)
         torch.cuda.synchronize(self.device)
-        return mark.ms(), mark.launch, torch.cuda.max_memory_allocated(self.device) - before
+        return timed_run.ms(), timed_run.launch, torch.cuda.max_memory_allocated(self.device) - before
 
-    def _waits(self, call: Call) -> bool:
+    def _synchronizes(self, call: Call) -> bool:
         """Whether the host waits for the device: then launches cannot be queued, and the time holds them."""
         try:
             with forbid_synchronization():
@@ -179,30 +202,32 @@ class Benchmark:
             raise
         return False
 
-    def _turns(self, entries: list[tuple[TimedImplementation, Call, ResultRow]]) -> None:
-        """The medians of as many runs as `spend` pays for, at most 50."""
-        wanted = [max(self._least(row), min(50, int(self.spend / max(row["ms"], 1e-3)))) for _, _, row in entries]
+    def _run_in_turns(self, entries: list[tuple[TimedImplementation, Call, ResultRow]]) -> None:
+        """The medians of as many runs as `budget_ms` pays for, at most 50."""
+        wanted = [
+            max(self._min_runs(row), min(50, int(self.budget_ms / max(row["ms"], 1e-3)))) for _, _, row in entries
+        ]
         taken: list[list[TimedRun]] = [[] for _ in entries]
         for turn in range(max(wanted, default=0)):
-            for (rival, call, row), runs, into in zip(entries, wanted, taken):
-                if turn < runs and (turn < 1 or time.monotonic() < self.ends + 2):
-                    with use_kernels(rival.choice):
-                        into.append(self._marked(call, row.get("launch", 0.0)))
+            for (implementation, call, row), runs, into in zip(entries, wanted, taken):
+                if turn < runs and (turn < 1 or time.monotonic() < self.deadline + 2):
+                    with use_kernels(implementation.choice):
+                        into.append(self._run_once(call, row.get("launch", 0.0)))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for (_, _, row), marks in zip(entries, taken):
-            row["ms"], row["runs"] = median(mark.ms() for mark in marks), len(marks)
+        for (_, _, row), runs_taken in zip(entries, taken):
+            row["ms"], row["runs"] = median(timed_run.ms() for timed_run in runs_taken), len(runs_taken)
 
-    def _least(self, row: ResultRow) -> int:
-        return self.least if row["ms"] < LONG_RUN_MS / 10 else 1
+    def _min_runs(self, row: ResultRow) -> int:
+        return self.min_runs if row["ms"] < LONG_RUN_MS / 10 else 1
 
-    def _ms(self, call: Call) -> float:
-        mark = self._marked(call)
+    def _time_ms(self, call: Call) -> float:
+        timed_run = self._run_once(call)
         if self.flush is not None:
             torch.cuda.synchronize(self.device)
-        return mark.ms()
+        return timed_run.ms()
 
-    def _marked(self, call: Call, pause: float = 0.0) -> TimedRun:
+    def _run_once(self, call: Call, pause: float = 0.0) -> TimedRun:
         """A run. pause: ms in which the CPU launches ahead."""
         events = None
         if self.flush is not None:

@@ -5,7 +5,7 @@
     surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, a log line every few steps
 
 A figure is the median of the wall times of a few steps, everything between them included. Behind `accelerate launch`
-surgery's loop runs alone, the batch shared out over the processes; `weighted_loss` say whether it is the same training.
+surgery's loop runs alone, the batch shared out over the processes; `losses` say whether it is the same training.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SMALL = {
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """batch rows of a step over all devices, rows of a forward. look: steps between lines of the log, what is timed at
-    once; looks: of a run, from the `resolve_attention_plan`-th on they are timed: by then our loop has used up what was read ahead of
+    """batch rows of a step over all devices, rows of a forward. log_every: steps between lines of the log, what is timed at
+    once; intervals: of a run, from the `first_timed`-th on they are timed: by then our loop has used up what was read ahead of
     it, and goes as fast as text is read. rounds: runs of each loop."""
 
     name: str
@@ -57,9 +57,9 @@ class TrainingCase:
     rows: int
     memory: str = "keep"
     packing: str = "stream"
-    look: int = 10
-    looks: int = 13
-    settled: int = 8
+    log_every: int = 10
+    intervals: int = 13
+    first_timed: int = 8
     rounds: int = 2
 
     @property
@@ -67,7 +67,9 @@ class TrainingCase:
         return self.batch * self.length
 
 
-BILLION = TrainingCase("1B", SHAPES["full"], 2048, 8, 4, "checkpoint", look=4, looks=3, settled=1, rounds=1)
+BILLION = TrainingCase(
+    "1B", SHAPES["full"], 2048, 8, 4, "checkpoint", log_every=4, intervals=3, first_timed=1, rounds=1
+)
 CASES = {
     "full": [
         TrainingCase("27M", SMALL, 512, 64, 64),
@@ -76,7 +78,11 @@ CASES = {
         TrainingCase("27M, 4 forwards a step", SMALL, 512, 64, 16),
     ],
     "main": [BILLION],
-    "small": [TrainingCase("tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, look=2, looks=2, settled=1, rounds=1)],
+    "small": [
+        TrainingCase(
+            "tiny", {**SHAPES["small"], "vocab_size": 1536}, 64, 8, 4, log_every=2, intervals=2, first_timed=1, rounds=1
+        )
+    ],
 }
 CHANGES: dict[str, Callable[[Any], None]] = {
     "original": lambda model: None,
@@ -139,22 +145,22 @@ class _LoopComparison:
 
     def row(self) -> dict[str, Any]:
         case, ours, bare = self.case, LoopTimes(), LoopTimes()
-        told = {"case": case.name, "change": self.change, "tokens": case.positions, "length": case.length}
-        told |= {"batch": case.batch, "rows": case.rows, "memory": case.memory, "packing": case.packing}
+        row = {"case": case.name, "change": self.change, "tokens": case.positions, "length": case.length}
+        row |= {"batch": case.batch, "rows": case.rows, "memory": case.memory, "packing": case.packing}
         try:
             model = self._model()
-            told["parameters"] = sum(p.numel() for p in model.parameters())
+            row["parameters"] = sum(p.numel() for p in model.parameters())
             for _ in range(case.rounds if self.alone else 1):
-                self._ours(model, ours)
+                self._run_surgery(model, ours)
                 if self.alone:
-                    self._bare(model, bare)
+                    self._run_bare(model, bare)
         except torch.OutOfMemoryError:
-            told["note"] = "out of memory"
+            row["note"] = "out of memory"
         model = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return {**told, **_figures("ours", ours, case.positions), **_figures("bare", bare, case.positions)}
+        return {**row, **_figures("ours", ours, case.positions), **_figures("bare", bare, case.positions)}
 
     def _model(self) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -171,11 +177,11 @@ class _LoopComparison:
         return model.train()
 
     # -- surgery's -----------------------------------------------------------------------------------
-    def _ours(self, model: Any, timed: LoopTimes) -> None:
+    def _run_surgery(self, model: Any, timed: LoopTimes) -> None:
         from surgery.training.checkpoints import CheckpointManager, TrainPosition
         from surgery.training.distributed.accelerator import prepare, unwrap_model
         from surgery.training.logging import TrainingLog
-        from surgery.training.loop import TrainingLoop, LoopContext
+        from surgery.training.loop import LoopContext, TrainingLoop
         from surgery.training.optim import make_groups, make_optimizer
         from surgery.training.stages import STAGES, StageModels
 
@@ -195,10 +201,10 @@ class _LoopComparison:
         setting = LoopContext(
             self.accelerator, recipe, data, TrainingLog(self.folder), CheckpointManager(self.folder / "none", 1), report, lambda _: None
         )  # fmt: skip
-        self._forget()
+        self._reset_peak_memory()
         TrainingLoop(setting, STAGES[config](config), StageModels(model, run), groups, optimiser, TrainPosition()).run()
-        timed.peak = self._peak()
-        timed.ms += [(b - a) / self.case.look * 1e3 for a, b in pairwise(marks)][self.case.settled - 1 :]
+        timed.peak = self._peak_memory()
+        timed.ms += [(b - a) / self.case.log_every * 1e3 for a, b in pairwise(marks)][self.case.first_timed - 1 :]
         unwrap_model(self.accelerator, run)
 
     def _recipe(self) -> Any:
@@ -206,9 +212,9 @@ class _LoopComparison:
 
         case = self.case
         stage = {"kind": "lm", "length": case.length, "batch": case.batch, "rows": case.rows, "memory": case.memory}
-        stage |= {"tokens": case.look * case.looks * case.positions, "rate": 1e-4, "trains": ["all"]}
+        stage |= {"tokens": case.log_every * case.intervals * case.positions, "rate": 1e-4, "trains": ["all"]}
         data = {"sources": [{"path": str(self._text()), "separator": "\n"}], "packing": case.packing}
-        return parse_healing_recipe({"data": data, "stages": [stage], "log": case.look, "checkpoint": 0})
+        return parse_healing_recipe({"data": data, "stages": [stage], "log": case.log_every, "checkpoint": 0})
 
     def _data(self) -> Any:
         from surgery.calibration.data import load_tokenizer
@@ -223,30 +229,32 @@ class _LoopComparison:
         """A line for every document; each process has a file of its own."""
         path = self.folder / "stories.txt"
         if not path.exists():
-            path.write_text((_tiny_checkpoint() / "calibration.txt").read_text(encoding="utf-8") * TEXT_COPIES, encoding="utf-8")
+            path.write_text(
+                (_tiny_checkpoint() / "calibration.txt").read_text(encoding="utf-8") * TEXT_COPIES, encoding="utf-8"
+            )
         return path
 
     # -- bare ----------------------------------------------------------------------------------------
-    def _bare(self, model: Any, timed: LoopTimes) -> None:
+    def _run_bare(self, model: Any, timed: LoopTimes) -> None:
         batches = self._batches()
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        self._forget()
-        for look in range(1 + self.case.looks - self.case.settled):
-            self._wait()
+        self._reset_peak_memory()
+        for interval in range(1 + self.case.intervals - self.case.first_timed):
+            self._synchronize()
             began = time.perf_counter()
-            for step in range(self.case.look):
-                for inputs, next_BT in batches[(look * self.case.look + step) % len(batches)]:
-                    self._descended(model, inputs, next_BT)
+            for step in range(self.case.log_every):
+                for inputs, next_BT in batches[(interval * self.case.log_every + step) % len(batches)]:
+                    self._forward_backward(model, inputs, next_BT)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
-            self._wait()
-            if look:
-                timed.ms.append((time.perf_counter() - began) / self.case.look * 1e3)
-        timed.peak = self._peak()
+            self._synchronize()
+            if interval:
+                timed.ms.append((time.perf_counter() - began) / self.case.log_every * 1e3)
+        timed.peak = self._peak_memory()
         optimiser.zero_grad(set_to_none=True)
 
-    def _descended(self, model: Any, inputs: dict[str, Any], next_BT: Any) -> None:
+    def _forward_backward(self, model: Any, inputs: dict[str, Any], next_BT: Any) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16"):
             logits_BTV = model(**inputs, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=-100)
@@ -254,7 +262,7 @@ class _LoopComparison:
 
     def _batches(self) -> list[list[tuple[dict[str, Any], Any]]]:
         """The first steps' forwards. A stream needs no positions; packed documents do."""
-        from surgery.training.batches import BatchLayout, to_device, iter_steps
+        from surgery.training.batches import BatchLayout, iter_steps, to_device
         from surgery.training.stages.base import model_inputs, next_token_targets
 
         steps = iter_steps(self._data(), 0, BatchLayout(self.case.batch, self.case.rows), lambda example: 1)
@@ -262,24 +270,27 @@ class _LoopComparison:
         for _, step in zip(range(4), steps):
             batches = [to_device(batch, self.device) for batch in step.batches]
             found.append(
-                [({k: v for k, v in model_inputs(b).items() if k != "use_cache"}, next_token_targets(b)[1]) for b in batches]
+                [
+                    ({k: v for k, v in model_inputs(b).items() if k != "use_cache"}, next_token_targets(b)[1])
+                    for b in batches
+                ]
             )
         if self.case.packing == "stream":
             found = [[({"input_ids": i["input_ids"]}, n) for i, n in step] for step in found]
         return found
 
     # -- the device ------------------------------------------------------------------------------------
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _forget(self) -> None:
-        self._wait()
+    def _reset_peak_memory(self) -> None:
+        self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _peak(self) -> int | None:
+    def _peak_memory(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
@@ -294,7 +305,7 @@ def _figures(who: str, timed: LoopTimes, positions: int) -> dict[str, Any]:
     if not timed.ms:
         return {}
     ms = median(timed.ms)
-    told = {"ms": ms, "every_ms": timed.ms, "tokens_per_second": positions / ms * 1e3, "peak": timed.peak}
+    row = {"ms": ms, "every_ms": timed.ms, "tokens_per_second": positions / ms * 1e3, "peak": timed.peak}
     if timed.losses:
-        told |= {"losses": timed.losses, "waited": timed.waited}
-    return {key if key in ("losses", "waited") else f"{who}_{key}": value for key, value in told.items()}
+        row |= {"losses": timed.losses, "waited": timed.waited}
+    return {key if key in ("losses", "waited") else f"{who}_{key}": value for key, value in row.items()}

@@ -47,8 +47,8 @@ def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         into = tables.setdefault(result["dtype"], {**said, "rows": []})["rows"]
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
-                heat = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
-                into += _case_rows(heat, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
+                case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]
+                into += _case_rows(case, pass_of_table(table), launch_times(result["rows"], pass_of_table(table), x))
     return list(tables.values())
 
 
@@ -81,18 +81,23 @@ def pass_of_table(table: str) -> str:
     return "backward" if table.endswith("backward") else "forward"
 
 
-def _case_rows(heat: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
-    """One heat's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
+def _case_rows(case: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
+    """One case's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
     a call takes what the CPU takes to launch it, where that is more."""
     least = {} if "captured" in kind else launches
-    took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in heat}
-    original = min((took[row["rival"]] for row in heat if row.get("op") == "original"), default=None)
+    took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in case}
+    original = min((took[row["rival"]] for row in case if row.get("op") == "original"), default=None)
     found: dict[str, dict[str, Any]] = {}
-    for row in heat:
+    for row in case:
         if row.get("op") in (None, "original"):
             continue
         sizes = {**{k: v for k, v in row["sizes"].items() if k in SIZE_NAMES}, **row["options"]}
-        entry = {"op": row["op"], "pass": kind, "sizes": sizes, **({"original": round_ms(original)} if original else {})}
+        entry = {
+            "op": row["op"],
+            "pass": kind,
+            "sizes": sizes,
+            **({"original": round_ms(original)} if original else {}),
+        }
         found.setdefault(json.dumps(entry), entry)[row["way"]] = round_ms(took[row["rival"]])
     return list(found.values())
 

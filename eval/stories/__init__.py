@@ -11,7 +11,7 @@ Three kinds of document, each a pure function of a random generator:
 Codes, capitals and the like are drawn afresh for each document, so only the context can answer a question.
 Every draw uses `Random.random()` alone, the one method whose sequence Python promises to keep: the same
 seed gives the same bytes on every version of Python. No torch, no tokenizer: lengths are counted by
-whatever `format_count` function is passed in (default: words, digits and punctuation marks).
+whatever `count` function is passed in (default: words, digits and punctuation marks).
 """
 
 import re
@@ -115,7 +115,7 @@ def _sentence(world: World) -> str:
 
 
 def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = False) -> list[str]:
-    """Sentences of one story, together at most `length` by `format_count` (none, if the first is longer)."""
+    """Sentences of one story, together at most `length` by `count` (none, if the first is longer)."""
     world = World(rng)
     sentences: list[str] = []
     while True:
@@ -171,7 +171,9 @@ def needle_question(
         raise ValueError(f"needle_question(length={length}, distractors={others}): the facts alone take {used}")
     # The others fall strictly between, so that depth 0 is the very first sentence and depth 1 the last.
     depths = [depth] + [0.001 + 0.998 * rng.random() for _ in range(others)]
-    return NeedleQuestion(insert_facts(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer)
+    return NeedleQuestion(
+        insert_facts(long_filler(rng, length - used, counts), facts, depths) + facts[0].prompt, facts[0].answer
+    )
 
 
 def needle_document(rng: Random, length: int, count: Count = count_pieces, early: int = 2) -> str:

@@ -163,7 +163,7 @@ OPENINGS = (
 )
 
 # The wordings of each kind of event: A acts, B is somebody else, `mine` is a thing that A holds, `new` one
-# that A gets, `hidden` one that lies at `describe_environment`. A 2 after a slot: a second draw from the same group.
+# that A gets, `hidden` one that lies at `where`. A 2 after a slot: a second draw from the same group.
 EVENTS: dict[str, tuple[str, ...]] = {
     "walk": (
         "{when} {A} walked {manner} to the {place}.",

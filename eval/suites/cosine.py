@@ -15,8 +15,8 @@ from torch import Tensor
 from surgery.calibration.data import document_stream
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
-from surgery.eval.text import resolve_text, note_text
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
+from surgery.eval.text import note_text, resolve_text
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CosineSummary:
 
 
 def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
-    """The first `format_count` sentences of at least `words` words."""
+    """The first `count` sentences of at least `words` words."""
     found: list[str] = []
     for document in document_stream(text):
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", document):
@@ -71,15 +71,17 @@ def summarize_cosine(converted_ND: Tensor, original_ND: Tensor) -> CosineSummary
 COSINE = EvalMetric("cosine", "mean")
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     text = resolve_text("cosine", options.text, None)
     note_text(text, options)
     sentences = load_sentences(text, options.limit or max(2, options.tokens // 64))
 
     def score(batch: list[str]) -> list[torch.Tensor]:
-        return list(embed_sentences(subject.model, subject.tokenizer, batch))
+        return list(embed_sentences(eval_model.model, eval_model.tokenizer, batch))
 
-    found = score_in_batches(subject, options, sentences, score, lambda s: len(s.split()), f"embeddings of {subject.name}")
+    found = score_in_batches(
+        eval_model, options, sentences, score, lambda s: len(s.split()), f"embeddings of {eval_model.name}"
+    )
     samples = [Sample("cosine", stable_id(s), {}, shown={"sentence": s}) for s in sentences]
     return SuiteResult(samples, {"cosine": COSINE}, arrays={"embedding_ND": torch.stack(found)})
 
@@ -90,4 +92,4 @@ def compare_embeddings(base: SuiteResult, converted: SuiteResult) -> SuiteResult
     return SuiteResult(samples, {"cosine": COSINE}, notes=[f"the worst sentence has {min(each_N):.4f}"])
 
 
-register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, joint=compare_embeddings))
+register(Suite("cosine", "an encoder's sentence embeddings against --compare", run, combine=compare_embeddings))

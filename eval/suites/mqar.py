@@ -25,11 +25,11 @@ from surgery.calibration.data import special_tokens
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head, max_batch_tokens
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
 
 
 def draw_without_replacement(rng: Random, items: Sequence[int], count: int) -> list[int]:
-    """`format_count` of them, without replacement."""
+    """`count` of them, without replacement."""
     pool = list(items)
     for i in range(count):
         j = i + int(rng.random() * (len(pool) - i))
@@ -50,7 +50,9 @@ class RecallSequence:
     gaps: tuple[int, ...]
 
 
-def make_recall_sequence(vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER_LAW_EXPONENT) -> RecallSequence:
+def make_recall_sequence(
+    vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER_LAW_EXPONENT
+) -> RecallSequence:
     """One sequence of `length` tokens of the vocabulary (its first is never a key, as in Zoology)."""
     if length % 2 or 4 * pairs > length or len(vocabulary) <= length:
         raise SurgeryError(
@@ -76,7 +78,7 @@ def make_recall_sequence(vocabulary: Sequence[int], length: int, pairs: int, rng
 
 
 def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
-    """`format_count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
+    """`count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
     largest of u^(1 / weight) (Efraimidis and Spirakis 2006)."""
     scores = [(rng.random() ** ((s + 1) ** (1 - power)), s) for s in range(space)]
     return [s for _, s in sorted(scores, reverse=True)[:count]]
@@ -103,27 +105,36 @@ def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
     return sorted(ids[:VOCABULARY_SIZE], key=lambda i: rng.random())
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    check_lm_head(subject.model)
-    vocabulary, (before, _) = sample_vocabulary(subject.tokenizer, options.seed), special_tokens(subject.tokenizer)
-    room = min(subject.longest or 2**30, len(vocabulary) - 1) - len(before)
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(eval_model.model)
+    vocabulary, (before, _) = (
+        sample_vocabulary(eval_model.tokenizer, options.seed),
+        special_tokens(eval_model.tokenizer),
+    )
+    room = min(eval_model.longest or 2**30, len(vocabulary) - 1) - len(before)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= room)
     if not lengths:
         raise SurgeryError(
-            f"mqar: the model takes {subject.longest} tokens and has {len(vocabulary)}; lengths are {LENGTHS}"
+            f"mqar: the model takes {eval_model.longest} tokens and has {len(vocabulary)}; lengths are {LENGTHS}"
         )
     asked = [
-        (length, i, make_recall_sequence(vocabulary, length, length // TOKENS_PER_PAIR, Random(f"mqar {options.seed} {length} {i}")))
+        (
+            length,
+            i,
+            make_recall_sequence(
+                vocabulary, length, length // TOKENS_PER_PAIR, Random(f"mqar {options.seed} {length} {i}")
+            ),
+        )
         for length in lengths
         for i in range(options.limit or SEQUENCES)
     ]
-    values_V = torch.tensor(vocabulary[len(vocabulary) // 2 :], device=subject.model.device)
+    values_V = torch.tensor(vocabulary[len(vocabulary) // 2 :], device=eval_model.model.device)
 
-    def together(batch: list[tuple[int, int, RecallSequence]]) -> list[list[dict[str, float]]]:
-        return _score_batch(subject.model, [one for _, _, one in batch], before, values_V)
+    def score(batch: list[tuple[int, int, RecallSequence]]) -> list[list[dict[str, float]]]:
+        return _score_batch(eval_model.model, [one for _, _, one in batch], before, values_V)
 
-    most = max_batch_tokens(subject.model)
-    found = score_in_batches(subject, options, asked, together, lambda q: q[0], f"mqar of {subject.name}", most)
+    most = max_batch_tokens(eval_model.model)
+    found = score_in_batches(eval_model, options, asked, score, lambda q: q[0], f"mqar of {eval_model.name}", most)
     samples = [
         Sample(
             "mqar",
@@ -140,7 +151,9 @@ def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 @torch.inference_mode()
-def _score_batch(model: Any, batch: list[RecallSequence], before: list[int], values_V: torch.Tensor) -> list[list[dict[str, float]]]:
+def _score_batch(
+    model: Any, batch: list[RecallSequence], before: list[int], values_V: torch.Tensor
+) -> list[list[dict[str, float]]]:
     """For every query of every sequence. Padded right."""
     longest = max(len(one.ids) for one in batch)
     rows = [[*before, *one.ids, *[one.ids[-1]] * (longest - len(one.ids))] for one in batch]

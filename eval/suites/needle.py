@@ -37,9 +37,9 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.eval.batching import score_in_batches
 from surgery.eval.losses import check_lm_head
 from surgery.eval.stories import NeedleQuestion, filler, needle_question
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register, stable_id
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
 from surgery.eval.suites.mqar import draw_without_replacement
-from surgery.eval.text import Counts, to_array, counter, encoder, note_text
+from surgery.eval.text import Counts, counter, encoder, note_text, to_array
 
 EncodedQuestion = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
 
@@ -182,12 +182,12 @@ MIN_LENGTH = 96
 
 @dataclass(frozen=True)
 class RankingQuestion:
-    """ids end where the value should follow; candidates[answer] is right, said: indices of the values of the context."""
+    """ids end where the value should follow; candidates[answer] is right, context_values: indices of the values of the context."""
 
     ids: tuple[int, ...]
     candidates: tuple[int, ...]
     answer: int
-    said: tuple[int, ...]
+    context_values: tuple[int, ...]
 
 
 class Vocabulary:
@@ -211,7 +211,9 @@ class Vocabulary:
         return self.encode([text])[0].tolist()
 
 
-def make_ranking_question(vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None) -> RankingQuestion:
+def make_ranking_question(
+    vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None
+) -> RankingQuestion:
     """One question of exactly `length` tokens; text: what lies around the codes, None: invented stories."""
     chosen = draw_without_replacement(rng, vocabulary.words, NUM_KEYS + NUM_CANDIDATES)
     keys, candidates = chosen[:NUM_KEYS], chosen[NUM_KEYS:]
@@ -278,7 +280,7 @@ def _score_ranking(question: RankingQuestion, scores: list[float]) -> dict[str, 
     best = max(range(len(scores)), key=lambda i: scores[i])
     return {
         "accuracy": float(best == question.answer),
-        "any": float(best in question.said),
+        "any": float(best in question.context_values),
         "reciprocal_rank": 1 / place,
         "nll": -right if math.isfinite(right) else 1e9,
     }
@@ -313,55 +315,55 @@ class NeedleCell:
         return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    check_lm_head(subject.model)
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(eval_model.model)
     tasks = options.tasks or TASKS
     for task in tasks:
         if task not in TASKS:
             raise SurgeryError(f"needle has no task {task!r}{suggestion(task, TASKS)}")
-    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (subject.longest or n))
+    lengths = options.lengths or tuple(n for n in LENGTHS if n <= (eval_model.longest or n))
     depths, count = options.depths or DEPTHS, options.limit or SAMPLES
     samples: list[Sample] = []
     for task in tasks:
         cells = [NeedleCell(task, n, depth, i) for n in lengths for depth in depths for i in range(count)]
         if task == "needle":
-            samples += _run_story_questions(subject, options, cells)
+            samples += _run_story_questions(eval_model, options, cells)
         else:
-            samples += _run_rankings(subject, options, [cell for cell in cells if cell.length >= MIN_LENGTH])
+            samples += _run_rankings(eval_model, options, [cell for cell in cells if cell.length >= MIN_LENGTH])
     result = SuiteResult(samples, METRICS, floors={task: FLOORS[task] for task in tasks})
-    if beyond := [n for n in lengths if subject.longest and n > subject.longest]:
-        said = ", ".join(f"{n:,}" for n in beyond)
-        result.notes.append(f"lengths beyond the {subject.longest:,} tokens the model was made for: {said}")
+    if beyond := [n for n in lengths if eval_model.longest and n > eval_model.longest]:
+        lengths_text = ", ".join(f"{n:,}" for n in beyond)
+        result.notes.append(f"lengths beyond the {eval_model.longest:,} tokens the model was made for: {lengths_text}")
     if short := [n for n in lengths if n < MIN_LENGTH and "needle-rank" in tasks]:
-        said = ", ".join(f"{n:,}" for n in short)
-        result.notes.append(f"needle-rank was not asked at {said} tokens: a question takes {MIN_LENGTH}")
+        lengths_text = ", ".join(f"{n:,}" for n in short)
+        result.notes.append(f"needle-rank was not asked at {lengths_text} tokens: a question takes {MIN_LENGTH}")
     if not samples:
         raise SurgeryError(f"needle: nothing fits; {'; '.join(result.notes)}. Give --lengths {MIN_LENGTH} or more")
     return result
 
 
-def _run_story_questions(subject: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
-    counts = counter(subject.tokenizer, special=False)
+def _run_story_questions(eval_model: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
+    counts = counter(eval_model.tokenizer, special=False)
 
     def write(cell: NeedleCell) -> tuple[NeedleCell, Any, Any]:
         try:
-            question = make_question(subject.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
+            question = make_question(eval_model.tokenizer, cell.length, cell.depth, cell.index, options.seed, counts)
         except ValueError as error:  # too short for its facts
             raise SurgeryError(f"needle: {error}") from None
-        return cell, question, encode_question(subject.tokenizer, question)
+        return cell, question, encode_question(eval_model.tokenizer, question)
 
     def score(batch: list[tuple[NeedleCell, Any, Any]]) -> list[Sample]:
-        right = score(subject.model, [encoded for _, _, encoded in batch], subject.model.device)
+        right = score_greedy(eval_model.model, [encoded for _, _, encoded in batch], eval_model.model.device)
         shown = [{"prompt": q.prompt[-200:], "target": q.answer} for _, q, _ in batch]
         return [cell.sample({"accuracy": float(r)}, s) for (cell, _, _), r, s in zip(batch, right, shown)]
 
     return score_in_batches(
-        subject, options, cells, score, lambda cell: cell.length, f"needles of {subject.name}", prepare=write
+        eval_model, options, cells, score, lambda cell: cell.length, f"needles of {eval_model.name}", prepare=write
     )
 
 
-def _run_rankings(subject: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
-    vocabulary = Vocabulary(subject.tokenizer)
+def _run_rankings(eval_model: EvalModel, options: EvalOptions, cells: list[NeedleCell]) -> list[Sample]:
+    vocabulary = Vocabulary(eval_model.tokenizer)
     text = _text_ids(vocabulary, options, 16 * max((cell.length for cell in cells), default=0))
 
     def write(cell: NeedleCell) -> tuple[NeedleCell, RankingQuestion]:
@@ -369,12 +371,12 @@ def _run_rankings(subject: EvalModel, options: EvalOptions, cells: list[NeedleCe
         return cell, make_ranking_question(vocabulary, cell.length, cell.depth, rng, text)
 
     def score(batch: list[tuple[NeedleCell, RankingQuestion]]) -> list[Sample]:
-        every = score_rankings(subject.model, [question for _, question in batch])
-        targets = [subject.tokenizer.decode([q.candidates[q.answer]]) for _, q in batch]
+        every = score_rankings(eval_model.model, [question for _, question in batch])
+        targets = [eval_model.tokenizer.decode([q.candidates[q.answer]]) for _, q in batch]
         return [cell.sample(m, {"target": target}) for (cell, _), m, target in zip(batch, every, targets)]
 
     return score_in_batches(
-        subject, options, cells, score, lambda cell: cell.length, f"rankings of {subject.name}", prepare=write
+        eval_model, options, cells, score, lambda cell: cell.length, f"rankings of {eval_model.name}", prepare=write
     )
 
 

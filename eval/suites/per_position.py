@@ -12,8 +12,8 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
-from surgery.eval.losses import check_lm_head, token_losses, max_batch_tokens
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
+from surgery.eval.losses import check_lm_head, max_batch_tokens, token_losses
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
 from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
 NLL = EvalMetric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
@@ -28,9 +28,9 @@ def position_ranges(count: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    check_lm_head(subject.model)
-    read = load_text_windows("per-position", subject, options)
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(eval_model.model)
+    read = load_text_windows("per-position", eval_model, options)
     longest = max((len(piece.ids) for piece in read), default=0)
     read = [piece for piece in read if len(piece.ids) == longest]  # whole windows only
     if len(read) < 2:
@@ -39,10 +39,10 @@ def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
         )
 
     def score(batch: list[TextWindow]) -> list[Tensor]:
-        return token_losses(subject.model, [piece.ids for piece in batch])
+        return token_losses(eval_model.model, [piece.ids for piece in batch])
 
-    most, title = max_batch_tokens(subject.model), f"loss by position of {subject.name}"
-    losses_NT = torch.stack(score_in_batches(subject, options, read, score, lambda p: len(p.ids), title, most))
+    most, title = max_batch_tokens(eval_model.model), f"loss by position of {eval_model.name}"
+    losses_NT = torch.stack(score_in_batches(eval_model, options, read, score, lambda p: len(p.ids), title, most))
     samples = [
         Sample(
             "per-position", piece.id, {"nll": float(losses_T[first:last].double().mean())}, {"position": last}, last - first,
@@ -51,7 +51,9 @@ def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
         for piece, losses_T in zip(read, losses_NT)
         for first, last in position_ranges(longest - 1)
     ]  # fmt: skip
-    return SuiteResult(samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=window_length_notes(subject, options))
+    return SuiteResult(
+        samples, {"nll": NLL}, arrays={"loss_NT": losses_NT}, notes=window_length_notes(eval_model, options)
+    )
 
 
 def running_mean(values_T: Tensor, width: int) -> Tensor:

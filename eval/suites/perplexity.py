@@ -4,7 +4,7 @@ windows where the text is a single one: tokens near each other are not independe
 The one estimator of the project: `surgery eval` runs the suite on checkpoints, scripts call `measure` on loaded models.
 
     base = measure(model, tokenizer, options)
-    summary(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with its 95% interval
+    summarize(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with its 95% interval
 """
 
 from __future__ import annotations
@@ -16,51 +16,63 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval.batching import score_in_batches
-from surgery.eval.losses import check_lm_head, token_losses, max_batch_tokens
+from surgery.eval.losses import check_lm_head, max_batch_tokens, token_losses
 from surgery.eval.results.compare import compare_results
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
 from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
 NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    check_lm_head(subject.model)
-    read = load_text_windows("ppl", subject, options)
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    check_lm_head(eval_model.model)
+    read = load_text_windows("ppl", eval_model, options)
 
     def score(batch: list[TextWindow]) -> list[tuple[float, int]]:
-        losses = token_losses(subject.model, [piece.ids for piece in batch])
+        losses = token_losses(eval_model.model, [piece.ids for piece in batch])
         return [(float(each.double().mean()), len(each)) for each in losses]
 
-    most = max_batch_tokens(subject.model)
-    found = score_in_batches(subject, options, read, score, lambda p: len(p.ids), f"perplexity of {subject.name}", most)
+    most = max_batch_tokens(eval_model.model)
+    found = score_in_batches(
+        eval_model, options, read, score, lambda p: len(p.ids), f"perplexity of {eval_model.name}", most
+    )
     samples = [Sample("ppl", p.id, {"nll": nll}, weight=n, unit=p.unit) for p, (nll, n) in zip(read, found)]
     if not samples:
         raise SurgeryError(
             f"ppl: {options.text or 'the text'} has no document of two tokens or more; give a longer text"
         )
     tokens = sum(n for _, n in found)
-    return SuiteResult(samples, {"nll": NLL}, notes=window_length_notes(subject, options), info={"tokens": tokens})
+    return SuiteResult(samples, {"nll": NLL}, notes=window_length_notes(eval_model, options), info={"tokens": tokens})
 
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """The suite on a loaded model."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    subject = EvalModel(
-        "converted", "model", Path(), "", model, tokenizer, model.device, model.dtype, longest, DistContext(), Progress()
+    eval_model = EvalModel(
+        "converted",
+        "model",
+        Path(),
+        "",
+        model,
+        tokenizer,
+        model.device,
+        model.dtype,
+        longest,
+        DistContext(),
+        Progress(),
     )
-    return run(subject, options)
+    return run(eval_model, options)
 
 
 def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
     """perplexity and its standard error; nats per token of all samples and of each; ratio to the base, {ratio, low, high}."""
     both = {"converted": found} if base is None else {"base": base, "converted": found}
-    row = next(row for row in compare_results("ppl", both, same=False) if row.speaks)
-    told = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
-    told |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in found.samples]}
+    row = next(row for row in compare_results("ppl", both, same=False) if row.is_summary)
+    result = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
+    result |= {"windows": row.samples, "losses": [round(sample.metrics["nll"], 5) for sample in found.samples]}
     if row.ratio is not None:
-        told["ratio"] = {"ratio": row.ratio.change, "low": row.ratio.low, "high": row.ratio.high}
-    return told
+        result["ratio"] = {"ratio": row.ratio.change, "low": row.ratio.low, "high": row.ratio.high}
+    return result
 
 
 def format_interval(ratio: dict[str, Any], digits: str = ".4g") -> str:

@@ -12,7 +12,7 @@ import torch
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.losses import check_lm_head
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult, register
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 REPEATS, DECODE_TOKENS = 10, 16
@@ -30,22 +30,22 @@ METRICS = {
 }
 
 
-def run(subject: EvalModel, options: EvalOptions) -> SuiteResult:
-    return run_in_turns([subject], options)[0]
+def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    return run_in_turns([eval_model], options)[0]
 
 
-def run_in_turns(subjects: list[EvalModel], options: EvalOptions) -> list[SuiteResult]:
-    first = subjects[0]
-    for subject in subjects:
-        check_lm_head(subject.model)
-    longest = min((s.longest for s in subjects if s.longest), default=None)
+def run_in_turns(eval_models: list[EvalModel], options: EvalOptions) -> list[SuiteResult]:
+    first = eval_models[0]
+    for eval_model in eval_models:
+        check_lm_head(eval_model.model)
+    longest = min((s.longest for s in eval_models if s.longest), default=None)
     lengths = options.lengths or tuple(n for n in LENGTHS if n <= (longest or n)) or (longest or 512,)
-    samples: list[list[Sample]] = [[] for _ in subjects]
+    samples: list[list[Sample]] = [[] for _ in eval_models]
     notes = [f"{first.ranks.count} processes ran at the same time"] if first.ranks.count > 1 else []
     with first.progress.bar("speed", len(lengths)) as tick:
         for length in lengths:
             try:
-                for mine, rows in zip(samples, _measure_length(subjects, options, length)):
+                for mine, rows in zip(samples, _measure_length(eval_models, options, length)):
                     mine += [Sample("speed", f"{length} {i}", row, {"length": length}) for i, row in enumerate(rows)]
             except Exception as error:
                 if not _is_out_of_memory(error):
@@ -63,42 +63,44 @@ def _is_out_of_memory(error: Exception) -> bool:
     return should_reduce_batch_size(error)
 
 
-def _measure_length(subjects: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
-    """What each subject took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
+def _measure_length(eval_models: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
+    """What each eval_model took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
     generator = torch.Generator().manual_seed(options.seed)
-    size = min(s.model.config.get_text_config().vocab_size for s in subjects)
-    ids_1T = torch.randint(size, (1, length), generator=generator).to(subjects[0].device)
-    rounds = [[_measure_once(subject, ids_1T) for subject in subjects] for _ in range(1 + (options.limit or REPEATS))]
-    return [[taken[i] for taken in rounds[1:]] for i in range(len(subjects))]
+    size = min(s.model.config.get_text_config().vocab_size for s in eval_models)
+    ids_1T = torch.randint(size, (1, length), generator=generator).to(eval_models[0].device)
+    rounds = [
+        [_measure_once(eval_model, ids_1T) for eval_model in eval_models] for _ in range(1 + (options.limit or REPEATS))
+    ]
+    return [[taken[i] for taken in rounds[1:]] for i in range(len(eval_models))]
 
 
 @torch.inference_mode()
-def _measure_once(subject: EvalModel, ids_1T: torch.Tensor) -> dict[str, float]:
-    model, gpu = subject.model, subject.device.type == "cuda"
+def _measure_once(eval_model: EvalModel, ids_1T: torch.Tensor) -> dict[str, float]:
+    model, gpu = eval_model.model, eval_model.device.type == "cuda"
     others = 0
     if gpu:
-        torch.cuda.reset_peak_memory_stats(subject.device)
+        torch.cuda.reset_peak_memory_stats(eval_model.device)
         own = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-        others = torch.cuda.memory_allocated(subject.device) - own
+        others = torch.cuda.memory_allocated(eval_model.device) - own
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    began = _synchronized_time(subject)
+    began = _synchronized_time(eval_model)
     out = model(input_ids=ids_1T, use_cache=True, **last)
-    prefilled = _synchronized_time(subject)
+    prefilled = _synchronized_time(eval_model)
     cache, token_11 = out.past_key_values, out.logits[:, -1:].argmax(-1)
     for _ in range(DECODE_TOKENS):
         out = model(input_ids=token_11, past_key_values=cache, use_cache=True)
         token_11 = out.logits[:, -1:].argmax(-1)
-    done = _synchronized_time(subject)
+    done = _synchronized_time(eval_model)
     found = {"prefill_ms": 1e3 * (prefilled - began), "decode_ms": 1e3 * (done - prefilled) / DECODE_TOKENS}
     found["cache_mb"] = cache_bytes(cache) / 1e6
     if gpu:
-        found["peak_mb"] = (torch.cuda.max_memory_allocated(subject.device) - others) / 1e6
+        found["peak_mb"] = (torch.cuda.max_memory_allocated(eval_model.device) - others) / 1e6
     return found
 
 
-def _synchronized_time(subject: EvalModel) -> float:
-    if subject.device.type == "cuda":
-        torch.cuda.synchronize(subject.device)
+def _synchronized_time(eval_model: EvalModel) -> float:
+    if eval_model.device.type == "cuda":
+        torch.cuda.synchronize(eval_model.device)
     return time.perf_counter()
 
 
@@ -109,9 +111,9 @@ def cache_bytes(cache: Any) -> int:
         if (state := getattr(layer, "state", None)) is not None and hasattr(state, "nbytes"):
             total += state.nbytes()
         else:
-            held = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+            total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
     return total
 
 
-register(Suite("speed", "prefill, decode and memory by length", run, beside=run_in_turns))
+register(Suite("speed", "prefill, decode and memory by length", run, run_pair=run_in_turns))

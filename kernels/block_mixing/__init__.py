@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.block_mixing.layout import BlockLayout, pack_state, contiguous_rows, unpack_state
+from surgery.kernels.block_mixing.layout import BlockLayout, contiguous_rows, pack_state, unpack_state
 from surgery.kernels.block_mixing.scan import (
     MAX_HEADS,
     OPERANDS,
@@ -23,7 +23,7 @@ from surgery.kernels.block_mixing.scan import (
     scan_bidirectional,
     scan_bidirectional_backward,
 )
-from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.block_mixing import blocks_bidirectional, blocks_from_zero
 from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_bidirectional, toeplitz_causal
 
@@ -43,22 +43,24 @@ class CausalMixing:
     """Parameters rate_RG, weight_RGJ, first (B, R, G, E) or None, count_B in blocks or None; more: the last state."""
 
     def mix(self, sums: Tensor, rate: Tensor, weight: Tensor, first: Any, count_B: Any) -> tuple[Tensor, Any]:
-        return scan(sums, ToeplitzKernel.of(rate, weight), first=first, final=first is not None, count_B=count_B)
+        return scan(
+            sums, ToeplitzKernel.from_parameters(rate, weight), first=first, final=first is not None, count_B=count_B
+        )
 
     def mix_back(
         self, sums: Tensor, grad: Tensor, last: Any, rate: Tensor, weight: Tensor, first: Any, count_B: Any
     ) -> tuple[Any, ...]:
-        return *scan_backward(sums, ToeplitzKernel.of(rate, weight), grad, first, last, count_B), None
+        return *scan_backward(sums, ToeplitzKernel.from_parameters(rate, weight), grad, first, last, count_B), None
 
 
 class BidirectionalMixing:
     """Parameters rate_RG, weight_RGJ."""
 
     def mix(self, sums: Tensor, rate: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        return scan_bidirectional(sums, ToeplitzKernel.of(rate, weight)), None
+        return scan_bidirectional(sums, ToeplitzKernel.from_parameters(rate, weight)), None
 
     def mix_back(self, sums: Tensor, grad: Tensor, _: Any, rate: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        return scan_bidirectional_backward(sums, ToeplitzKernel.of(rate, weight), grad)
+        return scan_bidirectional_backward(sums, ToeplitzKernel.from_parameters(rate, weight), grad)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,14 @@ class BlockMixingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixing: BlockMixing, grid: BlockLayout, q: Tensor, k: Tensor, v: Tensor, own_GJN: Any, *parameters: Any
+        ctx: Any,
+        mixing: BlockMixing,
+        grid: BlockLayout,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own_GJN: Any,
+        *parameters: Any,
     ) -> Any:
         ctx.mixing, ctx.grid = mixing, grid
         ctx.save_for_backward(q, k, v, own_GJN, *parameters)
@@ -104,7 +113,7 @@ class BlockMixingFunction(torch.autograd.Function):
         del mixed
         mixed_grad = grid.sums(q, grad)
         grad_sums, *grads = ctx.mixing.mix_back(sums, mixed_grad, grad_more, *parameters)
-        grad_k, grad_v = grid.back(q, k, v, grad, grad_sums, own_GJN)
+        grad_k, grad_v = grid.backward(q, k, v, grad, grad_sums, own_GJN)
         return None, None, grad_q, grad_k, grad_v, grad_own, *grads
 
 
@@ -153,7 +162,7 @@ def mixing_operand(matrix_GJMM: Tensor, grid: BlockLayout, q: Tensor) -> Tensor:
     return matrix_GJMM[:, :, : grid.blocks, : grid.blocks].to(dtype)
 
 
-@register_kernel(toeplitz_causal, accepts_causal, wins=is_fastest("toeplitz_blocks", TOKENS_READER))
+@register_kernel(toeplitz_causal, accepts_causal, is_faster=is_fastest("toeplitz_blocks", TOKENS_READER))
 def toeplitz_causal_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -166,7 +175,7 @@ def toeplitz_causal_triton(
     block: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
-    grid = BlockLayout.of(start_B, v_BGTV.shape[2], block)
+    grid = BlockLayout.from_start(start_B, v_BGTV.shape[2], block)
     entering, count_blocks = None, None
     if first_BRGFV is not None:
         offset_B = start_B % block
@@ -176,11 +185,13 @@ def toeplitz_causal_triton(
         count_blocks = torch.where(count_B > 0, (offset_B + count_B + block - 1) // block, 0)
     own_GJN = weight_RGJ.float().sum(0).unsqueeze(-1).expand(-1, -1, grid.blocks)
     qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    out, last = BlockMixingFunction.apply(CausalMixing(), grid, *qkv, own_GJN, rate_RG, weight_RGJ, entering, count_blocks)
+    out, last = BlockMixingFunction.apply(
+        CausalMixing(), grid, *qkv, own_GJN, rate_RG, weight_RGJ, entering, count_blocks
+    )
     return out, None if last is None else unpack_state(last, k_BGTF.shape[-1], v_BGTV.shape[-1])
 
 
-@register_kernel(toeplitz_bidirectional, accepts_bidirectional, wins=is_fastest("toeplitz_blocks", TOKENS_READER))
+@register_kernel(toeplitz_bidirectional, accepts_bidirectional, is_faster=is_fastest("toeplitz_blocks", TOKENS_READER))
 def toeplitz_bidirectional_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
@@ -189,7 +200,7 @@ def toeplitz_bidirectional_triton(
     return BlockMixingFunction.apply(BidirectionalMixing(), grid, *qkv, None, rate_RG, weight_RGJ)[0]
 
 
-@register_kernel(blocks_from_zero, accepts_dense, wins=is_fastest("blocks", TOKENS_READER))
+@register_kernel(blocks_from_zero, accepts_dense, is_faster=is_fastest("blocks", TOKENS_READER))
 def blocks_from_zero_triton(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -201,8 +212,12 @@ def blocks_from_zero_triton(
     return out, unpack_state(sums, k_BGTF.shape[-1], v_BGTV.shape[-1]).transpose(1, 2) if keep else None
 
 
-@register_kernel(blocks_bidirectional, accepts_dense, wins=is_fastest("blocks", TOKENS_READER))
-def blocks_bidirectional_triton(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
+@register_kernel(blocks_bidirectional, accepts_dense, is_faster=is_fastest("blocks", TOKENS_READER))
+def blocks_bidirectional_triton(
+    q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int
+) -> Tensor:
     grid = BlockLayout.from_zero(v_BGTV, v_BGTV.shape[2], block)
     qkv = (contiguous_rows(x) for x in (q_BGJTF, k_BGTF, v_BGTV))
-    return BlockMixingFunction.apply(DenseMixing(False), grid, *qkv, None, mixing_operand(matrix_GJMM, grid, q_BGJTF))[0]
+    return BlockMixingFunction.apply(DenseMixing(False), grid, *qkv, None, mixing_operand(matrix_GJMM, grid, q_BGJTF))[
+        0
+    ]

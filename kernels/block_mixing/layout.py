@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.kernels.block_mixing.scan import OPERANDS, next_power_of_2, count_tiles
-from surgery.kernels.block_mixing.tokens import read_blocks_backward, read_blocks, sum_blocks
+from surgery.kernels.block_mixing.scan import OPERANDS, count_tiles, next_power_of_2
+from surgery.kernels.block_mixing.tokens import read_blocks, read_blocks_backward, sum_blocks
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class BlockLayout:
     wide: bool = False
 
     @classmethod
-    def of(cls, start_B: Tensor, length: int, block: int) -> BlockLayout:
+    def from_start(cls, start_B: Tensor, length: int, block: int) -> BlockLayout:
         return cls(start_B, length, block, (block + length - 2) // block + 1)
 
     @classmethod
@@ -89,7 +89,7 @@ class BlockLayout:
         )  # fmt: skip
         return out, None if shares is None else shares.sum((0, -1))
 
-    def back(
+    def backward(
         self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, grad_sums: Tensor, weight_GJN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Gradients of k and v from those of what is read and of the sums."""

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.block_mixing.scan import next_power_of_2, count_tiles
-from surgery.kernels.tuning import is_fastest, STEP_READER
+from surgery.kernels.block_mixing.scan import count_tiles, next_power_of_2
+from surgery.kernels.tuning import STEP_READER, is_fastest
 from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_step
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,12 +54,14 @@ def step_states(
 
 def accepts(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, weight: Tensor, state: Tensor, *_: Any) -> bool:
     """No gradients: of a state that lives on through steps nobody asks them."""
-    fits = all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MAX_FEATURES
+    fits = (
+        all(x.dtype in FLOAT_DTYPES for x in (q, k, v)) and state.dtype == torch.float32 and k.shape[-1] <= MAX_FEATURES
+    )
     asked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, rate, weight, state))
     return fits and not asked and len(rate) <= 16
 
 
-@register_kernel(toeplitz_step, accepts, wins=is_fastest("toeplitz_blocks", STEP_READER))
+@register_kernel(toeplitz_step, accepts, is_faster=is_fastest("toeplitz_blocks", STEP_READER))
 def toeplitz_step_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,

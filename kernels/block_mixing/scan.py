@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
-from surgery.kernels.block_mixing.scan_kernels import scan_tiles, toeplitz_tables, parameter_grad_tiles
+from surgery.kernels.block_mixing.scan_kernels import parameter_grad_tiles, scan_tiles, toeplitz_tables
 from surgery.mixers.masks.toeplitz_block_mixing import block_scan, block_scan_bidirectional
 
 # How operands of dots come, and their precision: half is exact in tf32, whose range does not end at 65,504. Triton's
@@ -37,8 +37,16 @@ class ScanTile:
 
 
 # The fastest of 30 on one H200 (2026-11-21, 12 heads of 64 x 64): 0.80 ms for 16,384 blocks, whose bytes take 0.77.
-SCAN_TILES = {torch.bfloat16: ScanTile(16, 128, 4, 4), torch.float16: ScanTile(16, 64, 4, 3), torch.float32: ScanTile(16, 64, 4, 3)}
-PARAMETER_GRAD_TILES = {torch.bfloat16: ScanTile(32, 64, 4, 4), torch.float16: ScanTile(16, 32, 2, 3), torch.float32: ScanTile(16, 32, 2, 2)}
+SCAN_TILES = {
+    torch.bfloat16: ScanTile(16, 128, 4, 4),
+    torch.float16: ScanTile(16, 64, 4, 3),
+    torch.float32: ScanTile(16, 64, 4, 3),
+}
+PARAMETER_GRAD_TILES = {
+    torch.bfloat16: ScanTile(32, 64, 4, 4),
+    torch.float16: ScanTile(16, 32, 2, 3),
+    torch.float32: ScanTile(16, 32, 2, 2),
+}
 
 
 def count_tiles(size: int, tile: int) -> int:
@@ -58,7 +66,7 @@ class ToeplitzKernel:
     weight_RGJ: Tensor
 
     @classmethod
-    def of(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> ToeplitzKernel:
+    def from_parameters(cls, rate_RG: Tensor, weight_RGJ: Tensor) -> ToeplitzKernel:
         """Without gradients."""
         return cls(rate_RG.float().contiguous(), weight_RGJ.float().contiguous())
 
@@ -146,12 +154,12 @@ class ScanFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, first: Any, count_B: Any) -> Any:
         ctx.save_for_backward(x, rate_RG, weight_RGJ, first, count_B)
         ctx.set_materialize_grads(False)
-        return scan(x, ToeplitzKernel.of(rate_RG, weight_RGJ), first=first, final=True, count_B=count_B)
+        return scan(x, ToeplitzKernel.from_parameters(rate_RG, weight_RGJ), first=first, final=True, count_B=count_B)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_last: Any) -> Any:
         x, rate_RG, weight_RGJ, first, count_B = ctx.saved_tensors
-        kernel = ToeplitzKernel.of(rate_RG, weight_RGJ)
+        kernel = ToeplitzKernel.from_parameters(rate_RG, weight_RGJ)
         if grad is None:
             grad = x.new_zeros(len(x), x.shape[1], weight_RGJ.shape[2], *x.shape[2:])
         weighed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -183,12 +191,12 @@ class BidirectionalScanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
         ctx.save_for_backward(x, rate_RG, weight_RGJ)
-        return scan_bidirectional(x, ToeplitzKernel.of(rate_RG, weight_RGJ))
+        return scan_bidirectional(x, ToeplitzKernel.from_parameters(rate_RG, weight_RGJ))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, rate_RG, weight_RGJ = ctx.saved_tensors
-        return scan_bidirectional_backward(x, ToeplitzKernel.of(rate_RG, weight_RGJ), grad.contiguous())
+        return scan_bidirectional_backward(x, ToeplitzKernel.from_parameters(rate_RG, weight_RGJ), grad.contiguous())
 
 
 def scan_bidirectional(x: Tensor, kernel: ToeplitzKernel, adjoint: bool = False) -> Tensor:

@@ -21,7 +21,16 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.btt import plan as launch
 from surgery.kernels.btt.decode import TOKENS_PER_PROGRAM, decode_btt
 from surgery.kernels.btt.to_dense import MAX_BLOCK, DenseFunction, from_dense
-from surgery.kernels.tuning import IMPLEMENTATIONS, TuningQuery, CallReader, Implementation, is_fastest, training_pass, named_sizes, three_tensor_key
+from surgery.kernels.tuning import (
+    IMPLEMENTATIONS,
+    CallReader,
+    Implementation,
+    TuningQuery,
+    is_fastest,
+    named_sizes,
+    three_tensor_key,
+    training_pass,
+)
 from surgery.structures.btt import btt_linear
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
@@ -48,8 +57,10 @@ def tuning_query(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor 
     """What kernels/tuning.json is asked for."""
     (c, d, b, s), in_ = right_cdbs.shape, x.shape[-1]
     at = named_sizes(tokens=x.numel() // in_, inputs=in_, outputs=out, rank=s, rows=b, columns=c)
-    ways: tuple[Implementation, ...] = IMPLEMENTATIONS if max(d, left_bcsa.shape[3]) <= MAX_BLOCK else ("kernel", "reference")
-    return TuningQuery(training_pass(x, right_cdbs, left_bcsa), at, x, ways)
+    implementations: tuple[Implementation, ...] = (
+        IMPLEMENTATIONS if max(d, left_bcsa.shape[3]) <= MAX_BLOCK else ("kernel", "reference")
+    )
+    return TuningQuery(training_pass(x, right_cdbs, left_bcsa), at, x, implementations)
 
 
 CALL_READER = CallReader(tuning_query, three_tensor_key)
@@ -64,10 +75,13 @@ def is_faster_by_rule(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Te
         return True
     if max(a, d) > MAX_BLOCK:
         return rows >= LARGE_BLOCK_ROWS and min(a, d) >= MIN_BLOCK and max(a, d) <= TOO_LARGE_BLOCK
-    return rows * (KERNEL_SLOWDOWN * b * c * s * (max(a, MIN_BLOCK) + max(d, MIN_BLOCK)) - dense) < DENSE_BUILD_ROWS * dense
+    return (
+        rows * (KERNEL_SLOWDOWN * b * c * s * (max(a, MIN_BLOCK) + max(d, MIN_BLOCK)) - dense)
+        < DENSE_BUILD_ROWS * dense
+    )
 
 
-@register_kernel(btt_linear, accepts=accepts, wins=is_fastest("btt", CALL_READER, otherwise=is_faster_by_rule))
+@register_kernel(btt_linear, accepts=accepts, is_faster=is_fastest("btt", CALL_READER, otherwise=is_faster_by_rule))
 def btt_linear_triton(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -96,8 +110,8 @@ def accepts_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor
 @register_kernel(
     btt_linear,
     accepts=accepts_dense,
-    wins=is_fastest("btt", CALL_READER, "dense", lambda *args: not is_faster_by_rule(*args)),
-    way="dense",
+    is_faster=is_fastest("btt", CALL_READER, "dense", lambda *args: not is_faster_by_rule(*args)),
+    implementation="dense",
 )
 def btt_linear_dense(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
     """The matrix multiplied out, then the library's product: for many tokens and high ranks."""

@@ -144,7 +144,7 @@ def _spread(
     BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, D_ONCE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`format_count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
+    """`count` tiles from `first` on, of x (N, IN); z begins at the first of them."""
     j = tile_j * BJ + tl.arange(0, BJ)
     d = tl.arange(0, BD)
     n = tl.arange(0, BN)
@@ -192,7 +192,7 @@ def _gather(
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, K_ONCE: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, ONCE: tl.constexpr, flag, needed,
 ):  # fmt: skip
-    """`format_count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
+    """`count` tiles from `first` on, of y (N, OUT); z begins at the first of them."""
     a = tile_a * BA + tl.arange(0, BA)
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
@@ -270,7 +270,7 @@ def _core_gradient(
     z, y, g, group, tile_k, tile_a, first, count, N, OUT, A, K, groups, y_n, y_o, g_g, g_k, g_a,
     BN: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums `format_count` tiles from `first` on; z and y begin at the first token of all."""
+    """Sums `count` tiles from `first` on; z and y begin at the first token of all."""
     k = tile_k * BK + tl.arange(0, BK)
     a = tile_a * BA + tl.arange(0, BA)
     n = tl.arange(0, BN)

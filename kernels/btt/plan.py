@@ -216,9 +216,15 @@ def gradient_plan(
 
 
 def launch_gradients(
-    x_NI: Tensor, right: Tensor, left: Tensor, dy_NO: Tensor, dx_NI: Tensor | None, exact: bool, t: BTTTiles | None = None
+    x_NI: Tensor,
+    right: Tensor,
+    left: Tensor,
+    dy_NO: Tensor,
+    dx_NI: Tensor | None,
+    exact: bool,
+    t: BTTTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Those of right and left, in float32 if `accumulation_dtype`, and dx where it has room: two launches."""
+    """Those of right and left, in float32 if `exact`, and dx where it has room: two launches."""
     of_x, of_y = core_sides(right.shape, left.shape)
     (N, in_), out, size = x_NI.shape, dy_NO.shape[1], x_NI.element_size()
     strides, of_dx = (*x_NI.stride(), *dy_NO.stride()), None if dx_NI is None else dx_NI.stride()

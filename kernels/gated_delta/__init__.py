@@ -23,7 +23,7 @@ from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.gated_delta import output as chunks
 from surgery.kernels.gated_delta import states, wy
 from surgery.kernels.gated_delta.layout import MOST_HEADS, DeltaSizes, make_sizes
-from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.semiseparable import semiseparable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,7 +129,7 @@ def accepts(
     )
 
 
-@register_kernel(semiseparable, accepts=accepts, wins=is_fastest("gates delta", TOKENS_READER))
+@register_kernel(semiseparable, accepts=accepts, is_faster=is_fastest("gates delta", TOKENS_READER))
 def semiseparable_delta(
     q: Tensor,
     k: Tensor,

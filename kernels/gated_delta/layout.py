@@ -182,7 +182,9 @@ def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
     return max(1, -(-(v_BGTV.shape[2] + spare) // C))
 
 
-def make_sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None) -> DeltaSizes:
+def make_sizes(
+    q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, start_B: Tensor | None, cu_seqlens: Tensor | None
+) -> DeltaSizes:
     """start None: rows begin at position 0. No word of what is on the device is waited for."""
     batch, G, J, T, K = q_BGJTF.shape
     device = q_BGJTF.device

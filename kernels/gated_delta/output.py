@@ -15,14 +15,14 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
     DeltaSizes,
-    program_chunk,
     decay_from_start,
     decay_mask,
-    load_matrix,
-    store_tile,
-    store_matrix,
-    load_tile,
     decay_to_end,
+    load_matrix,
+    load_tile,
+    program_chunk,
+    store_matrix,
+    store_tile,
 )
 
 

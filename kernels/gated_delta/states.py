@@ -16,16 +16,16 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
     DeltaSizes,
-    program_chunk,
+    chunk_tokens,
     count_chunks,
     decay_from_start,
     decay_mask,
+    decay_to_end,
     load_matrix,
-    store_matrix,
     load_row,
     load_tile,
-    decay_to_end,
-    chunk_tokens,
+    program_chunk,
+    store_matrix,
 )
 
 

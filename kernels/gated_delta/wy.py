@@ -20,15 +20,15 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
     DeltaSizes,
-    program_chunk,
     count_chunks,
     decay_from_start,
     decay_mask,
     load_matrix,
-    store_tile,
-    store_matrix,
     load_row,
     load_tile,
+    program_chunk,
+    store_matrix,
+    store_tile,
 )
 
 

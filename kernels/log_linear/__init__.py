@@ -21,46 +21,46 @@ from surgery.kernels.ssd.backward import add_passing_gradients
 from surgery.kernels.ssd.layout import (
     ChunkTable,
     TokenTensors,
-    fits_kernels,
-    limit_chunk,
-    gate_sums,
-    run_sliced,
     empty_out,
     empty_states,
-    reduce_shared,
+    fits_kernels,
+    gate_sums,
     launch_read,
     launch_read_grad,
-    unit_last_stride,
     launch_write_grad,
+    limit_chunk,
+    reduce_shared,
+    run_sliced,
+    unit_last_stride,
 )
-from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.log_linear import levels_after, log_linear
 from surgery.mixers.masks.log_linear_chunked import bit_length
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, lay: ChunkTable
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor, levels: int, table: ChunkTable
 ) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, final_SLGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL."""
-    of = TokenTensors.of(q, k, v, gate_sums(lay, gates), level)
-    slots, totals, _, final = launch_build_slots(lay, of, closing_S, levels)
-    return launch_read(lay, of, slots, totals), final
+    tokens = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates), level)
+    slots, totals, _, final = launch_build_slots(table, tokens, closing_S, levels)
+    return launch_read(table, tokens, slots, totals), final
 
 
 def backward(
     d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing_S: Tensor,
-    levels: int, lay: ChunkTable,
+    levels: int, table: ChunkTable,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    of, d_out = TokenTensors.of(q, k, v, gate_sums(lay, gates), level), unit_last_stride(d_out)
-    slots, totals, rights, _ = launch_build_slots(lay, of, closing_S, 0)
-    d_q, d_level, pull, shares = launch_read_grad(lay, of, slots, totals, d_out)
+    tokens, d_out = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates), level), unit_last_stride(d_out)
+    slots, totals, rights, _ = launch_build_slots(table, tokens, closing_S, 0)
+    d_q, d_level, pull, shares = launch_read_grad(table, tokens, slots, totals, d_out)
     d_q = reduce_shared(d_q, q)
-    d_slots = launch_slot_gradients(lay, of, d_out, d_final.contiguous(), closing_S)
-    d_k, d_v, d_gates, passing = launch_write_grad(lay, of, slots, d_slots, rights, d_out, pull, levels > 0)
+    d_slots = launch_slot_gradients(table, tokens, d_out, d_final.contiguous(), closing_S)
+    d_k, d_v, d_gates, passing = launch_write_grad(table, tokens, slots, d_slots, rights, d_out, pull, levels > 0)
     groups, per_group, of_tree, _ = shares.shape
-    add_passing_gradients[(lay.places, groups)](
-        shares, passing, d_gates, *lay.tables(), lay.count, lay.length, lay.places, of_tree, per_group,
-        *d_gates.stride(), C=lay.chunk, VARLEN=lay.varlen, BLOCK=128, num_warps=1,
+    add_passing_gradients[(table.places, groups)](
+        shares, passing, d_gates, *table.tables(), table.count, table.length, table.places, of_tree, per_group,
+        *d_gates.stride(), C=table.chunk, VARLEN=table.varlen, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return d_q, reduce_shared(d_k, k), d_v, d_gates, d_level, None, None
 
@@ -68,28 +68,30 @@ def backward(
 class LogLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.levels, ctx.lay = args
+        *tensors, ctx.levels, ctx.table = args
         ctx.save_for_backward(*tensors)
         return forward(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.lay), None
+        return *backward(*grads, *ctx.saved_tensors, ctx.levels, ctx.table), None
 
 
-def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any) -> Any:
+def _fake_outputs(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, closing: Tensor, levels: int, *_: Any
+) -> Any:
     return empty_out(q, v), empty_states(k, v, len(closing), levels)
 
 
 LOG_LINEAR_OP = CustomOp(
     "log_linear",
     f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor level, Tensor closing, int levels, {ChunkTable.SCHEMA}",
-    lambda q, k, v, gates, level, closing, levels, *lay: forward(
-        q, k, v, gates, level, closing, levels, ChunkTable.again(v, *lay)
+    lambda q, k, v, gates, level, closing, levels, *table: forward(
+        q, k, v, gates, level, closing, levels, ChunkTable.from_schema(v, *table)
     ),
-    lambda d_out, d_final, q, k, v, gates, level, closing, levels, *lay: (
-        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, ChunkTable.again(v, *lay)),
-        *[None] * len(lay),
+    lambda d_out, d_final, q, k, v, gates, level, closing, levels, *table: (
+        *backward(d_out, d_final, q, k, v, gates, level, closing, levels, ChunkTable.from_schema(v, *table)),
+        *[None] * len(table),
     ),
     _fake_outputs,
 )
@@ -109,22 +111,28 @@ def log_linear_chunks(
     heads. cu_seqlens: sequences packed into one row, B = 1, from position 0 each."""
     batch, length, chunk = len(v_BGTV), v_BGTV.shape[2], limit_chunk(chunk)
     if cu_seqlens is not None:
-        lay = ChunkTable.packed(cu_seqlens, length, chunk)
+        table = ChunkTable.from_cu_seqlens(cu_seqlens, length, chunk)
     elif start_B is None:
-        lay = ChunkTable.rows(torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True)
+        table = ChunkTable.from_rows(
+            torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device), length, chunk, aligned=True
+        )
     else:
-        lay = ChunkTable.rows(start_B, length, chunk)
-    return _apply(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, lay, lay.start_B, 0)[0]
+        table = ChunkTable.from_rows(start_B, length, chunk)
+    return _apply(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL, table, table.start_B, 0)[0]
 
 
 def _apply(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, lay: ChunkTable, closing_S: Tensor, levels: int
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, level: Tensor, table: ChunkTable, closing_S: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
     gates, level = gates.float().expand(v.shape[:3]), level.float()
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: slice) -> tuple[Tensor, Tensor]:
         given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates, level, closing_S, levels
-        return LOG_LINEAR_OP(*given, *lay.plainly()) if torch.compiler.is_compiling() else LogLinear.apply(*given, lay)
+        return (
+            LOG_LINEAR_OP(*given, *table.to_schema())
+            if torch.compiler.is_compiling()
+            else LogLinear.apply(*given, table)
+        )
 
     return run_sliced(run, q, k, v)
 
@@ -133,7 +141,7 @@ def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, level: T
     return beta is None and fits_kernels(q, k, v, rest[3])
 
 
-@register_kernel(log_linear, accepts=_accepts, wins=is_fastest("hierarchical", TOKENS_READER))
+@register_kernel(log_linear, accepts=_accepts, is_faster=is_fastest("hierarchical", TOKENS_READER))
 def log_linear_triton(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,
@@ -147,19 +155,19 @@ def log_linear_triton(
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    lay = ChunkTable.rows(start_B, v_BGTV.shape[2], limit_chunk(chunk))
+    table = ChunkTable.from_rows(start_B, v_BGTV.shape[2], limit_chunk(chunk))
     end_B = start_B + count_B
     if buckets_BLGFV is None:
         levels = 0
     elif levels is None:
         levels = levels_after(buckets_BLGFV, start_B, count_B)
-    high = max(0, levels - lay.bits)
+    high = max(0, levels - table.bits)
     tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BGT, level_BTGJL
-    out_BGJTV, final_BLGFV = _apply(*tokens, lay, end_B >> lay.bits, high)
+    out_BGJTV, final_BLGFV = _apply(*tokens, table, end_B >> table.bits, high)
     if buckets_BLGFV is None:
         return out_BGJTV, None
     gates_BGT = gates_BGT.float().expand(v_BGTV.shape[:3])
-    left = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, lay.bits)
+    left = _FinalBuckets(k_BGTF, v_BGTV, gates_BGT, start_B, end_B, table.bits)
     after = F.pad(left.low(), (0, 0, 0, 0, 0, 0, 0, high))[:, :levels] + left.high(final_BLGFV, levels)
     if buckets_BLGFV.shape[1]:
         brought = _InitialBuckets(buckets_BLGFV.float(), gates_BGT, start_B, end_B)

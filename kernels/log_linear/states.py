@@ -11,8 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd.chunk import load_chunk, chunk_state, lowest_bit, load_sequence, load_gate_sums, program_tile, load_gate_total
-from surgery.kernels.ssd.layout import ChunkTable, TokenTensors, level_strides, power_of_two, product_options, state_dtype
+from surgery.kernels.ssd.chunk import (
+    chunk_state,
+    load_chunk,
+    load_gate_sums,
+    load_gate_total,
+    load_sequence,
+    lowest_bit,
+    program_tile,
+)
+from surgery.kernels.ssd.layout import (
+    ChunkTable,
+    TokenTensors,
+    level_strides,
+    power_of_two,
+    product_options,
+    state_dtype,
+)
 
 # Tiles of `grow` and of `slot_gradients`, and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128,
 # V = 64, T = 8192.
@@ -168,44 +183,48 @@ def slot_gradients(
         tl.store(d_slots + (g * M + m) * F * V + tile_KV, acc_KV.to(d_slots.dtype.element_ty), mask=inside_KV)
 
 
-def launch_build_slots(lay: ChunkTable, of: TokenTensors, closing_S: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_build_slots(
+    table: ChunkTable, tokens: TokenTensors, closing_S: Tensor, levels: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(slots_GMFV, totals_GM, rights_GM, final_SLGFV), see `grow`: final for chunks closing_S, `levels` of them."""
-    groups, _, features, values = of.sizes
-    slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
-    totals, rights = (of.sums.new_empty(groups, lay.places) for _ in range(2))
-    tops = of.sums.new_empty(groups, lay.units(3), features, values)
-    final = of.sums.new_zeros(lay.seqs, levels, groups, features, values)
+    groups, _, features, values = tokens.sizes
+    slots = tokens.v.new_empty(groups, table.places, features, values, dtype=state_dtype(tokens.v.dtype))
+    totals, rights = (tokens.sums.new_empty(groups, table.places) for _ in range(2))
+    tops = tokens.sums.new_empty(groups, table.units(3), features, values)
+    final = tokens.sums.new_zeros(table.seqs, levels, groups, features, values)
     block_k, block_v = min(power_of_two(features), BLOCK_K), min(power_of_two(values), BLOCK_V)
     tiles, shift = triton.cdiv(features, block_k) * triton.cdiv(values, block_v), 0
-    launches = -(-max(lay.most - 1, 1).bit_length() // 3)
-    gates = of.sums.new_empty(
-        launches, groups, lay.units(3)
+    launches = -(-max(table.most - 1, 1).bit_length() // 3)
+    gates = tokens.sums.new_empty(
+        launches, groups, table.units(3)
     )  # apart: programs of other tiles still read the last one's
-    while shift == 0 or lay.most > 1 << shift:
-        build_slots[(lay.units(shift + 3), groups, tiles)](
-            of.k, of.v, of.sums, slots, totals, rights, tops, gates[shift // 3], final, closing_S,
-            *lay.tables(shift + 3), lay.count, lay.length, lay.places, lay.units(3), shift, levels, groups,
-            *of.k.stride()[:3], *of.v.stride()[:3], F=features, V=values, C=lay.chunk, BK=block_k,
-            BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=lay.varlen, **product_options(of.v.dtype),
+    while shift == 0 or table.most > 1 << shift:
+        build_slots[(table.units(shift + 3), groups, tiles)](
+            tokens.k, tokens.v, tokens.sums, slots, totals, rights, tops, gates[shift // 3], final, closing_S,
+            *table.tables(shift + 3), table.count, table.length, table.places, table.units(3), shift, levels, groups,
+            *tokens.k.stride()[:3], *tokens.v.stride()[:3], F=features, V=values, C=table.chunk, BK=block_k,
+            BV=block_v, LEAVES=shift == 0, FINAL=levels > 0, VARLEN=table.varlen, **product_options(tokens.v.dtype),
             num_warps=4,
         )  # fmt: skip
         shift += 3
     return slots, totals, rights, final
 
 
-def launch_slot_gradients(lay: ChunkTable, of: TokenTensors, d_out: Tensor, d_final: Tensor, closing_S: Tensor) -> Tensor:
+def launch_slot_gradients(
+    table: ChunkTable, tokens: TokenTensors, d_out: Tensor, d_final: Tensor, closing_S: Tensor
+) -> Tensor:
     """d_slots_GMFV, see `slot_gradients`."""
-    assert of.level is not None
-    groups, per_group, features, values = of.sizes
-    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
+    assert tokens.level is not None
+    groups, per_group, features, values = tokens.sizes
+    d_slots = tokens.v.new_empty(groups, table.places, features, values, dtype=state_dtype(tokens.v.dtype))
     block_k, block_v = min(power_of_two(features), READ_K), min(power_of_two(values), READ_V)
     tiles = triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
-    order = max(lay.count - 1, 0).bit_length()
-    slot_gradients[(lay.places if lay.varlen else lay.seqs << order, groups, tiles)](
-        of.q, of.sums, of.level, d_out, d_final, d_slots, closing_S, *lay.tables(), lay.count, lay.length, lay.places,
-        order, d_final.shape[1], groups, per_group, *of.q.stride()[:4], *level_strides(of.level), *d_out.stride()[:4],
-        F=features, V=values, C=lay.chunk, BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        FINAL=d_final.shape[1] > 0, VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES,
+    order = max(table.count - 1, 0).bit_length()
+    slot_gradients[(table.places if table.varlen else table.seqs << order, groups, tiles)](
+        tokens.q, tokens.sums, tokens.level, d_out, d_final, d_slots, closing_S, *table.tables(), table.count, table.length, table.places,
+        order, d_final.shape[1], groups, per_group, *tokens.q.stride()[:4], *level_strides(tokens.level), *d_out.stride()[:4],
+        F=features, V=values, C=table.chunk, BITS=table.bits, BK=block_k, BV=block_v, LAST=tokens.last,
+        FINAL=d_final.shape[1] > 0, VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
     return d_slots

@@ -22,10 +22,10 @@ from torch import Tensor
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.gated_delta import DEFAULT_CHUNK, DTYPES, unit_last_stride
-from surgery.kernels.gated_delta.layout import MAX_LEVELS, MOST_HEADS, DeltaSizes, limit_chunk, max_chunks, make_sizes
+from surgery.kernels.gated_delta.layout import MAX_LEVELS, MOST_HEADS, DeltaSizes, limit_chunk, make_sizes, max_chunks
 from surgery.kernels.log_linear_delta.boundary import BoundaryChunk, final_buckets
 from surgery.kernels.log_linear_delta.plan import DeltaCall
-from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.log_linear import levels_after, log_linear
 
 ALL_LEVELS = MAX_LEVELS  # where no bit of a chunk's index may be dropped
@@ -85,7 +85,7 @@ def _apply(
     inputs: tuple[Tensor, ...], beside: tuple[Tensor | None, ...], chunk: int, start: Tensor | None,
     ends: Tensor | None, levels: int | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(out_BGJTV, the buckets behind). beside: bucket, extra, end, see `AttentionCall`. levels None: those the chunks need."""
+    """(out_BGJTV, the buckets behind). beside: bucket, extra, end, see `DeltaCall`. levels None: those the chunks need."""
     q, _, v = inputs[:3]
     if levels is None:
         N = max_chunks(v, chunk, start)
@@ -111,7 +111,9 @@ def log_linear_delta(
 ) -> Tensor:
     """out_BGJTV in v's dtype, nothing before the tokens. start: positions of the rows' first tokens, None: 0.
     cu_seqlens: borders of sequences packed in one row (B = 1), each with a past of its own."""
-    assert q_BGJTK.shape[-1] <= MAX_FEATURES, f"log_linear_delta takes up to {MAX_FEATURES} features, not {q_BGJTK.shape[-1]}"
+    assert q_BGJTK.shape[-1] <= MAX_FEATURES, (
+        f"log_linear_delta takes up to {MAX_FEATURES} features, not {q_BGJTK.shape[-1]}"
+    )
     gates = gates_BGT.expand(v_BGTV.shape[:3])
     inputs = unit_last_stride(q_BGJTK), unit_last_stride(k_BGTK), unit_last_stride(v_BGTV), beta_BGT, gates, level_BTGJL
     return _apply(inputs, (None, None, None), chunk, start_B, cu_seqlens, None)[0]
@@ -128,13 +130,13 @@ def run_with_buckets(
     C = limit_chunk(v, chunk)
     bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
     at_B, slot_B, low = start_B >> bits, start_B % C, buckets[:, :bits]
-    first = BoundaryChunk.of(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)
+    first = BoundaryChunk.from_tokens(tokens, level_BTGJL, start_B, count_B, at_B, slot_B, bits)
     low_BlGKV = first.through(low)
     brought = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
     inputs = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level_BTGJL
     beside = brought.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
     out, after = _apply(inputs, beside, chunk, start_B, None, high)
-    last = BoundaryChunk.of(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % C, bits)
+    last = BoundaryChunk.from_tokens(tokens, level_BTGJL, start_B, count_B, end_B >> bits, end_B % C, bits)
     own = last.low() + final_buckets(first, low_BlGKV, end_B, at_B)
     out = out + first.reads(low, T).to(out.dtype) if low.shape[1] else out
     return out, torch.cat([own, after.transpose(0, 1)], 1)[:, :levels]
@@ -154,7 +156,7 @@ def accepts(
     )
 
 
-@register_kernel(log_linear, accepts=accepts, wins=is_fastest("hierarchical delta", TOKENS_READER))
+@register_kernel(log_linear, accepts=accepts, is_faster=is_fastest("hierarchical delta", TOKENS_READER))
 def log_linear_delta_triton(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Tensor, level: Tensor, start: Tensor,
     buckets: Tensor | None, count: Tensor, chunk: int, levels: int | None = None,

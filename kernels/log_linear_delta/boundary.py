@@ -30,7 +30,7 @@ class BoundaryChunk:
     bits: int
 
     @classmethod
-    def of(
+    def from_tokens(
         cls, tokens: tuple[Tensor, ...], level_BTGJL: Tensor, start_B: Tensor, count_B: Tensor, at_B: Tensor,
         slot_B: Tensor, bits: int,
     ) -> BoundaryChunk:  # fmt: skip

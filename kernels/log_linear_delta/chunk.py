@@ -13,7 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from surgery.kernels.gated_delta.layout import program_chunk, decay_from_start, decay_mask, load_matrix, program_chunk_index, store_tile, store_matrix, load_tile
+from surgery.kernels.gated_delta.layout import (
+    decay_from_start,
+    decay_mask,
+    load_matrix,
+    load_tile,
+    program_chunk,
+    program_chunk_index,
+    store_matrix,
+    store_tile,
+)
 from surgery.kernels.log_linear_delta.levels import first_chunk, has_left, lambda_at
 
 

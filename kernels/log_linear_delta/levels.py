@@ -30,15 +30,15 @@ import triton
 import triton.language as tl
 
 from surgery.kernels.gated_delta.layout import (
-    program_chunk,
+    chunk_tokens,
     count_chunks,
+    decay_to_end,
     load_matrix,
-    program_chunk_index,
-    store_matrix,
     load_row,
     load_tile,
-    decay_to_end,
-    chunk_tokens,
+    program_chunk,
+    program_chunk_index,
+    store_matrix,
 )
 
 

@@ -80,12 +80,12 @@ class DeltaCall:
         size = max(2, int(memory * share) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
         return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
 
-    def kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
+    def allocate_kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
         s = self.s
         most = max(high - low for low, high in groups)
         return torch.empty(most, s.most[0], s.G, s.V, size, dtype=s.dtype, device=self.k.device)
 
-    def prepared(self) -> tuple[WYTerms, Tensor | None]:
+    def prepare(self) -> tuple[WYTerms, Tensor | None]:
         """What there is of each chunk by itself, and the chunks' own states where `climb` takes them."""
         own = None if self.fused else self.state(0)
         terms = WYTerms(*wy.forward(self.k, self.v, self.beta, self.gates, self.s, own))
@@ -150,10 +150,10 @@ class DeltaCall:
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """(out_BGJTV, the buckets behind the tokens)."""
-        t, state = self.prepared()
+        t, state = self.prepare()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups(FORWARD_MEMORY_SHARE)
-        kept, wide = self.kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
+        kept, wide = self.allocate_kept(groups, self.s.K), self.v.dtype if len(groups) == 1 else torch.float32
         out = torch.empty(*self.q.shape[:4], self.s.V, dtype=wide, device=self.k.device)
         for low, high in groups:
             state = self.climb(t, low, high, state, kept, after)
@@ -185,10 +185,10 @@ class DeltaCall:
     def backward(self, do: Tensor, dafter: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, beta, gates, level, bucket, extra."""
         s = self.s
-        t, state = self.prepared()
+        t, state = self.prepare()
         read = self.reads(t)
         groups, starts = self.groups(BACKWARD_MEMORY_SHARE), []
-        kept, passed = self.kept(groups, s.K), self.kept(groups, s.C)
+        kept, passed = self.allocate_kept(groups, s.K), self.allocate_kept(groups, s.C)
         for low, high in groups:
             starts.append(state)
             state = self.climb(t, low, high, state, kept, None, passed)

@@ -19,13 +19,24 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.mlr_attention.backward import mlr_keys, mlr_queries
 from surgery.kernels.mlr_attention.decode import MAX_LEVELS, launch_decode
 from surgery.kernels.mlr_attention.forward import mlr_forward
-from surgery.kernels.mlr_attention.plan import MLRPlan, AttentionTiles, backward_tiles, forward_tiles
-from surgery.kernels.tuning import TuningQuery, CallReader, is_capturing, is_fastest, training_pass, named_sizes, step_pass
+from surgery.kernels.mlr_attention.plan import AttentionTiles, MLRPlan, backward_tiles, forward_tiles
+from surgery.kernels.tuning import (
+    CallReader,
+    TuningQuery,
+    is_capturing,
+    is_fastest,
+    named_sizes,
+    step_pass,
+    training_pass,
+)
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.kv_layout import KVLayout
 from surgery.mixers.common.softmax import ScoreTerm, attend
 
-HAS_CONSTEXPR_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)  # kernels index constants
+HAS_CONSTEXPR_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (
+    3,
+    4,
+)  # kernels index constants
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DECODE_ROWS = 64  # queries and heads that share keys, of a step
 MAX_DIMS = 256  # of keys and of values, at most
@@ -191,7 +202,12 @@ def align_rows(x: Tensor) -> Tensor:
 
 
 def accepts(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Tensor | None = None,
+    p: float = 0.0,
 ) -> bool:
     """Causal, sizes and dtypes that tiles take; levels one in another."""
     first, extents = terms[0], [term.extent for term in terms[1:]]
@@ -209,7 +225,7 @@ def accepts(
         and all(term.scale_BGJS is None for term in terms)
         and first.extent is None
         and first.bias_GJ is None
-        and first.k_BGSR.shape[2] == frame.slots
+        and first.k_BGSR.shape[2] == layout.slots
         and min(ranks) > 0
         and v_BGSV.shape[1] * first.q_BGJTR.shape[2] <= LANES
         and sum(ranks) <= MAX_DIMS
@@ -228,47 +244,54 @@ def is_nested(extents: list[int | None], form: str) -> bool:
     return all(b <= a and (form != "nested" or a % b == 0) for a, b in pairs)
 
 
-def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> TuningQuery:
+def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> TuningQuery:
     """What kernels/tuning.json is asked for."""
     first, levels = terms[0].q_BGJTR, len(terms)
     lanes = len(v_BGSV) * first.shape[1] * first.shape[2]
-    if is_decode_step(terms, v_BGSV, frame):
-        return TuningQuery(step_pass(v_BGSV), named_sizes(lanes=lanes, context=frame.slots, levels=levels), v_BGSV)
+    if is_decode_step(terms, v_BGSV, layout):
+        return TuningQuery(step_pass(v_BGSV), named_sizes(lanes=lanes, context=layout.slots, levels=levels), v_BGSV)
     parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
-    return TuningQuery(training_pass(v_BGSV, *parts), named_sizes(lanes=lanes, tokens=frame.queries, levels=levels), v_BGSV)
+    return TuningQuery(
+        training_pass(v_BGSV, *parts), named_sizes(lanes=lanes, tokens=layout.queries, levels=levels), v_BGSV
+    )
 
 
-def tuning_key(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> Hashable:
+def tuning_key(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> Hashable:
     """A context that grows asks anew at its doublings."""
     q, grad = terms[0].q_BGJTR, torch.is_grad_enabled() and any(t.q_BGJTR.requires_grad for t in terms)
-    size = (q.shape, frame.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
+    size = (q.shape, layout.slots.bit_length(), len(terms), v_BGSV.shape[-1], v_BGSV.dtype, v_BGSV.get_device())
     return *size, grad or v_BGSV.requires_grad, is_capturing(v_BGSV), torch.is_autocast_enabled()
 
 
-@register_kernel(attend, accepts=accepts, wins=is_fastest("mlr", CallReader(tuning_query, tuning_key)))
+@register_kernel(attend, accepts=accepts, is_faster=is_fastest("mlr", CallReader(tuning_query, tuning_key)))
 def mlr_attend(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Tensor | None = None,
+    p: float = 0.0,
 ) -> Tensor:
     """out_BHTV."""
     levels = len(terms)
     ranks = tuple(term.q_BGJTR.shape[-1] for term in terms)
     extents = tuple(int(term.extent or 1) for term in terms[1:])
     nested = levels > 1 and terms[1].form == "nested"
-    plan = MLRPlan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, frame.holes)
-    if is_decode_step(terms, v_BGSV, frame):
+    plan = MLRPlan(ranks, extents, nested, shape.window, shape.softcap, shape.scaling, layout.holes)
+    if is_decode_step(terms, v_BGSV, layout):
         q_BGJTR, keys = join_levels(tuple(term.q_BGJTR for term in terms)), [term.k_BGSR for term in terms]
-        return launch_decode(q_BGJTR, keys, v_BGSV, stack_biases(terms), frame.end_B, plan)
+        return launch_decode(q_BGJTR, keys, v_BGSV, stack_biases(terms), layout.end_B, plan)
     parts, biases = [term.q_BGJTR.flatten(1, 2) for term in terms], cumulative_biases(terms)
-    plan, gone = plan.merged(frame.slots)
+    plan, gone = plan.merge_levels(layout.slots)
     biases = None if biases is None else biases[:, gone:].contiguous()
-    return MLRAttentionFunction.apply(plan, frame.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
+    return MLRAttentionFunction.apply(plan, layout.end_B, biases, v_BGSV, *parts, *(term.k_BGSR for term in terms))
 
 
-def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout) -> bool:
+def is_decode_step(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout) -> bool:
     """Whether these are a few queries against a cache, and nobody asks for gradients."""
     tensors = [v_BGSV, *(x for term in terms for x in term if isinstance(x, Tensor))]
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    few = frame.queries * terms[0].q_BGJTR.shape[2] <= MAX_DECODE_ROWS and frame.queries < frame.slots
+    few = layout.queries * terms[0].q_BGJTR.shape[2] <= MAX_DECODE_ROWS and layout.queries < layout.slots
     return few and not learns and len(terms) <= MAX_LEVELS
 
 

@@ -22,18 +22,18 @@ import triton.language as tl
 
 from surgery.kernels.mlr_attention.tiles import (
     add_bias_gradients,
-    mask_dims,
-    softcap,
-    tile_levels,
-    first_position,
     add_product,
-    store_rows,
-    load_rows,
-    tile_gradients,
-    remaining_tile,
-    tile_score,
     count_remaining_tiles,
+    first_position,
+    load_rows,
+    mask_dims,
     pick_zone,
+    remaining_tile,
+    softcap,
+    store_rows,
+    tile_gradients,
+    tile_levels,
+    tile_score,
 )
 
 
@@ -78,7 +78,9 @@ def walk_keys(
             k_NB = load_rows(k, tile * N + lead, stride_k, q_ok_M, N, B, A, R, False) if B > 0 else k_NA
             score = add_product(tl.zeros([M, N], tl.float32), q_MA, q_MB, k_NA, k_NB, 0, R, A, B, True, PRECISION)
             pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-            weight, bare, bend = score_gradients(score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP)
+            weight, bare, bend = score_gradients(
+                score, bias, lse_M[:, None], pull, delta_M[:, None], None, scale, False, CAP
+            )
             if DBIAS:
                 total_M += tl.sum(bare * bend, 1)
                 mass_M += tl.sum(weight * bend, 1)
@@ -155,7 +157,9 @@ def mlr_queries(
     q_MA = load_rows(q, row, stride_q, ok_M, M, A, 0, R, True)
     q_MB = load_rows(q, row, stride_q, ok_M, M, B, A, R, True) if B > 0 else q_MA
     tile_first = first_position(t_first, first, window, 0, EXTENTS, NESTED, WINDOWED) // N
-    left = count_remaining_tiles(t_last // N + 1 - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
+    left = count_remaining_tiles(
+        t_last // N + 1 - tile_first, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1
+    )
     for at in tl.range(0, left):
         tile = remaining_tile(tile_first + at, t_first, t_last, first, window, EXTENTS, L, NESTED, WINDOWED, N, 1)
         s_N = tile * N + tl.arange(0, N)
@@ -170,7 +174,9 @@ def mlr_queries(
         pull = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
         low_M = first_position(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[None, :] <= t_M[:, None]) & (s_N[None, :] >= low_M[:, None])
-        weight, bare, bend = score_gradients(score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP)
+        weight, bare, bend = score_gradients(
+            score, bias, lse_M[:, None], pull, delta_M[:, None], seen, scale, True, CAP
+        )
         if DBIAS:
             eps_M += tl.sum(bare, 1)
             add_bias_gradients(
@@ -190,7 +196,9 @@ def mlr_queries(
 
 
 @triton.jit
-def last_query(s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
+def last_query(
+    s, end, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr
+):
     """Behind the last query that has the level with key s; level 0: that sees s."""
     high = s * 0 + end
     if WINDOWED:
@@ -241,7 +249,9 @@ def walk_queries(
             lse_M = tl.load(lse + row + tl.arange(0, M))
             delta_M = tl.load(delta + row + tl.arange(0, M))
             pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
-            weight, bare, bend = score_gradients(score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP)
+            weight, bare, bend = score_gradients(
+                score, bias, lse_M[None, :], pull, delta_M[None, :], None, scale, False, CAP
+            )
             dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
             slope = (bare * bend).to(q_MA.dtype)
             dk_NA = tl.dot(slope, q_MA, dk_NA, input_precision=PRECISION)
@@ -309,7 +319,9 @@ def mlr_keys(
     for at in tl.range(0, left):
         tile = tile_first + at
         for back in tl.static_range(0, L):
-            z_start, z_count = zone_queries(L - back, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M)
+            z_start, z_count = zone_queries(
+                L - back, s_first, s_last, t_least, end, window, EXTENTS, L, NESTED, WINDOWED, M
+            )
             tile += tl.where(tile >= z_start, z_count, 0)
         t_M = tile * M + tl.arange(0, M)
         ok_M = (t_M >= t_least) & (t_M < end)
@@ -327,7 +339,9 @@ def mlr_keys(
         pull = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
         low_M = first_position(t_M, first, window, 0, EXTENTS, NESTED, WINDOWED)
         seen = (s_N[:, None] <= t_M[None, :]) & (s_N[:, None] >= low_M[None, :])
-        weight, bare, bend = score_gradients(score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP)
+        weight, bare, bend = score_gradients(
+            score, bias, lse_M[None, :], pull, delta_M[None, :], seen, scale, True, CAP
+        )
         dv_NV = tl.dot(weight.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         dk_NA, dk_NB = tile_gradients(
             dk_NA, dk_NB, bare * bend, q_MA, q_MB, s_N[:, None], t_M[None, :], full, reached, dims,

@@ -23,7 +23,9 @@ TARGET_PROGRAMS = 1056  # that fill a GPU several times over
 
 
 @triton.jit
-def load_query_rows(q, ok_R, R: tl.constexpr, DIMS: tl.constexpr, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr):
+def load_query_rows(
+    q, ok_R, R: tl.constexpr, DIMS: tl.constexpr, CUTS: tl.constexpr, level: tl.constexpr, P: tl.constexpr
+):
     """q of one level."""
     dim_P = tl.arange(0, P)
     at = q + tl.arange(0, R)[:, None] * DIMS + CUTS[level] + dim_P[None, :]

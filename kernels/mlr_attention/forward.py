@@ -16,17 +16,17 @@ import triton.language as tl
 
 from surgery.kernels.mlr_attention.tiles import (
     MIN_SCORE,
-    mask_dims,
-    softcap,
-    tile_levels,
-    first_position,
     add_product,
-    store_rows,
-    load_rows,
-    remaining_tile,
-    tile_score,
     count_remaining_tiles,
+    first_position,
+    load_rows,
+    mask_dims,
     pick_zone,
+    remaining_tile,
+    softcap,
+    store_rows,
+    tile_levels,
+    tile_score,
 )
 
 MAX_SCORE = tl.constexpr(1e30)

@@ -35,7 +35,7 @@ class MLRPlan(NamedTuple):
     def cuts(self) -> tuple[int, ...]:
         return tuple(sum(self.ranks[:level]) for level in range(len(self.ranks) + 1))
 
-    def merged(self, slots: int) -> tuple[MLRPlan, int]:
+    def merge_levels(self, slots: int) -> tuple[MLRPlan, int]:
         """With levels that every pair has as one, as in prompts up to their extents; and how many are gone."""
         reach = min(slots, self.window or slots)
         if self.nested:  # blocks begin at position 0, which slots need not where some hold nothing
@@ -82,7 +82,11 @@ def forward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> AttentionTile
         return AttentionTiles(64, 32, 4, 1)
     if dims > 64:
         return AttentionTiles(128, 64, 8, 3) if dims <= 128 else AttentionTiles(64, 32, 4, 2)
-    return AttentionTiles(64, 64, 4, 3, 168, True, 1) if plan.crossing(64, 64) else AttentionTiles(128, 64, 8, 3, 128, plan.nested)
+    return (
+        AttentionTiles(64, 64, 4, 3, 168, True, 1)
+        if plan.crossing(64, 64)
+        else AttentionTiles(128, 64, 8, 3, 128, plan.nested)
+    )
 
 
 def backward_tiles(dtype: torch.dtype, dims: int, plan: MLRPlan) -> tuple[AttentionTiles, AttentionTiles]:

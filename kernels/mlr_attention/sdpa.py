@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.mlr_attention import join_levels, tuning_key
-from surgery.kernels.tuning import TuningQuery, CallReader, is_fastest, training_pass, named_sizes
+from surgery.kernels.tuning import CallReader, TuningQuery, is_fastest, named_sizes, training_pass
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.kv_layout import KVLayout
 from surgery.mixers.common.softmax import ScoreTerm, attend, sdpa_attention
@@ -25,7 +25,12 @@ MAX_DIMS = 128  # of keys and of values, at most and alike: else torch may have 
 
 
 def accepts(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Tensor | None = None,
+    p: float = 0.0,
 ) -> bool:
     dims = sum(term.q_BGJTR.shape[-1] for term in terms)
     return (
@@ -33,12 +38,12 @@ def accepts(
         and p == 0.0
         and shape.causal
         and shape.softcap is None
-        and frame.queries == frame.slots
-        and not frame.holes
-        and all(reaches_all(term, frame) for term in terms)
+        and layout.queries == layout.slots
+        and not layout.holes
+        and all(reaches_all(term, layout) for term in terms)
         and all(term.k_BGSR.shape[1] == v_BGSV.shape[1] for term in terms)  # not keys that all groups share
         and all(term.scale_BGJS is None for term in terms)
-        and (shape.window is None or shape.window >= frame.slots)
+        and (shape.window is None or shape.window >= layout.slots)
         and dims == v_BGSV.shape[-1] <= MAX_DIMS
         and dims % 8 == 0
         and all(x.dtype == v_BGSV.dtype for term in terms for x in (term.q_BGJTR, term.k_BGSR))
@@ -46,24 +51,34 @@ def accepts(
     )
 
 
-def reaches_all(term: ScoreTerm, frame: KVLayout) -> bool:
+def reaches_all(term: ScoreTerm, layout: KVLayout) -> bool:
     """Whether every pair is near. A bias that learns is to get a gradient, of zeros: the kernels give it one."""
-    far = term.extent is None or (term.form == "sliding" and term.extent >= frame.slots)
+    far = term.extent is None or (term.form == "sliding" and term.extent >= layout.slots)
     learns = term.bias_GJ is not None and term.bias_GJ.requires_grad and torch.is_grad_enabled()
-    return far and term.k_BGSR.shape[2] == frame.slots and not learns
+    return far and term.k_BGSR.shape[2] == layout.slots and not learns
 
 
-def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, *_: Any, **__: Any) -> TuningQuery:
+def tuning_query(terms: list[ScoreTerm], v_BGSV: Tensor, layout: KVLayout, *_: Any, **__: Any) -> TuningQuery:
     """As a score of one level beside the library's."""
     q = terms[0].q_BGJTR
-    at = named_sizes(lanes=len(v_BGSV) * q.shape[1] * q.shape[2], tokens=frame.queries, levels=1)
+    at = named_sizes(lanes=len(v_BGSV) * q.shape[1] * q.shape[2], tokens=layout.queries, levels=1)
     parts = (x for term in terms for x in (term.q_BGJTR, term.k_BGSR))
     return TuningQuery(training_pass(v_BGSV, *parts), at, v_BGSV, ("kernel", "original"))
 
 
-@register_kernel(attend, accepts=accepts, wins=is_fastest("mlr", CallReader(tuning_query, tuning_key), "original"), way="original")
+@register_kernel(
+    attend,
+    accepts=accepts,
+    is_faster=is_fastest("mlr", CallReader(tuning_query, tuning_key), "original"),
+    implementation="original",
+)
 def sdpa_attend(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Tensor | None = None,
+    p: float = 0.0,
 ) -> Tensor:
     """out_BHTV."""
     q_BHTK = concatenate_levels(tuple(term.q_BGJTR.flatten(1, 2) for term in terms))

@@ -21,7 +21,9 @@ FAR_POSITION = tl.constexpr(-(1 << 30))
 
 
 @triton.jit
-def first_position(t, first, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr):
+def first_position(
+    t, first, window, level: tl.constexpr, EXTENTS: tl.constexpr, NESTED: tl.constexpr, WINDOWED: tl.constexpr
+):
     """The first position that a level reaches from t; level 0: that any does."""
     low = t * 0 + first
     if WINDOWED:

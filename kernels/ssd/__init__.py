@@ -16,52 +16,61 @@ from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.ssd.layout import (
     ChunkTable,
     TokenTensors,
-    fits_kernels,
-    limit_chunk,
-    gate_sums,
-    run_sliced,
     empty_out,
     empty_states,
-    reduce_shared,
+    fits_kernels,
+    gate_sums,
     launch_read,
     launch_read_grad,
-    unit_last_stride,
     launch_write_grad,
+    limit_chunk,
+    reduce_shared,
+    run_sliced,
+    unit_last_stride,
 )
 from surgery.kernels.ssd.states import launch_pass_backward, launch_pass_forward
-from surgery.kernels.tuning import is_fastest, TOKENS_READER
+from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.semiseparable import semiseparable
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: ChunkTable) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, table: ChunkTable
+) -> tuple[Tensor, Tensor]:
     """(out_BGJTV, last_SGFV) of q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first_SGFV or None."""
-    of = TokenTensors.of(q, k, v, gate_sums(lay, gates))
-    slots, last = launch_pass_forward(lay, of, first)
-    return launch_read(lay, of, slots, slots), last
+    tokens = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates))
+    slots, last = launch_pass_forward(table, tokens, first)
+    return launch_read(table, tokens, slots, slots), last
 
 
 def backward(
-    d_out: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, lay: ChunkTable
+    d_out: Tensor,
+    d_last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    first: Tensor | None,
+    table: ChunkTable,
 ) -> tuple[Tensor | None, ...]:
-    of, d_out = TokenTensors.of(q, k, v, gate_sums(lay, gates)), unit_last_stride(d_out)
-    slots, _ = launch_pass_forward(lay, of, first)
-    d_q, _, pull, _ = launch_read_grad(lay, of, slots, slots, d_out)
+    tokens, d_out = TokenTensors.from_inputs(q, k, v, gate_sums(table, gates)), unit_last_stride(d_out)
+    slots, _ = launch_pass_forward(table, tokens, first)
+    d_q, _, pull, _ = launch_read_grad(table, tokens, slots, slots, d_out)
     d_q = reduce_shared(d_q, q)
-    d_slots, d_first = launch_pass_backward(lay, of, d_out, d_last.contiguous())
-    d_k, d_v, d_gates, _ = launch_write_grad(lay, of, slots, d_slots, slots, d_out, pull, False)
+    d_slots, d_first = launch_pass_backward(table, tokens, d_out, d_last.contiguous())
+    d_k, d_v, d_gates, _ = launch_write_grad(table, tokens, slots, d_slots, slots, d_out, pull, False)
     return d_q, reduce_shared(d_k, k), d_v, d_gates, None if first is None else d_first
 
 
 class SSDFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.lay = args
+        *tensors, ctx.table = args
         ctx.save_for_backward(*tensors)
         return forward(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*grads, *ctx.saved_tensors, ctx.lay), None
+        return *backward(*grads, *ctx.saved_tensors, ctx.table), None
 
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor | None, start: Tensor, *_: Any) -> Any:
@@ -71,10 +80,10 @@ def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, first: Tensor 
 SSD_OP = CustomOp(
     "ssd",
     f"Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first, {ChunkTable.SCHEMA}",
-    lambda q, k, v, gates, first, *lay: forward(q, k, v, gates, first, ChunkTable.again(v, *lay)),
-    lambda d_out, d_last, q, k, v, gates, first, *lay: (
-        *backward(d_out, d_last, q, k, v, gates, first, ChunkTable.again(v, *lay)),
-        *[None] * len(lay),
+    lambda q, k, v, gates, first, *table: forward(q, k, v, gates, first, ChunkTable.from_schema(v, *table)),
+    lambda d_out, d_last, q, k, v, gates, first, *table: (
+        *backward(d_out, d_last, q, k, v, gates, first, ChunkTable.from_schema(v, *table)),
+        *[None] * len(table),
     ),
     _fake_outputs,
 )
@@ -95,14 +104,14 @@ def ssd(
     gates_BGT = gates_BGT.float().expand(batch, groups, length)
     if cu_seqlens is None:
         start_B = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
-        lay = ChunkTable.rows(start_B, length, limit_chunk(chunk), aligned=True)
+        table = ChunkTable.from_rows(start_B, length, limit_chunk(chunk), aligned=True)
     else:
-        lay = ChunkTable.packed(cu_seqlens, length, limit_chunk(chunk))
+        table = ChunkTable.from_cu_seqlens(cu_seqlens, length, limit_chunk(chunk))
 
     def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
         first = None if first_SGFV is None else first_SGFV[..., features, values].float().contiguous()
         given = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), gates_BGT, first
-        return SSD_OP(*given, *lay.plainly()) if torch.compiler.is_compiling() else SSDFunction.apply(*given, lay)
+        return SSD_OP(*given, *table.to_schema()) if torch.compiler.is_compiling() else SSDFunction.apply(*given, table)
 
     return run_sliced(run, q_BGJTF, k_BGTF, v_BGTV)
 
@@ -111,7 +120,7 @@ def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Any, gates: Tensor, weight: 
     return beta is None and gates.shape[1] == 1 and fits_kernels(q, k, v, chunk)
 
 
-@register_kernel(semiseparable, accepts=_accepts, wins=is_fastest("gates", TOKENS_READER))
+@register_kernel(semiseparable, accepts=_accepts, is_faster=is_fastest("gates", TOKENS_READER))
 def semiseparable_ssd(
     q_BGJTF: Tensor,
     k_BGTF: Tensor,

@@ -2,14 +2,22 @@
 
 `read_grad`: of the queries and the lambdas. `write_grad`: of the keys and values. A log-gate gets, of every pair of
 tokens that it lies between, the pair's share of sum(out * its gradient): of pairs inside the chunk, of what its tokens
-read of earlier chunks (`pull`) and write for later ones, and of what passes the whole chunk (`row_chunks`). These are summed
+read of earlier chunks (`pull`) and write for later ones, and of what passes the whole chunk (`spans`). These are summed
 apart, so that what differs by rounding never cancels.
 """
 
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd.chunk import load_chunk, decay_mask, lambda_matrix, lowest_bit, level_matrix, load_gate_sums, load_gate_total
+from surgery.kernels.ssd.chunk import (
+    decay_mask,
+    lambda_matrix,
+    level_matrix,
+    load_chunk,
+    load_gate_sums,
+    load_gate_total,
+    lowest_bit,
+)
 
 
 @triton.jit(do_not_specialize=["count", "T", "M", "levels"])

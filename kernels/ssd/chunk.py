@@ -5,7 +5,7 @@
 Sums of gates are kept as an exact part (multiples of 1/1024) and a small rest, so that their differences keep small
 gates behind large ones; no exp of a positive number anywhere. A log-gate below -60 counts as -60: 0 to float32.
 
-Chunks of all sequences lie one behind the other, `format_count` for each row of a batch, or as `seq_of` (the sequence of a
+Chunks of all sequences lie one behind the other, `count` for each row of a batch, or as `seq_of` (the sequence of a
 chunk) and `first_of` (the first chunk of a sequence) say where sequences are packed into one row (cu_seqlens `ends`).
 Chunks are counted from position 0, so that a row that starts inside one begins with empty slots.
 """

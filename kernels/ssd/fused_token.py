@@ -26,7 +26,10 @@ from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.ones import OnesMask
 
-ROWS_PER_PROGRAM, ROW_ELEMENTS = 8, 512  # rows of W in a program, and how many of their numbers at once, for each row of the batch
+ROWS_PER_PROGRAM, ROW_ELEMENTS = (
+    8,
+    512,
+)  # rows of W in a program, and how many of their numbers at once, for each row of the batch
 MAX_FEATURES, MAX_HEADS = 256, 16  # of a state, of a group: a program of the step holds them
 GATES = {OnesMask: 0, DecayMask: 1, GatesMask: 2}
 
@@ -116,7 +119,7 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """No gradients: of a state that lives on through steps nobody asks them."""
     inner = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
-    beside = (mixer.delay, mixer.convolution, mixer.norm, mixer.gate)
+    beside = (mixer.window_buffer, mixer.convolution, mixer.norm, mixer.gate)
     given = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.x_BTD, *state.tensors.values())
     return (
         q_BHTK.shape[2] == 1
@@ -125,7 +128,7 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         and not any(part is not None for part in beside)
         and not mixer.config.normalise
         and mixer.shape.causal
-        and state.most is not None
+        and state.max_seen is not None
         and mixer.shape.key <= MAX_FEATURES
         and mixer.shape.heads <= MAX_HEADS * mixer.shape.groups
         and all(x.dtype != torch.float64 and x.stride(-1) == 1 for x in given)
@@ -137,18 +140,20 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
 IS_FASTEST_STEP = {False: is_fastest_mask_step("gates"), True: is_fastest_mask_step("hierarchical")}
 
 
-def wins(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
+def is_faster(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     tree = isinstance(mixer.mask, HierarchicalMask)
     return IS_FASTEST_STEP[tree](q_BHTK, inputs.k_BGTK, inputs.v_BGTV, mixer.beta_proj)
 
 
-@register_kernel(one_token, accepts=accepts, wins=wins)
-def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
+@register_kernel(one_token, accepts=accepts, is_faster=is_faster)
+def one_token_triton(
+    q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState
+) -> tuple[Tensor, MixerState]:
     ((name, states),) = state.tensors.items()
-    shape, most = mixer.shape, (state.most or 0) + 1
+    shape, max_seen = mixer.shape, (state.max_seen or 0) + 1
     after = states.shape[1]
     if isinstance(mixer.mask, HierarchicalMask):
-        after = max(after, most.bit_length())
+        after = max(after, max_seen.bit_length())
     gate_BG, beta_BG, level_BGJL = project_signals(mixer, inputs.x_BTD[:, 0], count_lambdas(mixer, states))
     weight_H = mixer.linear_weight_H
     token = StepInputs(
@@ -166,8 +171,8 @@ def one_token_triton(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, st
     )
     out_BHTV = torch.empty(len(q_BHTK), shape.heads, 1, shape.value, dtype=inputs.v_BGTV.dtype, device=q_BHTK.device)
     seen_B = torch.empty_like(state.seen_B)
-    left = token.stepped(states, after, out_BHTV, seen_B)
-    return out_BHTV, MixerState(seen_B, {name: left}, most)
+    left = token.advance_states(states, after, out_BHTV, seen_B)
+    return out_BHTV, MixerState(seen_B, {name: left}, max_seen)
 
 
 def count_lambdas(mixer: LinearMixer, states: Tensor) -> int:

@@ -39,26 +39,28 @@ class ChunkTable:
     aligned: bool = False
 
     SCHEMA: ClassVar[str] = (
-        "Tensor start, Tensor? ends, int chunk, bool aligned"  # of `plainly`, see kernels/custom_op.py
+        "Tensor start, Tensor? ends, int chunk, bool aligned"  # of `to_schema`, see kernels/custom_op.py
     )
 
     @classmethod
-    def rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> ChunkTable:
+    def from_rows(cls, start_B: Tensor, length: int, chunk: int, aligned: bool = False) -> ChunkTable:
         """aligned: starts are known to be multiples of the chunk."""
         count = -(-(length + (0 if aligned else chunk - 1)) // chunk)
         return cls(len(start_B), length, chunk, count, len(start_B) * count, count, start_B, aligned=aligned)
 
     @classmethod
-    def again(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> ChunkTable:
-        """From what `plainly` gave."""
+    def from_schema(cls, v_BGTV: Tensor, start_B: Tensor, ends: Tensor | None, chunk: int, aligned: bool) -> ChunkTable:
+        """From what `to_schema` gave."""
         length = v_BGTV.shape[2]
-        return cls.rows(start_B, length, chunk, aligned) if ends is None else cls.packed(ends, length, chunk)
+        return (
+            cls.from_rows(start_B, length, chunk, aligned) if ends is None else cls.from_cu_seqlens(ends, length, chunk)
+        )
 
-    def plainly(self) -> tuple[Any, ...]:
+    def to_schema(self) -> tuple[Any, ...]:
         return self.start_B, self.ends, self.chunk, self.aligned
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, length: int, chunk: int) -> ChunkTable:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int, chunk: int) -> ChunkTable:
         """From position 0 each. Nothing here waits for the device."""
         chunks = (cu_seqlens.diff() + chunk - 1) // chunk
         first_of, places = (chunks.cumsum(0) - chunks).int(), length // chunk + len(chunks)
@@ -105,7 +107,7 @@ class TokenTensors:
     level: Tensor | None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> TokenTensors:
+    def from_inputs(cls, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, level: Tensor | None = None) -> TokenTensors:
         groups = v.shape[1]
         return cls(q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), v, sums, level)
 
@@ -162,69 +164,78 @@ def empty_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
     return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)
 
 
-def gate_sums(lay: ChunkTable, gates_BGT: Tensor) -> Tensor:
+def gate_sums(table: ChunkTable, gates_BGT: Tensor) -> Tensor:
     """sums_GM2C, see `sum_gates`."""
     groups = gates_BGT.shape[1]
-    sums = gates_BGT.new_empty(groups, lay.places, 2, lay.chunk, dtype=torch.float32)
-    sum_gates[(lay.places, groups)](
-        gates_BGT, sums, *lay.tables(), lay.count, lay.length, lay.places, *gates_BGT.stride(), C=lay.chunk,
-        VARLEN=lay.varlen, num_warps=1,
+    sums = gates_BGT.new_empty(groups, table.places, 2, table.chunk, dtype=torch.float32)
+    sum_gates[(table.places, groups)](
+        gates_BGT, sums, *table.tables(), table.count, table.length, table.places, *gates_BGT.stride(), C=table.chunk,
+        VARLEN=table.varlen, num_warps=1,
     )  # fmt: skip
     return sums
 
 
-def launch_read(lay: ChunkTable, of: TokenTensors, slots: Tensor, totals: Tensor) -> Tensor:
+def launch_read(table: ChunkTable, tokens: TokenTensors, slots: Tensor, totals: Tensor) -> Tensor:
     """out_BGJTV, laid out as (B, T, G, J, V)."""
-    groups, per_group, features, values = of.sizes
-    out = empty_out(of.q, of.v)
-    level, strides = of.levels()
+    groups, per_group, features, values = tokens.sizes
+    out = empty_out(tokens.q, tokens.v)
+    level, strides = tokens.levels()
     block = min(power_of_two(values), 64)
-    read[(lay.places, groups * triton.cdiv(values, block), per_group)](
-        of.q, of.k, of.v, of.sums, level, slots, totals, out, *lay.tables(), lay.count, lay.length, lay.places,
-        *of.strides(), *strides, *out.stride()[:4], F=features, V=values, C=lay.chunk, BITS=lay.bits,
-        BK=power_of_two(features), BV=block, LAST=of.last, VARLEN=lay.varlen, **product_options(of.v.dtype),
-        STAGES=STAGES, num_warps=num_warps(power_of_two(features), block, of.v.dtype),
+    read[(table.places, groups * triton.cdiv(values, block), per_group)](
+        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, totals, out, *table.tables(), table.count, table.length, table.places,
+        *tokens.strides(), *strides, *out.stride()[:4], F=features, V=values, C=table.chunk, BITS=table.bits,
+        BK=power_of_two(features), BV=block, LAST=tokens.last, VARLEN=table.varlen, **product_options(tokens.v.dtype),
+        STAGES=STAGES, num_warps=num_warps(power_of_two(features), block, tokens.v.dtype),
     )  # fmt: skip
     return out
 
 
-def launch_read_grad(lay: ChunkTable, of: TokenTensors, slots: Tensor, totals: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
+def launch_read_grad(
+    table: ChunkTable, tokens: TokenTensors, slots: Tensor, totals: Tensor, d_out: Tensor
+) -> tuple[Tensor, ...]:
     """(d_q_BGJTF of every head, d_level, pull_BGJT, shares_GJLM), see `read_grad`."""
-    groups, per_group, features, values = of.sizes
-    batch, block_k, block_v = len(of.v), power_of_two(features), power_of_two(values)
-    d_q = of.q.new_empty(batch, lay.length, groups, per_group, features).permute(0, 2, 3, 1, 4)
-    level, strides = of.levels()
-    d_level = of.sums if of.level is None else torch.zeros_like(level)
-    pull = of.sums.new_empty(batch, groups, per_group, lay.length)
-    levels = lay.most.bit_length() + 1
-    shares = of.sums.new_empty(groups, per_group, 1 if of.level is None else levels, lay.places)
-    read_grad[(lay.places, groups, per_group)](
-        of.q, of.k, of.v, of.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *lay.tables(), lay.count,
-        lay.length, lay.places, levels, *of.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
-        *(strides if of.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=lay.chunk,
-        BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last,
-        VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, of.v.dtype),
+    groups, per_group, features, values = tokens.sizes
+    batch, block_k, block_v = len(tokens.v), power_of_two(features), power_of_two(values)
+    d_q = tokens.q.new_empty(batch, table.length, groups, per_group, features).permute(0, 2, 3, 1, 4)
+    level, strides = tokens.levels()
+    d_level = tokens.sums if tokens.level is None else torch.zeros_like(level)
+    pull = tokens.sums.new_empty(batch, groups, per_group, table.length)
+    levels = table.most.bit_length() + 1
+    shares = tokens.sums.new_empty(groups, per_group, 1 if tokens.level is None else levels, table.places)
+    read_grad[(table.places, groups, per_group)](
+        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, totals, d_out, d_q, d_level, pull, shares, *table.tables(), table.count,
+        table.length, table.places, levels, *tokens.strides(), *strides, *d_out.stride()[:4], *d_q.stride()[:4],
+        *(strides if tokens.level is None else level_strides(d_level)), *pull.stride(), F=features, V=values, C=table.chunk,
+        BITS=table.bits, BK=block_k, BV=block_v, LAST=tokens.last,
+        VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, tokens.v.dtype),
     )  # fmt: skip
     return d_q, d_level, pull, shares
 
 
 def launch_write_grad(
-    lay: ChunkTable, of: TokenTensors, slots: Tensor, d_slots: Tensor, rights: Tensor, d_out: Tensor, pull: Tensor, final: bool
+    table: ChunkTable,
+    tokens: TokenTensors,
+    slots: Tensor,
+    d_slots: Tensor,
+    rights: Tensor,
+    d_out: Tensor,
+    pull: Tensor,
+    final: bool,
 ) -> tuple[Tensor, ...]:
     """(d_k_BGTF of every head, d_v, d_gates, passing_GM), see `write_grad`."""
-    groups, per_group, features, values = of.sizes
-    batch, block_k, block_v = len(of.v), power_of_two(features), power_of_two(values)
-    d_k = of.k.new_empty(batch, lay.length, groups, features).transpose(1, 2)
-    d_v = of.v.new_empty(batch, lay.length, groups, values).transpose(1, 2)
-    d_gates = of.sums.new_empty(batch, groups, lay.length)
-    passing = of.sums.new_empty(groups, lay.places)
-    level, strides = of.levels()
-    write_grad[(lay.places, groups)](
-        of.q, of.k, of.v, of.sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
-        *lay.tables(), lay.count, lay.length, lay.places, per_group, *of.strides(), *strides, *d_out.stride()[:4],
-        *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=lay.chunk,
-        BITS=lay.bits, BK=block_k, BV=block_v, LAST=of.last, FINAL=final,
-        VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, of.v.dtype),
+    groups, per_group, features, values = tokens.sizes
+    batch, block_k, block_v = len(tokens.v), power_of_two(features), power_of_two(values)
+    d_k = tokens.k.new_empty(batch, table.length, groups, features).transpose(1, 2)
+    d_v = tokens.v.new_empty(batch, table.length, groups, values).transpose(1, 2)
+    d_gates = tokens.sums.new_empty(batch, groups, table.length)
+    passing = tokens.sums.new_empty(groups, table.places)
+    level, strides = tokens.levels()
+    write_grad[(table.places, groups)](
+        tokens.q, tokens.k, tokens.v, tokens.sums, level, slots, d_slots, rights, d_out, pull, d_k, d_v, d_gates, passing,
+        *table.tables(), table.count, table.length, table.places, per_group, *tokens.strides(), *strides, *d_out.stride()[:4],
+        *pull.stride(), *d_k.stride()[:3], *d_v.stride()[:3], *d_gates.stride(), F=features, V=values, C=table.chunk,
+        BITS=table.bits, BK=block_k, BV=block_v, LAST=tokens.last, FINAL=final,
+        VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES, num_warps=num_warps(block_k, block_v, tokens.v.dtype),
     )  # fmt: skip
     return d_k, d_v, d_gates, passing
 

@@ -9,7 +9,7 @@ chunk.
 import triton
 import triton.language as tl
 
-from surgery.kernels.ssd.chunk import load_chunk, decay_mask, lambda_matrix, lowest_bit, load_gate_sums
+from surgery.kernels.ssd.chunk import decay_mask, lambda_matrix, load_chunk, load_gate_sums, lowest_bit
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])

@@ -118,8 +118,8 @@ class StepInputs:
     root: float = 1.0
     unit: bool = False
 
-    def stepped(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
-        """The states after it, `successors` of them in float32; fills `out`, and `seen` with start + count."""
+    def advance_states(self, buckets: Tensor, after: int, out_BGJV: Tensor, seen_B: Tensor | None = None) -> Tensor:
+        """The states after it, `after` of them in float32; fills `out`, and `seen` with start + count."""
         q, k, v, gate, level = self.q_BGJF, self.k_BGF, self.v_BGV, self.gate_BG, self.level_BGJL
         (batch, groups, per_group, features), values = q.shape, v.shape[-1]
         left = torch.empty(batch, after, groups, features, values, dtype=torch.float32, device=v.device)
@@ -143,7 +143,7 @@ class StepInputs:
         """(out_BGJV, the states after it), float32."""
         batch, groups, per_group, _ = self.q_BGJF.shape
         out = torch.empty(batch, groups, per_group, self.v_BGV.shape[-1], dtype=torch.float32, device=self.v_BGV.device)
-        return out, self.stepped(buckets, after, out)
+        return out, self.advance_states(buckets, after, out)
 
 
 def _accepts(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
@@ -164,7 +164,7 @@ def _one_component(*args: Any) -> bool:
     return args[6].shape[1] == 1 and _accepts(*args)
 
 
-@register_kernel(semiseparable_step, accepts=_one_component, wins=is_fastest_mask_step("gates"))
+@register_kernel(semiseparable_step, accepts=_one_component, is_faster=is_fastest_mask_step("gates"))
 def semiseparable_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -179,7 +179,7 @@ def semiseparable_step_triton(
     return (out if weight_RGJ is None else weight_RGJ[0, :, :, None] * out), after
 
 
-@register_kernel(log_linear_step, accepts=_accepts, wins=is_fastest_mask_step("hierarchical"))
+@register_kernel(log_linear_step, accepts=_accepts, is_faster=is_fastest_mask_step("hierarchical"))
 def log_linear_step_triton(
     q_BGJF: Tensor,
     k_BGF: Tensor,

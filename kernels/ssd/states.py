@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.ssd.chunk import chunk_state, load_sequence, load_gate_sums, program_tile, load_gate_total
+from surgery.kernels.ssd.chunk import chunk_state, load_gate_sums, load_gate_total, load_sequence, program_tile
 from surgery.kernels.ssd.layout import ChunkTable, TokenTensors, power_of_two, product_options, state_dtype
 
 # Tiles and pipelining: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
@@ -87,37 +87,39 @@ def pass_backward(
     tl.store(d_first + (seq * G + g) * F * V + tile_KV, state_KV, mask=inside_KV)
 
 
-def _state_tiles(of: TokenTensors) -> tuple[int, int, int]:
-    features, values = of.sizes[2:]
+def _state_tiles(tokens: TokenTensors) -> tuple[int, int, int]:
+    features, values = tokens.sizes[2:]
     block_k, block_v = min(power_of_two(features), BLOCK_K), min(power_of_two(values), BLOCK_V)
     return block_k, block_v, triton.cdiv(features, block_k) * triton.cdiv(values, block_v)
 
 
-def launch_pass_forward(lay: ChunkTable, of: TokenTensors, first_SGFV: Tensor | None) -> tuple[Tensor, Tensor]:
+def launch_pass_forward(table: ChunkTable, tokens: TokenTensors, first_SGFV: Tensor | None) -> tuple[Tensor, Tensor]:
     """(slots_GMFV, last_SGFV), see `pass_forward`."""
-    groups, _, features, values = of.sizes
-    slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
-    last = of.sums.new_empty(lay.seqs, groups, features, values)
-    block_k, block_v, tiles = _state_tiles(of)
-    pass_forward[(lay.seqs, groups, tiles)](
-        of.k, of.v, of.sums, slots, last if first_SGFV is None else first_SGFV, last, *lay.tables(), lay.count,
-        lay.length, lay.places, groups, *of.k.stride()[:3], *of.v.stride()[:3], F=features,
-        V=values, C=lay.chunk, BK=block_k, BV=block_v, FIRST=first_SGFV is not None, VARLEN=lay.varlen,
-        **product_options(of.v.dtype), STAGES=STAGES, num_warps=4,
+    groups, _, features, values = tokens.sizes
+    slots = tokens.v.new_empty(groups, table.places, features, values, dtype=state_dtype(tokens.v.dtype))
+    last = tokens.sums.new_empty(table.seqs, groups, features, values)
+    block_k, block_v, tiles = _state_tiles(tokens)
+    pass_forward[(table.seqs, groups, tiles)](
+        tokens.k, tokens.v, tokens.sums, slots, last if first_SGFV is None else first_SGFV, last, *table.tables(), table.count,
+        table.length, table.places, groups, *tokens.k.stride()[:3], *tokens.v.stride()[:3], F=features,
+        V=values, C=table.chunk, BK=block_k, BV=block_v, FIRST=first_SGFV is not None, VARLEN=table.varlen,
+        **product_options(tokens.v.dtype), STAGES=STAGES, num_warps=4,
     )  # fmt: skip
     return slots, last
 
 
-def launch_pass_backward(lay: ChunkTable, of: TokenTensors, d_out: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
+def launch_pass_backward(
+    table: ChunkTable, tokens: TokenTensors, d_out: Tensor, d_last: Tensor
+) -> tuple[Tensor, Tensor]:
     """(d_slots_GMFV, d_first_SGFV), see `pass_backward`."""
-    groups, per_group, features, values = of.sizes
-    d_slots = of.v.new_empty(groups, lay.places, features, values, dtype=state_dtype(of.v.dtype))
+    groups, per_group, features, values = tokens.sizes
+    d_slots = tokens.v.new_empty(groups, table.places, features, values, dtype=state_dtype(tokens.v.dtype))
     d_first = torch.empty_like(d_last)
-    block_k, block_v, tiles = _state_tiles(of)
-    pass_backward[(lay.seqs, groups, tiles)](
-        of.q, of.sums, d_out, d_slots, d_first, d_last, *lay.tables(), lay.count, lay.length, lay.places, groups,
-        per_group, *of.q.stride()[:4], *d_out.stride()[:4], F=features, V=values, C=lay.chunk,
-        BK=block_k, BV=block_v, VARLEN=lay.varlen, **product_options(of.v.dtype), STAGES=STAGES,
+    block_k, block_v, tiles = _state_tiles(tokens)
+    pass_backward[(table.seqs, groups, tiles)](
+        tokens.q, tokens.sums, d_out, d_slots, d_first, d_last, *table.tables(), table.count, table.length, table.places, groups,
+        per_group, *tokens.q.stride()[:4], *d_out.stride()[:4], F=features, V=values, C=table.chunk,
+        BK=block_k, BV=block_v, VARLEN=table.varlen, **product_options(tokens.v.dtype), STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
     return d_slots, d_first

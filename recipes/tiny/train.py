@@ -27,7 +27,7 @@ from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
 from surgery.eval.suites.needle import NeedleTable, needle_accuracy
 from surgery.recipes.tiny.card import format_card
-from surgery.recipes.tiny.data import SMOKE, TrainingChoices, load_batches, build_tokenizer
+from surgery.recipes.tiny.data import SMOKE, TrainingChoices, build_tokenizer, load_batches
 
 
 def build_model(choices: TrainingChoices, tokenizer: Any) -> LlamaForCausalLM:
@@ -49,7 +49,9 @@ def build_model(choices: TrainingChoices, tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def weighted_loss(model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
+def weighted_loss(
+    model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float
+) -> tuple[torch.Tensor, ...]:
     """The weighted loss to descend, and (without gradient) the mean nats per token and per answer token."""
     device = ids_BT.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):

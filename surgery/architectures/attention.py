@@ -1,4 +1,4 @@
-"""Where a model's attention is, and what a mixer must know of it: read from the module, its config and the anatomy."""
+"""Where a model's attention is, and what a mixer must know of it: read from the module, its config and the architecture."""
 
 from __future__ import annotations
 
@@ -21,59 +21,63 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 
 def require_architecture(model: Any) -> Architecture:
-    """The anatomy of a model that can be given mixers; SurgeryError says why another cannot."""
+    """The architecture of a model that can be given mixers; SurgeryError says why another cannot."""
     kind = model.config.model_type
-    anatomy = get_architecture(kind)
-    if anatomy is not None and anatomy.unmixable:
-        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {anatomy.unmixable}")
+    architecture = get_architecture(kind)
+    if architecture is not None and architecture.unmixable:
+        raise SurgeryError(f"{type(model).__name__} cannot be given mixers: {architecture.unmixable}")
     if not any(uses_attention_interface(module) for module in model.modules()):
         raise SurgeryError(
             f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions, so "
             "mixers cannot be put in its place; families that can: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
         )
-    if anatomy is None:
+    if architecture is None:
         raise SurgeryError(
-            f"no anatomy of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
-            f"{suggestion(kind, known_families())}; an anatomy is one small file, see surgery/architectures/llama.py"
+            f"no architecture of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
+            f"{suggestion(kind, known_families())}; an architecture is one small file, see surgery/architectures/llama.py"
         )
-    return anatomy
+    return architecture
 
 
-def _parent_layer(anatomy: Architecture, path: str) -> str | None:
+def _parent_layer(architecture: Architecture, path: str) -> str | None:
     """The path of the layer whose attention is at `path`, or None if that is no attention of a known place."""
-    core = f".{anatomy.core}" if anatomy.core else ""
-    lists = "|".join(re.escape(end) for end in anatomy.layers)
-    found = re.fullmatch(rf"((?:.*\.)?(?:{lists})\.\d+)\.{re.escape(anatomy.attention[0] + core)}", path)
+    core = f".{architecture.core}" if architecture.core else ""
+    lists = "|".join(re.escape(end) for end in architecture.layers)
+    found = re.fullmatch(rf"((?:.*\.)?(?:{lists})\.\d+)\.{re.escape(architecture.attention[0] + core)}", path)
     return found[1] if found else None
 
 
 def attention_paths(model: Any) -> list[str]:
     """Paths of the self-attention modules that can be given mixers."""
-    anatomy = require_architecture(model)
-    return [n for n, m in model.named_modules() if _parent_layer(anatomy, n) is not None and uses_attention_interface(m)]
+    architecture = require_architecture(model)
+    return [
+        n
+        for n, m in model.named_modules()
+        if _parent_layer(architecture, n) is not None and uses_attention_interface(m)
+    ]
 
 
 def output_path(model: Any, path: str) -> str:
     """The path of the linear that reads what the heads of the attention at `path` wrote."""
-    anatomy = require_architecture(model)
-    place = f"{_parent_layer(anatomy, path)}.{anatomy.attention[0]}"
+    architecture = require_architecture(model)
+    place = f"{_parent_layer(architecture, path)}.{architecture.attention[0]}"
     modules = dict(model.named_modules())
-    return next(p for p in (f"{place}.{end}" for end in anatomy.output.split("|")) if p in modules)
+    return next(p for p in (f"{place}.{end}" for end in architecture.output.split("|")) if p in modules)
 
 
 def attention_shape(model: Any, path: str) -> AttentionShape:
     """What a mixer there must know."""
-    anatomy, layer = require_architecture(model), None
+    architecture, layer = require_architecture(model), None
     module = dict(model.named_modules()).get(path)
     if module is not None:
-        layer = _parent_layer(anatomy, path)
+        layer = _parent_layer(architecture, path)
     if module is None or layer is None:
         raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}, which is to have a mixer")
     config = getattr(module, "host", module.config)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    key = getattr(module, anatomy.head_dim)
-    value_out = _value_width(model, anatomy, f"{layer}.{anatomy.attention[0]}", (heads, groups, key))
+    key = getattr(module, architecture.head_dim)
+    value_out = _value_width(model, architecture, f"{layer}.{architecture.attention[0]}", (heads, groups, key))
     return AttentionShape(
         dim=config.hidden_size,
         heads=heads,
@@ -83,23 +87,23 @@ def attention_shape(model: Any, path: str) -> AttentionShape:
         scaling=float(module.scaling),
         causal=bool(module.is_causal),
         window=_window(module, config),
-        softcap=getattr(config, anatomy.score_softcap, None) if anatomy.score_softcap else None,
-        rotary=_rotary_dims(module, config, anatomy, key),
-        interleaved=anatomy.rotary == "pairs",
-        norm=anatomy.qk_norm,
+        softcap=getattr(config, architecture.score_softcap, None) if architecture.score_softcap else None,
+        rotary=_rotary_dims(module, config, architecture, key),
+        interleaved=architecture.rotary == "pairs",
+        norm=architecture.qk_norm,
     )
 
 
-def _value_width(model: Any, anatomy: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
+def _value_width(model: Any, architecture: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
     """Outputs of the value projection; SurgeryError where the projections are not of these heads."""
     heads, groups, key = sizes
     modules = dict(model.named_modules())
-    for fused in anatomy.fused:
+    for fused in architecture.fused:
         if (linear := modules.get(f"{place}.{fused.path}")) is not None and fused.roles[-1] == "attention.value":
             return _out_features(linear) - (heads + groups) * key
     found = [
         next(_out_features(modules[f"{place}.{end}"]) for end in role.split("|") if f"{place}.{end}" in modules)
-        for role in (anatomy.query, anatomy.key, anatomy.value)
+        for role in (architecture.query, architecture.key, architecture.value)
     ]
     if found[0] != heads * key or found[1] != groups * key or found[2] % groups:
         raise SurgeryError(
@@ -118,8 +122,8 @@ def _window(module: Any, config: Any) -> int | None:
     return getattr(module, "sliding_window", getattr(config, "sliding_window", None))
 
 
-def _rotary_dims(module: Any, config: Any, anatomy: Architecture, key: int) -> int:
-    if anatomy.rotary == "none":
+def _rotary_dims(module: Any, config: Any, architecture: Architecture, key: int) -> int:
+    if architecture.rotary == "none":
         return 0
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get(getattr(module, "layer_type", None), rope)

@@ -1,6 +1,6 @@
 """What a family's file holds. Paths are relative to a layer; a tuple lists places in order of sublayers.
 
-ANATOMY = Anatomy(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
+ARCHITECTURE = Architecture(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
                   query="q_proj", key="k_proj", value="v_proj", output="o_proj", ...)
 """
 
@@ -99,9 +99,9 @@ def _join(*parts: str) -> str:
 _plugin_families: dict[str, Architecture] = {}
 
 
-def add_family(anatomy: Architecture) -> None:
+def add_family(architecture: Architecture) -> None:
     """For a family that is not in this folder: a plugin calls it as it is imported. It goes before ours."""
-    _plugin_families.update(dict.fromkeys(anatomy.model_types, anatomy))
+    _plugin_families.update(dict.fromkeys(architecture.model_types, architecture))
 
 
 @cache
@@ -109,9 +109,9 @@ def _builtin_families() -> dict[str, Architecture]:
     package = importlib.import_module("surgery.architectures")
     families: dict[str, Architecture] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        anatomy = getattr(importlib.import_module(f"surgery.architectures.{info.name}"), "ANATOMY", None)
-        if anatomy is not None:
-            families.update(dict.fromkeys(anatomy.model_types, anatomy))
+        architecture = getattr(importlib.import_module(f"surgery.architectures.{info.name}"), "ARCHITECTURE", None)
+        if architecture is not None:
+            families.update(dict.fromkeys(architecture.model_types, architecture))
     return families
 
 
@@ -121,7 +121,7 @@ def _families() -> dict[str, Architecture]:
 
 
 def get_architecture(model_type: str) -> Architecture | None:
-    """The family's anatomy, or None: then every nn.Linear goes by its path."""
+    """The family's architecture, or None: then every nn.Linear goes by its path."""
     return _families().get(model_type)
 
 

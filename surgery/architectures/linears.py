@@ -1,4 +1,4 @@
-"""Finding the linears of a model: which layer each is in, which roles it plays. Anatomy where the family is
+"""Finding the linears of a model: which layer each is in, which roles it plays. Architecture where the family is
 known, paths alone where it is not."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from surgery.core.errors import SurgeryError
 
 @dataclass(frozen=True)
 class LinearInfo:
-    """A linear of the model. layer: path of its layer, "" outside; index: the layer's place of `format_count`."""
+    """A linear of the model. layer: path of its layer, "" outside; index: the layer's place of `count`."""
 
     path: str
     roles: tuple[str, ...]
@@ -31,9 +31,9 @@ class LinearInfo:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What the walk found: the layers in order of execution, all linears, the head's path or ""."""
+    """The linears of a model: the layers in order of execution, all linears, the head's path or ""."""
 
-    anatomy: Architecture | None
+    architecture: Architecture | None
     layers: tuple[str, ...]
     linears: tuple[LinearInfo, ...]
     head: str
@@ -41,40 +41,44 @@ class ModelLayout:
 
 def find_linears(model: Any) -> ModelLayout:
     """Every linear of a transformers model (parameters may be on meta)."""
-    anatomy = get_architecture(model.config.model_type)
-    lists = _known_layer_lists(model, anatomy) if anatomy else []
+    architecture = get_architecture(model.config.model_type)
+    lists = _known_layer_lists(model, architecture) if architecture else []
     if not lists:
-        anatomy, lists = None, _guess_layer_lists(model)
+        architecture, lists = None, _guess_layer_lists(model)
     if not lists:
         raise SurgeryError(
             f"{type(model).__name__} has no list of layers with linears in them; surgery walks transformer layers"
         )
-    head = _head_path(model, anatomy)
+    head = _head_path(model, architecture)
     layers: list[str] = []
     linears: list[LinearInfo] = []
     for path, stack in lists:
         for i, layer in enumerate(stack):
             layers.append(f"{path}.{i}")
-            linears += _layer_linears(layer, f"{path}.{i}", i, len(stack), anatomy)
+            linears += _layer_linears(layer, f"{path}.{i}", i, len(stack), architecture)
     for path, module in model.named_modules():
         if is_linear(module) and not any(path.startswith(layer + ".") for layer in layers):
             linears.append(_linear_info(module, path, ("head",) if path == head else (), "", None, 0))
-    return ModelLayout(anatomy, tuple(layers), tuple(linears), head)
+    return ModelLayout(architecture, tuple(layers), tuple(linears), head)
 
 
 def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _linear_info(module: Any, path: str, roles: tuple[str, ...], layer: str, index: int | None, count: int) -> LinearInfo:
+def _linear_info(
+    module: Any, path: str, roles: tuple[str, ...], layer: str, index: int | None, count: int
+) -> LinearInfo:
     transposed = type(module) is not nn.Linear
     out, in_ = reversed(module.weight.shape) if transposed else module.weight.shape
     return LinearInfo(path, roles, layer, index, count, out, in_, module.bias is not None, transposed)
 
 
-def _layer_linears(layer: nn.Module, prefix: str, index: int, count: int, anatomy: Architecture | None) -> list[LinearInfo]:
+def _layer_linears(
+    layer: nn.Module, prefix: str, index: int, count: int, architecture: Architecture | None
+) -> list[LinearInfo]:
     known: dict[str, tuple[tuple[str, ...], FusedLinear | None, str]] = {}
-    for path, roles, fused, residual in anatomy.linears() if anatomy else ():
+    for path, roles, fused, residual in architecture.linears() if architecture else ():
         known.setdefault(path, (roles, fused, residual))
     found = []
     for path, module in layer.named_modules():
@@ -86,16 +90,16 @@ def _layer_linears(layer: nn.Module, prefix: str, index: int, count: int, anatom
     return found
 
 
-def _known_layer_lists(model: nn.Module, anatomy: Architecture) -> list[tuple[str, nn.ModuleList]]:
-    """ModuleLists at the end of the anatomy's paths whose first layer has a linear the anatomy names."""
+def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tuple[str, nn.ModuleList]]:
+    """ModuleLists at the end of the architecture's paths whose first layer has a linear the architecture names."""
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        if not any(path == end or path.endswith(f".{end}") for end in anatomy.layers):
+        if not any(path == end or path.endswith(f".{end}") for end in architecture.layers):
             continue
         inside = {name for name, m in module[0].named_modules() if is_linear(m)}
-        needed = [p for p, roles, _, _ in anatomy.linears() if "attention.output" in roles]
+        needed = [p for p, roles, _, _ in architecture.linears() if "attention.output" in roles]
         if inside & set(needed):
             found.append((path, module))
     return found
@@ -112,9 +116,9 @@ def _guess_layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
-def _head_path(model: Any, anatomy: Architecture | None) -> str:
+def _head_path(model: Any, architecture: Architecture | None) -> str:
     paths = dict(model.named_modules())
-    for candidate in anatomy.head.split("|") if anatomy else ():
+    for candidate in architecture.head.split("|") if architecture else ():
         if is_linear(paths.get(candidate, nn.Identity())):
             return candidate
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

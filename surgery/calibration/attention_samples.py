@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surgery.calibration.layer_runner import LayerCall, StopForward
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.mixers import AttentionShape, MixerInputs, Mixer, MixerState
+from surgery.mixers import AttentionShape, Mixer, MixerInputs, MixerState
 from surgery.modeling.attention import attach_mixer
 from surgery.planning.attention_plan import AttentionTarget
 
@@ -39,10 +39,10 @@ class CapturingMixer(Mixer):
     def __init__(self, shape: AttentionShape, rotated: bool):
         super().__init__(None, shape)
         self.rotated = rotated
-        self.caught: MixerInputs | None = None
+        self.captured: MixerInputs | None = None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        self.caught = inputs
+        self.captured = inputs
         raise StopForward
 
 
@@ -59,10 +59,10 @@ def attention_replaced(module: Any, mixer: Mixer) -> Iterator[None]:
 
 
 @contextmanager
-def all_attention_replaced(skeleton: MetaModel, mixers: dict[str, Mixer]) -> Iterator[None]:
+def all_attention_replaced(meta_model: MetaModel, mixers: dict[str, Mixer]) -> Iterator[None]:
     with ExitStack() as stack:
         for path, mixer in mixers.items():
-            stack.enter_context(attention_replaced(skeleton.module(path), mixer))
+            stack.enter_context(attention_replaced(meta_model.module(path), mixer))
         yield
 
 
@@ -71,10 +71,17 @@ class AttentionSamples:
     converted stream (0: the original's inputs)."""
 
     def __init__(
-        self, skeleton: MetaModel, call: LayerCall, seat: AttentionTarget, first: int, last: int, behind: int, rotated: bool
+        self,
+        meta_model: MetaModel,
+        call: LayerCall,
+        target: AttentionTarget,
+        first: int,
+        last: int,
+        converted_offset: int,
+        rotated: bool,
     ):
-        self.skeleton, self.call, self.seat = skeleton, call, seat
-        self.first, self.last, self.behind, self.rotated = first, last, behind, rotated
+        self.meta_model, self.call, self.target = meta_model, call, target
+        self.first, self.last, self.converted_offset, self.rotated = first, last, converted_offset, rotated
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -85,36 +92,36 @@ class AttentionSamples:
     @torch.no_grad()
     def __getitem__(self, i: int) -> AttentionSample:
         row = self.first + i % len(self)
-        teacher = self._inputs(row + self.behind, True)
-        inputs = teacher if self.rotated else self._inputs(row + self.behind, False)
-        return AttentionSample(inputs, teacher, self._written(row))
+        teacher = self._inputs(row + self.converted_offset, True)
+        inputs = teacher if self.rotated else self._inputs(row + self.converted_offset, False)
+        return AttentionSample(inputs, teacher, self._head_outputs(row))
 
     def _inputs(self, row: int, rotated: bool) -> MixerInputs:
-        catcher = CapturingMixer(self.seat.shape, rotated)
-        with attention_replaced(self.skeleton.module(self.seat.path), catcher):
+        capture = CapturingMixer(self.target.shape, rotated)
+        with attention_replaced(self.meta_model.module(self.target.path), capture):
             run_until_stop(self.call, row)
-        assert catcher.caught is not None
-        return catcher.caught
+        assert capture.captured is not None
+        return capture.captured
 
     def output_OI(self) -> Tensor:
         """The output projection's weight."""
-        module: Any = self.skeleton.module(self.seat.output)
+        module: Any = self.meta_model.module(self.target.output)
         return module.weight if isinstance(module, nn.Linear) else module.weight.mT
 
-    def _written(self, row: int) -> Tensor:
+    def _head_outputs(self, row: int) -> Tensor:
         """(1, H, T, V)"""
-        caught: list[Tensor] = []
+        captured: list[Tensor] = []
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            caught.append(args[0])
+            captured.append(args[0])
             raise StopForward
 
-        handle = self.skeleton.module(self.seat.output).register_forward_pre_hook(hook)
+        handle = self.meta_model.module(self.target.output).register_forward_pre_hook(hook)
         try:
             run_until_stop(self.call, row)
         finally:
             handle.remove()
-        return caught[0].unflatten(-1, (self.seat.shape.heads, -1)).transpose(1, 2)
+        return captured[0].unflatten(-1, (self.target.shape.heads, -1)).transpose(1, 2)
 
 
 def run_until_stop(call: LayerCall, row: int) -> None:

@@ -24,15 +24,15 @@ from surgery.core.files import read_json
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """inputs: the model's keyword arguments, windows first. Windows 0:fit_rows are fitted to, the rest (of
+    """inputs: the model's keyword arguments, windows first. Windows 0:n_fit are fitted to, the rest (of
     `rows`) only checked."""
 
     inputs: dict[str, Tensor]
-    fit_rows: int
+    n_fit: int
     rows: int
 
     @classmethod
-    def of(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
+    def from_inputs(cls, inputs: dict[str, Tensor], holdout: float) -> CalibrationSet:
         rows = len(next(iter(inputs.values())))
         if rows < 2:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
@@ -40,16 +40,16 @@ class CalibrationSet:
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
         return cls(inputs, rows - held, rows)
 
-    def fewer(self, share: float) -> CalibrationSet:
+    def subset(self, share: float) -> CalibrationSet:
         """A share of the windows to fit, all those to check."""
-        kept = max(1, round(self.fit_rows * share))
-        rows = [*range(kept), *range(self.fit_rows, self.rows)]
+        kept = max(1, round(self.n_fit * share))
+        rows = [*range(kept), *range(self.n_fit, self.rows)]
         return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, kept, len(rows))
 
-    def fitted(self) -> dict[str, Tensor]:
-        return {k: v[: self.fit_rows] for k, v in self.inputs.items()}
+    def fit_inputs(self) -> dict[str, Tensor]:
+        return {k: v[: self.n_fit] for k, v in self.inputs.items()}
 
-    def twice(self) -> dict[str, Tensor]:
+    def doubled_inputs(self) -> dict[str, Tensor]:
         """Once for the original layers, once for the converted."""
         return {k: torch.cat([v, v]) for k, v in self.inputs.items()}
 
@@ -66,7 +66,7 @@ class CalibrationSet:
         return first.shape[0] * (first.shape[1] if first.dim() == 2 else 1)
 
     def digest(self) -> str:
-        digest = hashlib.sha256(str((self.fit_rows, self.rows)).encode())
+        digest = hashlib.sha256(str((self.n_fit, self.rows)).encode())
         for name in sorted(self.inputs):
             digest.update(name.encode() + self.inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
@@ -106,7 +106,7 @@ def calibration_inputs(
     trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The model's inputs: `random_tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
+    """The model's inputs: `tokens` tokens of the text in windows of `length`, special tokens as the tokenizer
     adds them; an encoder-decoder reads the first half of a window and writes the second.
 
     text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of
@@ -171,7 +171,9 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
-            return _stream_texts(path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)})
+            return _stream_texts(
+                path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)}
+            )
         read, note = decoded(path)
         if note and notes is None:
             warnings.warn(note, UserWarning, stacklevel=2)
@@ -185,7 +187,9 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
     return _stream_texts(name, config or None, split or "train", column or None, {})
 
 
-def _stream_texts(name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]) -> Iterator[str]:
+def _stream_texts(
+    name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]
+) -> Iterator[str]:
     import datasets
 
     # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.

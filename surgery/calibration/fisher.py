@@ -48,24 +48,24 @@ from surgery.structures.metric import damp_, damp_output_gram
 
 
 class GradientHooks:
-    """Hooks on the layer's linears to be cut: input moments (one for linears that share an input) and the
+    """Hooks on the targeted linears of one layer: input moments (one for linears that share an input) and the
     outputs' gradients."""
 
-    def __init__(self, survey: FisherPass, call: LayerCall):
-        self.survey, self.path = survey, call.path
-        self.paths = list(survey.plan.of_layer(call.path))
+    def __init__(self, fisher_pass: FisherPass, call: LayerCall):
+        self.fisher_pass, self.path = fisher_pass, call.path
+        self.paths = list(fisher_pass.plan.targets_in_layer(call.path))
         self.moments: dict[str, Tensor] = {}  # of the part of a turn that is going back, then of all
         self.grams: dict[str, Tensor] = {}
         self.sums: list[dict[str, Tensor]] = [{}, {}]  # of the parts so far
         self.counts: dict[str, int] = {}
-        self.same: dict[str, str] = {}  # linear -> the linear whose input it shares
+        self.shared_input: dict[str, str] = {}  # linear -> the linear whose input it shares
         self.rows: dict[str, int] = {}
         self._seen: list[tuple[Tensor, str]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
         for path in self.paths:
-            module = self.survey.skeleton.module(path)
+            module = self.fisher_pass.meta_model.module(path)
             self._handles.append(module.register_forward_hook(self._hook(path)))
 
     def __exit__(self, *_: Any) -> None:
@@ -74,15 +74,15 @@ class GradientHooks:
         self._seen.clear()
 
     def _hook(self, path: str) -> Callable[..., None]:
-        survey = self.survey
+        fisher_pass = self.fisher_pass
 
         def real(x: Tensor) -> Tensor:
-            return unpadded_rows(x, None if survey.mask_BT is None else survey.mask_BT[survey.rows])
+            return unpadded_rows(x, None if fisher_pass.mask_BT is None else fisher_pass.mask_BT[fisher_pass.rows])
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             x = args[0].detach()
             first = next((p for t, p in self._seen if t.data_ptr() == x.data_ptr() and t.shape == x.shape), None)
-            self.same[path] = first or path
+            self.shared_input[path] = first or path
             if first is None:
                 self._seen = [(t, p) for t, p in self._seen if p != path] + [(x, path)]
                 add_outer(self.moments, path, real(x), full=True)
@@ -92,36 +92,36 @@ class GradientHooks:
         return hook
 
     def _full(self, path: str) -> bool:
-        rule, out = self.survey.recipe.curvature, self.survey.plan.cuts[path][0].linear.out
-        return rule == "full" or (rule == "auto" and 4 * out <= self.survey.tokens)
+        rule, out = self.fisher_pass.recipe.curvature, self.fisher_pass.plan.targets[path][0].linear.out
+        return rule == "full" or (rule == "auto" and 4 * out <= self.fisher_pass.tokens)
 
-    def fold(self, turn: Round) -> None:
+    def reduce_round(self, round_: Round) -> None:
         """A turn is over: its parts' sums are added, in order."""
-        ranks, parts = self.survey.stream.ranks, (self.moments, self.grams)
-        # A process without a part has seen no linear: which there are, and of what size, the first holder knows.
-        own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.same, self.rows
-        said = ranks.gather(own)
-        shapes, self.same, _ = said[turn.holders[0]]
-        for holder in turn.holders:
-            for path, rows in said[holder][2].items():
+        ranks, parts = self.fisher_pass.runner.ranks, (self.moments, self.grams)
+        # A process without a part has seen no linear: which there are, and of what size, the first owner knows.
+        own = [{path: tuple(t.shape) for path, t in part.items()} for part in parts], self.shared_input, self.rows
+        per_rank = ranks.gather(own)
+        shapes, self.shared_input, _ = per_rank[round_.owners[0]]
+        for owner in round_.owners:
+            for path, rows in per_rank[owner][2].items():
                 self.counts[path] = self.counts.get(path, 0) + rows
         for part, total, sizes in zip(parts, self.sums, shapes):
             for path, size in sizes.items():
-                mine = part.pop(path) if path in part else torch.zeros(size, device=self.survey.stream.device)
-                total[path] = ranks.added(total.get(path), mine, turn.holders)
+                mine = part.pop(path) if path in part else torch.zeros(size, device=self.fisher_pass.runner.device)
+                total[path] = ranks.ordered_sum(total.get(path), mine, round_.owners)
         self.rows = {}
 
-    def record(self) -> None:
+    def store_results(self) -> None:
         if not self.paths:
             return
         (self.moments, self.grams), self.rows = self.sums, self.counts
-        for tensor in [*self.moments.values(), *self.grams.values()] if self.survey.stream.ranks.count > 1 else ():
-            self.survey.stream.ranks.complete_(tensor)
-        self.survey.stream.count_moments([*self.moments.values(), *self.grams.values()])
+        for tensor in [*self.moments.values(), *self.grams.values()] if self.fisher_pass.runner.ranks.count > 1 else ():
+            self.fisher_pass.runner.ranks.gather_rows_(tensor)
+        self.fisher_pass.runner.record_moment_bytes([*self.moments.values(), *self.grams.values()])
         seen = [path for path in self.paths if path in self.grams]
-        shared = {path: self.survey.metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
-        metrics = {path: shared[self.same[path]] for path in seen}
-        self.survey.store(self.path, metrics, {path: self.grams[path].div_(self.rows[path]) for path in seen})
+        shared = {path: self.fisher_pass.metric(self.moments[path].div_(self.rows[path])) for path in self.moments}
+        metrics = {path: shared[self.shared_input[path]] for path in seen}
+        self.fisher_pass.store(self.path, metrics, {path: self.grams[path].div_(self.rows[path]) for path in seen})
 
 
 @torch.no_grad()
@@ -134,12 +134,18 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
 
 
 class FisherPass:
-    """options: cut name -> Options; the Gram matrices of a layer are kept in `pretrain_folder`, one file a layer."""
+    """options: cut name -> Options; the Gram matrices of a layer are kept in `folder`, one file a layer."""
 
     def __init__(
-        self, skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, stream: LayerRunner, folder: Path, done: Callable[[], None]
+        self,
+        meta_model: MetaModel,
+        plan: Plan,
+        recipe: ConversionRecipe,
+        runner: LayerRunner,
+        folder: Path,
+        done: Callable[[], None],
     ):
-        self.skeleton, self.plan, self.recipe, self.stream = skeleton, plan, recipe, stream
+        self.meta_model, self.plan, self.recipe, self.runner = meta_model, plan, recipe, runner
         self.folder, self.done = folder, done
         self.options: dict[str, list[CostPoint]] = {}
         self.tokens = 0
@@ -150,18 +156,18 @@ class FisherPass:
 
     def run(self, batch: CalibrationSet) -> dict[str, list[CostPoint]]:
         """On the windows to fit."""
-        inputs = batch.fitted()
+        inputs = batch.fit_inputs()
         self.mask_BT, self.head_mask_BT = (
-            None if m is None else m[: batch.fit_rows].bool() for m in (batch.mask(), batch.head_mask())
+            None if m is None else m[: batch.n_fit].bool() for m in (batch.mask(), batch.head_mask())
         )
         rows = next(iter(inputs.values()))
         self.tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1)
         with torch.enable_grad():
-            final_BTD = self.stream.run(inputs, self._visit, [(0, batch.fit_rows, MAX_SHARDS)])
+            final_BTD = self.runner.run(inputs, self._visit, [(0, batch.n_fit, MAX_SHARDS)])
             whole_BTD = final_BTD.detach()
-            if self.stream.ranks.count > 1:
-                whole_BTD = self.stream.complete(whole_BTD.contiguous().clone())
-            final_BTD.backward(self._cotangent(whole_BTD))
+            if self.runner.ranks.count > 1:
+                whole_BTD = self.runner.gather_rows(whole_BTD.contiguous().clone())
+            final_BTD.backward(self._output_gradient(whole_BTD))
         return self.options
 
     def _visit(self, call: LayerCall) -> Any:
@@ -171,40 +177,40 @@ class FisherPass:
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_(True)
         return _RecomputedLayer.apply(self, call, spec, hidden, *leaves)
 
-    def going_there(self, call: LayerCall) -> Any:
+    def forward_context(self, call: LayerCall) -> Any:
         """A context around the way forward through one layer."""
         return nullcontext()
 
-    def gathering(self, call: LayerCall) -> Any:
-        """A context around the way back through a layer, and `note_datasets()` behind it."""
+    def backward_context(self, call: LayerCall) -> Any:
+        """A context around the way back through a layer, and `store_results()` behind it."""
         return GradientHooks(self, call)
 
-    def _cotangent(self, final_BTD: Tensor) -> Tensor:
+    def _output_gradient(self, final_BTD: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.recipe.seed)
-        if not (body := self.plan.body).head or not has_lm_head(self.skeleton):
+        if not (layout := self.plan.layout).head or not has_lm_head(self.meta_model):
             noise = torch.randn(final_BTD.shape, generator=generator).to(final_BTD)
             real_ND = unpadded_rows(final_BTD, self.head_mask_BT)
-            return self._unpadded(noise / real_ND.square().mean().sqrt().clamp_min(1e-30))
-        head = ChunkedLMHead(self.skeleton, body.head, body.anatomy, self.stream.device)
+            return self._zero_padding(noise / real_ND.square().mean().sqrt().clamp_min(1e-30))
+        head = ChunkedLMHead(self.meta_model, layout.head, layout.architecture, self.runner.device)
         flat_ND = unpadded_rows(final_BTD, self.head_mask_BT)
-        grads, cut, energy = [], body.head in self.plan.cuts, torch.zeros(0)
+        grads, head_is_target, energy = [], layout.head in self.plan.targets, torch.zeros(0)
         for part in flat_ND.split(ROWS_PER_PASS):
-            hidden_ND = part.to(self.stream.device)
-            grad_ND, total_N, label_N = head.cotangent(hidden_ND, generator)
+            hidden_ND = part.to(self.runner.device)
+            grad_ND, total_N, label_N = head.output_gradient(hidden_ND, generator)
             grads.append(grad_ND.to(final_BTD.device))
-            if cut:
-                share = head.energies(hidden_ND, total_N, label_N) * (len(part) / len(flat_ND))
+            if head_is_target:
+                share = head.logit_gradient_energy(hidden_ND, total_N, label_N) * (len(part) / len(flat_ND))
                 energy = energy + share if len(energy) else share
-        if cut:
-            moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.stream.device)
-            self.store(body.head, {body.head: self.metric(moment_II)}, {body.head: energy})
+        if head_is_target:
+            moment_II = (flat_ND.mT @ flat_ND).div_(len(flat_ND)).to(self.runner.device)
+            self.store(layout.head, {layout.head: self.metric(moment_II)}, {layout.head: energy})
         if self.head_mask_BT is None:
             return torch.cat(grads).view_as(final_BTD)
         out_BTD = torch.zeros_like(final_BTD)
         out_BTD[self.head_mask_BT.to(out_BTD.device)] = torch.cat(grads)
         return out_BTD
 
-    def _unpadded(self, grad_BTD: Tensor) -> Tensor:
+    def _zero_padding(self, grad_BTD: Tensor) -> Tensor:
         """Zero where there is padding."""
         mask_BT = self.head_mask_BT
         if mask_BT is None or grad_BTD.shape[:2] != mask_BT.shape:
@@ -218,22 +224,29 @@ class FisherPass:
 
     def store(self, unit: str, metrics: dict[str, Metric], grams: dict[str, Tensor]) -> None:
         """Options of every cut of a layer's linears, from their input's metric and output Gram matrix."""
-        ranks, cuts = self.stream.ranks, [(cut, m) for path, m in metrics.items() for cut in self.plan.cuts[path]]
-        kept = {cut.name: self._kept(target_gram(cut, grams[cut.linear.path])) for cut, _ in cuts}
+        ranks, targets = (
+            self.runner.ranks,
+            [(target, m) for path, m in metrics.items() for target in self.plan.targets[path]],
+        )
+        kept = {target.name: self._output_gram(target_gram(target, grams[target.linear.path])) for target, _ in targets}
         if ranks.main:
-            saved = [TensorSource.of(name, gram) for name, gram in kept.items()] if self.recipe.curvature != "none" else []
+            saved = (
+                [TensorSource.from_tensor(name, gram) for name, gram in kept.items()]
+                if self.recipe.curvature != "none"
+                else []
+            )
             write_shard(self.folder / f"{unit}.safetensors", saved)
         found = {}
-        for (cut, metric), owner in zip(cuts, ranks.shares([cut.numel for cut, _ in cuts])):
+        for (target, metric), owner in zip(targets, ranks.assign_jobs([target.numel for target, _ in targets])):
             if owner == ranks.index:
-                weight_OI = target_weight(self.skeleton, cut, self.stream.device)
-                two_sided = Metric(metric.c_II, damp_output_gram(kept[cut.name]), metric.of_c)
-                with naming(cut.name):
-                    found[cut.name] = cost_points(cut, weight_OI, two_sided)
+                weight_OI = target_weight(self.meta_model, target, self.runner.device)
+                two_sided = Metric(metric.c_II, damp_output_gram(kept[target.name]), metric.c_cache)
+                with naming(target.name):
+                    found[target.name] = cost_points(target, weight_OI, two_sided)
         for theirs in ranks.gather(found):
             self.options |= theirs
 
-    def _kept(self, gram: Tensor) -> Tensor:
+    def _output_gram(self, gram: Tensor) -> Tensor:
         """With curvature: none, outputs count alike: the mean of the energies keeps the unit."""
         if self.recipe.curvature != "none":
             return gram
@@ -241,15 +254,15 @@ class FisherPass:
         return energies.mean().expand(len(gram)).clone()
 
 
-def cost_points(cut: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
+def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
     """What each number of stored numbers leaves as expected rise of the loss; its dense self included."""
-    found = [CostPoint(cut.numel, 0.0)]
-    for config in cut.configs:
+    found = [CostPoint(target.numel, 0.0)]
+    for config in target.configs:
         cls = STRUCTURES[config]
-        resolved = cls.resolve(config, cut.out, cut.in_)
-        for step, error in cls.ladder(weight_OI, resolved, metric):
-            params = cls.params(step, cut.out, cut.in_)
-            if params < cut.numel:
+        resolved = cls.resolve(config, target.out, target.in_)
+        for step, error in cls.rank_error_curve(weight_OI, resolved, metric):
+            params = cls.params(step, target.out, target.in_)
+            if params < target.numel:
                 found.append(CostPoint(params, error / 2))
     return found
 
@@ -261,8 +274,8 @@ def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
     return {name: read_tensor(info).to(device) for name, info in read_header(path).items()}
 
 
-def has_lm_head(skeleton: MetaModel) -> bool:
-    head = skeleton.model.get_output_embeddings() if hasattr(skeleton.model, "get_output_embeddings") else None
+def has_lm_head(meta_model: MetaModel) -> bool:
+    head = meta_model.model.get_output_embeddings() if hasattr(meta_model.model, "get_output_embeddings") else None
     return head is not None
 
 
@@ -270,44 +283,46 @@ class _RecomputedLayer(torch.autograd.Function):
     """A layer as one autograd step, recomputed window by window on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, survey: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
-        ctx.survey, ctx.call, ctx.spec = survey, call, spec
+    def forward(ctx: Any, fisher_pass: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:
+        ctx.fisher_pass, ctx.call, ctx.spec = fisher_pass, call, spec
         # The stations' arguments carry no gradient but for hidden states of another stack.
         ctx.leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
         # Half the memory; what is estimated from it bears far more noise than this rounding (2^-9).
-        ctx.hidden = survey.stream.kept(hidden.detach(), len(survey.stream.layers), torch.bfloat16)
-        phases = [(0, len(hidden), survey.going_there(call))]
-        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, survey.stream)
+        ctx.hidden = fisher_pass.runner.copy_hidden(hidden.detach(), len(fisher_pass.runner.layers), torch.bfloat16)
+        phases = [(0, len(hidden), fisher_pass.forward_context(call))]
+        out = run_phases(replace(call, hidden_BTD=hidden.detach().clone()), phases, fisher_pass.runner)
         ctx.mark_non_differentiable(*(t for t in _as_tuple(out)[1:] if isinstance(t, Tensor)))
         return out if isinstance(out, Tensor) else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor, *_: Any) -> Any:
-        survey, call = ctx.survey, ctx.call
-        gathered = survey.gathering(call)
+        fisher_pass, call = ctx.fisher_pass, ctx.call
+        hooks = fisher_pass.backward_context(call)
         grads: list[Tensor | None] = [None] * len(ctx.leaves)
         out_BTD = torch.zeros_like(grad_BTD)  # the hidden states may lie in a file
-        survey.skeleton.fill(call.path, call.device)
-        with gathered:
-            step = survey.stream.chunk_rows(ctx.hidden.shape[1])
-            for turn in survey.stream.turns(0, len(ctx.hidden)):
-                for first, last in turn.spans(step):
+        fisher_pass.meta_model.load_module(call.path, call.device)
+        with hooks:
+            step = fisher_pass.runner.chunk_rows(ctx.hidden.shape[1])
+            for round_ in fisher_pass.runner.rounds(0, len(ctx.hidden)):
+                for first, last in round_.chunks(step):
                     _backward_rows(ctx, first, last, grad_BTD, out_BTD, grads)
-                gathered.fold(turn)
-        gathered.record()
-        survey.skeleton.empty(call.path)
+                hooks.reduce_round(round_)
+        hooks.store_results()
+        fisher_pass.meta_model.unload_module(call.path)
         trim_memory()
-        survey.done()
+        fisher_pass.done()
         return (None, None, None, out_BTD, *grads)
 
 
-def _backward_rows(ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]) -> None:
+def _backward_rows(
+    ctx: Any, first: int, last: int, grad_BTD: Tensor, out_BTD: Tensor, grads: list[Tensor | None]
+) -> None:
     call = ctx.call
     args, kwargs = tree_unflatten(ctx.leaves, ctx.spec)
     piece = LayerCall(call.path, call.layer, call.forward, ctx.hidden, args, kwargs, call.device)
-    ctx.survey.rows = slice(first, last)
+    ctx.fisher_pass.rows = slice(first, last)
     with torch.enable_grad():
         hidden, args, kwargs = piece.rows(first, last)
         hidden = hidden.float().requires_grad_(True)

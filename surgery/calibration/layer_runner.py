@@ -1,7 +1,7 @@
-"""Running a skeleton a layer at a time, with transformers' own forward.
+"""Run a meta-device model one layer at a time, with transformers' own forward.
 
 The model is called once on all calibration windows; each layer's forward (of that instance, not of its
-class) stops at a station, which fills the layer with its weights, lets a visitor work on it window by
+class) is replaced by a hook, which fills the layer with its weights, lets a visitor work on it window by
 window, and empties it again. So masks, rotary tables, position biases and cross attention are the
 library's own, whatever the family, and never more than one layer is in memory.
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.calibration.data import check_model_inputs
-from surgery.calibration.partition import RowPartition, Segment, Round
+from surgery.calibration.partition import Round, RowPartition, Segment
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import read_rows
 from surgery.core.device import trim_memory
@@ -63,16 +63,20 @@ class LayerCall:
         """The arguments for rows first:last: tensors with the batch as leading axis are sliced."""
         batch = self.hidden_BTD.shape[0]
 
-        def cut(value: Any) -> Any:
+        def slice_rows(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if value.dim() > 1 and value.shape[0] == batch > 1:
                     value = value[first:last]
                 return value.to(self.device)
             if isinstance(value, (tuple, list)):
-                return type(value)(cut(v) for v in value)
-            return {k: cut(v) for k, v in value.items()} if isinstance(value, dict) else value
+                return type(value)(slice_rows(v) for v in value)
+            return {k: slice_rows(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-        return cut(self.hidden_BTD), tuple(cut(a) for a in self.args), {k: cut(v) for k, v in self.kwargs.items()}
+        return (
+            slice_rows(self.hidden_BTD),
+            tuple(slice_rows(a) for a in self.args),
+            {k: slice_rows(v) for k, v in self.kwargs.items()},
+        )
 
     def apply(self, first: int, last: int) -> Any:
         hidden, args, kwargs = self.rows(first, last)
@@ -89,7 +93,7 @@ class LayerRunner:
 
     def __init__(
         self,
-        skeleton: MetaModel,
+        meta_model: MetaModel,
         layers: tuple[str, ...],
         head: str,
         device: torch.device,
@@ -97,16 +101,19 @@ class LayerRunner:
         scratch: Path | None = None,
         ranks: DistContext | None = None,
     ):
-        self.skeleton, self.layers, self.head, self.device = skeleton, layers, head, device
+        self.meta_model, self.layers, self.head, self.device = meta_model, layers, head, device
         self.limit, self.scratch, self.ranks = limit or default_buffer_limit(device), scratch, ranks or DistContext()
-        self.rota, self.row = RowPartition(self.ranks, 1, (), 1), 0  # row: where the chunk begins that is run right now
+        self.partition, self.row = (
+            RowPartition(self.ranks, 1, (), 1),
+            0,
+        )  # row: where the chunk begins that is run right now
         self.hidden_bytes = self.moment_bytes = 0  # the most held at once
         self._buffers: list[Tensor] = []
-        self.home = torch.device("cpu")
+        self.buffer_device = torch.device("cpu")
 
-    def alone(self) -> LayerRunner:
+    def single_process(self) -> LayerRunner:
         """One of this process alone, all rows its own."""
-        return LayerRunner(self.skeleton, self.layers, self.head, self.device, self.limit, self.scratch)
+        return LayerRunner(self.meta_model, self.layers, self.head, self.device, self.limit, self.scratch)
 
     def chunk_rows(self, length: int) -> int:
         return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))
@@ -119,44 +126,44 @@ class LayerRunner:
         period: int = NO_PERIOD,
     ) -> Tensor:
         """What reaches the head (or, without one, the model's first output), (B, T, D). segments, period: how rows
-        are shared (surgery.calibration.partition); of those of others the result is meaningless until `complete`."""
-        check_model_inputs(inputs, self.skeleton.model)
+        are shared (surgery.calibration.partition); of those of others the result is meaningless until `gather_rows`."""
+        check_model_inputs(inputs, self.meta_model.model)
         assert segments or self.ranks.count == 1
         rows = next(iter(inputs.values()))
-        self.rota = RowPartition(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
-        self.home = self._home(inputs)
+        self.partition = RowPartition(self.ranks, rows.shape[1] if rows.dim() == 2 else 256, segments, period)
+        self.buffer_device = self._choose_buffer_device(inputs)
         restore = self._prepare(inputs)
         try:
             for path in self.layers:
-                restore.append(self._station(path, visit))
+                restore.append(self._hook_layer(path, visit))
             caught: list[Tensor] = []
             if self.head:
-                restore.append(capture_input(self.skeleton.module(self.head), caught))
-            out = self._call({k: v.to(self.home) for k, v in inputs.items()})
+                restore.append(capture_input(self.meta_model.module(self.head), caught))
+            out = self._call({k: v.to(self.buffer_device) for k, v in inputs.items()})
             return caught[-1] if caught else out[0]
         finally:
             for undo in reversed(restore):
                 undo()
             self._buffers.clear()
 
-    def complete(self, x_BTD: Tensor) -> Tensor:
+    def gather_rows(self, x_BTD: Tensor) -> Tensor:
         """With everybody's rows, in place."""
-        for first, last, owner in self.rota.owned(len(x_BTD)) if self.ranks.count > 1 else ():
-            self.ranks.passed_(x_BTD[first:last], owner)
+        for first, last, owner in self.partition.row_owners(len(x_BTD)) if self.ranks.count > 1 else ():
+            self.ranks.broadcast_(x_BTD[first:last], owner)
         return x_BTD
 
-    def turns(self, first: int, last: int) -> list[Round]:
-        return self.rota.turns(first, last)
+    def rounds(self, first: int, last: int) -> list[Round]:
+        return self.partition.rounds(first, last)
 
     def _call(self, inputs: dict[str, Tensor]) -> Any:
         try:
-            return self.skeleton.model(**inputs, use_cache=False)
+            return self.meta_model.model(**inputs, use_cache=False)
         except TypeError:
-            return self.skeleton.model(**inputs)  # encoders that know no cache
+            return self.meta_model.model(**inputs)  # encoders that know no cache
 
-    def _home(self, inputs: dict[str, Tensor]) -> torch.device:
+    def _choose_buffer_device(self, inputs: dict[str, Tensor]) -> torch.device:
         """Where the hidden states of all rows live between layers."""
-        config = self.skeleton.config.get_text_config()
+        config = self.meta_model.config.get_text_config()
         width: int = getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 1024
         rows = next(iter(inputs.values()))
         tokens = rows.shape[0] * (rows.shape[1] if rows.dim() == 2 else 1024)
@@ -165,22 +172,22 @@ class LayerRunner:
 
     def _prepare(self, inputs: dict[str, Tensor]) -> list[Callable[[], None]]:
         """Fill everything but layers, head and large embeddings; those get only the rows that occur."""
-        model, skeleton, restore = self.skeleton.model, self.skeleton, []
+        model, meta_model, restore = self.meta_model.model, self.meta_model, []
         large = [p for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.numel() > 2**20]
         outside = [*self.layers, *large, *([self.head] if self.head else [])]
-        skeleton.fill("", self.home, skip=outside)
+        meta_model.load_module("", self.buffer_device, skip=outside)
         for path in large:
             restore.append(self._compact_embedding(path, inputs))
         for module in model.modules():  # rotary tables and the like, computed at construction
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(self.home)
+                    module._buffers[name] = buffer.to(self.buffer_device)
         return restore
 
     def _compact_embedding(self, path: str, inputs: dict[str, Tensor]) -> Callable[[], None]:
         """Keep the embedding's own forward, with a table of only the rows that occur and ids renumbered."""
-        module: Any = self.skeleton.module(path)
-        info = self.skeleton.info(f"{path}.weight")
+        module: Any = self.meta_model.module(path)
+        info = self.meta_model.tensor_info(f"{path}.weight")
         rows = torch.unique(torch.cat([t.flatten() for t in inputs.values() if t.dtype == torch.int64]).cpu())
         # Ids made up by the model (a decoder's start, a padding id, positions) may occur as well.
         extra = [
@@ -188,12 +195,12 @@ class LayerRunner:
             1,
             2,
             3,
-            *(v for v in vars(self.skeleton.config).values() if type(v) is int and 0 <= v < info.shape[0]),
+            *(v for v in vars(self.meta_model.config).values() if type(v) is int and 0 <= v < info.shape[0]),
         ]
         rows = torch.unique(torch.cat([rows, torch.tensor(extra)]))
         rows = rows[(rows >= 0) & (rows < info.shape[0])]
-        set_module_tensor(module, "weight", read_rows(info, rows).float().to(self.home))
-        rows, padding, module.padding_idx = rows.to(self.home), module.padding_idx, None
+        set_module_tensor(module, "weight", read_rows(info, rows).float().to(self.buffer_device))
+        rows, padding, module.padding_idx = rows.to(self.buffer_device), module.padding_idx, None
 
         def renumber(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             found = torch.searchsorted(rows, args[0]).clamp_max(len(rows) - 1)
@@ -212,41 +219,41 @@ class LayerRunner:
 
         return undo
 
-    def _station(self, path: str, visit: LayerFn) -> Callable[[], None]:
-        layer = self.skeleton.module(path)
+    def _hook_layer(self, path: str, visit: LayerFn) -> Callable[[], None]:
+        layer = self.meta_model.module(path)
         forward = layer.forward
 
-        def station(*args: Any, **kwargs: Any) -> Any:
+        def hook(*args: Any, **kwargs: Any) -> Any:
             hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             call = LayerCall(path, layer, forward, hidden, rest, kwargs, self.device)
-            self.skeleton.fill(path, self.device)
+            self.meta_model.load_module(path, self.device)
             try:
                 return visit(call)
             finally:
-                self.skeleton.empty(path)
+                self.meta_model.unload_module(path)
                 trim_memory()
 
-        layer.forward = station  # of this instance only
+        layer.forward = hook  # of this instance only
         return lambda: layer.__dict__.pop("forward", None)
 
-    def count_moments(self, held: Iterable[Tensor | None]) -> None:
+    def record_moment_bytes(self, tensors: Iterable[Tensor | None]) -> None:
         """What visitors hold of second moments, for the report."""
-        self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in held if t is not None))
+        self.moment_bytes = max(self.moment_bytes, sum(t.numel() * t.element_size() for t in tensors if t is not None))
 
-    def own(self, hidden_BTD: Tensor) -> Tensor:
+    def writable_buffer(self, hidden_BTD: Tensor) -> Tensor:
         """A buffer that a layer's output may overwrite: ours already, or a copy."""
         if any(hidden_BTD is buffer for buffer in self._buffers):
             return hidden_BTD
-        buffer = self.kept(hidden_BTD)
+        buffer = self.copy_hidden(hidden_BTD)
         self._buffers.append(buffer)
         return buffer
 
-    def kept(self, hidden_BTD: Tensor, copies: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    def copy_hidden(self, hidden_BTD: Tensor, copies: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy, in a file where `copies` of them would exceed the limit."""
         size = hidden_BTD.numel() * dtype.itemsize
         self.hidden_bytes = max(self.hidden_bytes, size * copies)
         if size * copies <= self.limit:
-            return hidden_BTD.to(self.home, dtype, copy=True)
+            return hidden_BTD.to(self.buffer_device, dtype, copy=True)
         file = tempfile.NamedTemporaryFile(dir=self.scratch, prefix="hidden-", delete=True)  # noqa: SIM115
         with file:  # unlinked at the end: the mapping keeps it, and a kill leaves nothing behind
             _allocate_file(file.fileno(), size)
@@ -276,23 +283,23 @@ def capture_input(module: nn.Module, caught: list[Tensor]) -> Callable[[], None]
 Phase = tuple[int, int, AbstractContextManager[Any]]
 
 
-def run_phases(call: LayerCall, phases: list[Phase], stream: LayerRunner) -> Any:
+def run_phases(call: LayerCall, phases: list[Phase], runner: LayerRunner) -> Any:
     """Run rows first:last of each phase through the layer, in steps, inside the phase's context, writing over
     their hidden states; what the context gives is called after each turn (surgery.calibration.partition). The layer's output, whole,
     in the shape it gave it; tensors besides the hidden states are joined along the batch where they have one."""
-    step, found = stream.chunk_rows(call.hidden_BTD.shape[1]), LayerOutputs(len(call.hidden_BTD))
+    step, found = runner.chunk_rows(call.hidden_BTD.shape[1]), LayerOutputs(len(call.hidden_BTD))
     for first, last, context in phases:
         with context as after:
-            for turn in stream.turns(first, last):
-                for start, stop in turn.spans(step):
-                    stream.row = start
+            for round_ in runner.rounds(first, last):
+                for start, stop in round_.chunks(step):
+                    runner.row = start
                     hidden = found.add(call.apply(start, stop), start, stop)
                     call.hidden_BTD[start:stop] = hidden.to(call.hidden_BTD.device)
                 if after is not None:
-                    after(turn)
-    if not found.rows:  # more processes than parts: the model goes on with the shape of an output
+                    after(round_)
+    if not found.slices:  # more processes than parts: the model goes on with the shape of an output
         found.add(call.apply(0, 1), 0, 1)
-    return found.joined(call.hidden_BTD)
+    return found.join(call.hidden_BTD)
 
 
 class LayerOutputs:
@@ -300,28 +307,28 @@ class LayerOutputs:
 
     def __init__(self, batch: int):
         self.batch, self.kind = batch, Tensor
-        self.rows: list[slice] = []
+        self.slices: list[slice] = []
         self.extras: list[tuple[Any, ...]] = []
 
     def add(self, out: Any, start: int, stop: int) -> Tensor:
         """The hidden states among it."""
-        self.rows.append(slice(start, stop))
+        self.slices.append(slice(start, stop))
         if isinstance(out, Tensor):
             return out
         self.kind = type(out)
         self.extras.append(tuple(out[1:]))
         return out[0]
 
-    def joined(self, hidden_BTD: Tensor) -> Any:
+    def join(self, hidden_BTD: Tensor) -> Any:
         if self.kind is Tensor:
             return hidden_BTD
-        return self.kind([hidden_BTD, *(self._joined(values) for values in zip(*self.extras))])
+        return self.kind([hidden_BTD, *(self._join_values(values) for values in zip(*self.extras))])
 
-    def _joined(self, values: tuple[Any, ...]) -> Any:
-        one, rows = values[0], self.rows[0]
+    def _join_values(self, values: tuple[Any, ...]) -> Any:
+        one, rows = values[0], self.slices[0]
         if not (isinstance(one, Tensor) and one.dim() > 1 and one.shape[0] == rows.stop - rows.start):
             return one
         whole = one.new_zeros(self.batch, *one.shape[1:])  # rows of others stay so
-        for rows, value in zip(self.rows, values):
+        for rows, value in zip(self.slices, values):
             whole[rows] = value
         return whole

@@ -19,14 +19,14 @@ ROWS_PER_PASS = 8192  # hidden states for which the head is read from the file o
 class ChunkedLMHead:
     """logits = softcap(W h + b), W (V, D) read from the file in slices of rows."""
 
-    def __init__(self, skeleton: MetaModel, path: str, anatomy: Architecture | None, device: torch.device):
-        self.weight = skeleton.info(f"{path}.weight")
+    def __init__(self, meta_model: MetaModel, path: str, architecture: Architecture | None, device: torch.device):
+        self.weight = meta_model.tensor_info(f"{path}.weight")
         self.device = device
         self.bias = None
-        if f"{path}.bias" in dict(skeleton.model.named_parameters()):
-            self.bias = read_tensor(skeleton.info(f"{path}.bias"), torch.float32).to(device)
-        name = anatomy.softcap if anatomy else ""
-        self.cap = getattr(skeleton.config.get_text_config(), name, None) if name else None
+        if f"{path}.bias" in dict(meta_model.model.named_parameters()):
+            self.bias = read_tensor(meta_model.tensor_info(f"{path}.bias"), torch.float32).to(device)
+        name = architecture.softcap if architecture else ""
+        self.cap = getattr(meta_model.config.get_text_config(), name, None) if name else None
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         vocabulary, width = self.weight.shape
@@ -44,14 +44,16 @@ class ChunkedLMHead:
     def losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None = None) -> Tensor:
         """Negative log likelihood of each label, (N,); `linear` stands in for the stored head."""
         out = []
-        rows = ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
+        rows = (
+            ROWS_PER_PASS if linear is None else max(1, MAX_LOGITS.get(self.device.type, 2**22) // self.weight.shape[0])
+        )
         for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows)):
             out.append(self._losses(hidden.to(self.device), labels.to(self.device), linear))
         return torch.cat(out)
 
     def _losses(self, hidden_ND: Tensor, labels_N: Tensor, linear: nn.Module | None) -> Tensor:
         if linear is not None:
-            return nn.functional.cross_entropy(self.logits_of(linear, hidden_ND), labels_N, reduction="none")
+            return nn.functional.cross_entropy(self.linear_logits(linear, hidden_ND), labels_N, reduction="none")
         total_N = hidden_ND.new_full((len(hidden_ND),), -torch.inf)
         chosen_N = torch.zeros_like(total_N)
         for first, weight, bias in self.slices(len(hidden_ND)):
@@ -62,12 +64,12 @@ class ChunkedLMHead:
             chosen_N += torch.where(inside, logits_NV.gather(1, place[:, None])[:, 0], 0.0)
         return total_N - chosen_N
 
-    def logits_of(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
+    def linear_logits(self, linear: nn.Module, hidden_ND: Tensor) -> Tensor:
         logits_NV = linear(hidden_ND)
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
-    def cotangent(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """(d loss / d hidden (N, D), log sum exp (N,), labels (N,)) with labels drawn from the model itself:
         the outer products of such gradients average to the Fisher information.
 
@@ -94,16 +96,16 @@ class ChunkedLMHead:
             weight_NV = weight_NV if slope_NV is None else weight_NV * slope_NV
             sum_ND = torch.addmm(sum_ND * shrink_N[:, None], weight_NV, weight)
             top_N, mass_N = higher_N, mass_N * shrink_N + part_N
-        chosen_ND = slope_N[:, None] * self.rows(label_N)
+        chosen_ND = slope_N[:, None] * self.weight_rows(label_N)
         return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
 
-    def rows(self, label_N: Tensor) -> Tensor:
+    def weight_rows(self, label_N: Tensor) -> Tensor:
         """Rows of W, (N, D)."""
         unique, place = torch.unique(label_N.cpu(), return_inverse=True)
         return read_rows(self.weight, unique).float().to(self.device)[place.to(self.device)]
 
     @torch.no_grad()
-    def energies(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
+    def logit_gradient_energy(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
         """Mean squared d loss / d logits, (V,): what an error of each logit costs."""
         energy_V = hidden_ND.new_zeros(self.weight.shape[0])
         for first, weight, bias in self.slices(len(hidden_ND)):

@@ -75,7 +75,7 @@ class OutputMoments:
     energy: float = 0.0  # E|y*|^2
 
     @property
-    def shares(self) -> bool:
+    def uses_shared_cross(self) -> bool:
         return not self.residual and self.weight_OI.shape[0] > self.weight_OI.shape[1]
 
 
@@ -86,14 +86,14 @@ class InputMoments:
     def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
-        self.known: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
+        self.cache: dict[Any, Any] = {}  # functions of C, once for every matrix of the stage
         self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
-        shared = any(t.shares for t in self.targets.values())
+        shared = any(t.uses_shared_cross for t in self.targets.values())
         self.cross_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x^T]
         self.original_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x0^T]
         for target in self.targets.values():
-            if not target.shares:
+            if not target.uses_shared_cross:
                 target.k_OI = torch.zeros_like(target.weight_OI)
 
     def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
@@ -116,20 +116,20 @@ class InputMoments:
             target.energy += inner_product(y_NO, y_NO)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
-    def fold(self, part: InputMoments, turn: Round, ranks: DistContext, first: bool) -> None:
+    def ordered_reduce(self, part: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
         """+= the parts of a turn, in order; with others, each process adds some of the rows."""
-        for mine, other in zip(self.held(), part.held()):
-            ranks.fold_(mine, other, turn.holders, first)
+        for mine, other in zip(self.tensors(), part.tensors()):
+            ranks.ordered_reduce_(mine, other, round_.owners, first)
         energies = {name: target.energy for name, target in part.targets.items()}
-        said = ranks.gather((part.count, part.diverged, energies))
-        for count, diverged, found in (said[holder] for holder in turn.holders):
+        per_rank = ranks.gather((part.count, part.diverged, energies))
+        for count, diverged, found in (per_rank[owner] for owner in round_.owners):
             self.count, self.diverged = self.count + count, self.diverged or diverged
             for name, energy in found.items():
                 self.targets[name].energy += energy
 
     def means(self) -> InputMoments:
         assert self.summing
-        for total in self.held():
+        for total in self.tensors():
             total /= self.count
             if not is_finite(total):
                 raise SurgeryError(
@@ -155,9 +155,9 @@ class InputMoments:
         if target.k_OI is not None:
             return target.energy
         assert self.original_II is not None
-        return Metric(self.original_II).square(target.weight_OI)
+        return Metric(self.original_II).squared_norm(target.weight_OI)
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
         return [t for t in held if t is not None]
 
@@ -172,7 +172,7 @@ class HeldOutError:
         assert not moments.summing
         self.c_II, self.k_OI = moments.c_II, moments.cross(name)
         self.g_OO = g_OO
-        self.wanted = moments.energy(name)
+        self.target_energy = moments.energy(name)
 
     def measure(self, b_OI: Tensor) -> tuple[float, float]:
         """(loss, error): <G (B C - 2 K), B>, the weighted squared error up to a constant; and, unweighted,
@@ -187,5 +187,5 @@ class HeldOutError:
                 loss += float((self.g_OO[rows] * each_R).sum(dtype=torch.float64))
             elif self.g_OO is not None:
                 loss += float((self.g_OO[rows] * (change_RI @ b_OI.mT)).sum(dtype=torch.float64))
-        error = (max(plain + self.wanted, 0.0) / max(self.wanted, 1e-30)) ** 0.5
+        error = (max(plain + self.target_energy, 0.0) / max(self.target_energy, 1e-30)) ** 0.5
         return (plain if self.g_OO is None else loss), error

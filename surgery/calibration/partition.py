@@ -27,14 +27,14 @@ class RowShard:
 
 @dataclass(frozen=True)
 class Round:
-    """Parts, one after the other, of which no process has two. holders: whose they are, in order; own: the rows of this
+    """Parts, one after the other, of which no process has two. owners: whose they are, in order; own_rows: the rows of this
     process's, an empty range where it has none."""
 
-    holders: tuple[int, ...]
-    own: range
+    owners: tuple[int, ...]
+    own_rows: range
 
-    def spans(self, step: int) -> Iterator[tuple[int, int]]:
-        return row_chunks(self.own.start, self.own.stop, step)
+    def chunks(self, step: int) -> Iterator[tuple[int, int]]:
+        return row_chunks(self.own_rows.start, self.own_rows.stop, step)
 
 
 class RowPartition:
@@ -49,7 +49,7 @@ class RowPartition:
             for start, stop in pairwise(edges):
                 self.parts.append(RowShard(start, stop, len(self.parts) % ranks.count))
 
-    def turns(self, first: int, last: int) -> list[Round]:
+    def rounds(self, first: int, last: int) -> list[Round]:
         """Of a segment, or of the same rows a period or more further on."""
         if not self.parts:
             return [Round((0,), range(first, last))]
@@ -57,13 +57,13 @@ class RowPartition:
         parts = [part for part in self.parts if first - past <= part.first < last - past]
         assert parts and (parts[0].first, parts[-1].last) == (first - past, last - past)
         count = self.ranks.count
-        return [self._turn(parts[i : i + count], past) for i in range(0, len(parts), count)]
+        return [self._round(parts[i : i + count], past) for i in range(0, len(parts), count)]
 
-    def _turn(self, parts: list[RowShard], past: int) -> Round:
+    def _round(self, parts: list[RowShard], past: int) -> Round:
         own = [range(p.first + past, p.last + past) for p in parts if p.owner == self.ranks.index]
         return Round(tuple(part.owner for part in parts), own[0] if own else range(0))
 
-    def owned(self, rows: int) -> Iterator[tuple[int, int, int]]:
+    def row_owners(self, rows: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, owner) of all rows."""
         for past in range(0, rows, self.period):
             yield from ((part.first + past, part.last + past, part.owner) for part in self.parts)

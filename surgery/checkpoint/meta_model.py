@@ -1,6 +1,6 @@
 """The model without its weights: transformers' own class with every parameter on the meta device.
 
-Weights come and go a layer at a time (`fill`, `empty`). Which tensor of the file belongs to which parameter
+Weights come and go a layer at a time (`load_module`, `unload_module`). Which tensor of the file belongs to which parameter
 is asked of transformers' own loading rules, so that renamed families (ViT, legacy BERT) and checkpoints
 saved with or without the base model's prefix are understood.
 """
@@ -34,7 +34,7 @@ class MetaModel:
         self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
         self._check_shapes()
 
-    def info(self, parameter: str) -> TensorInfo:
+    def tensor_info(self, parameter: str) -> TensorInfo:
         """Where a parameter lies in the file; a tied one where its twin does."""
         for name in (parameter, self.tied.get(parameter, ""), *(k for k, v in self.tied.items() if v == parameter)):
             if name in self.keys:
@@ -57,7 +57,7 @@ class MetaModel:
     def module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
 
-    def fill(self, path: str, device: torch.device, skip: Iterable[str] = ()) -> int:
+    def load_module(self, path: str, device: torch.device, skip: Iterable[str] = ()) -> int:
         """Read the parameters of the module at `path` into float32 on `device`; bytes read. `skip`: paths
         (of modules below it) left on meta."""
         module, total, skip = self.module(path), 0, tuple(f"{s}." for s in skip)
@@ -67,12 +67,12 @@ class MetaModel:
                 continue
             if not tensor.is_meta and self.source.tensors[self.keys[full]].dtype not in ("F32", "F16", "BF16", "F64"):
                 continue
-            info = self.info(full)
+            info = self.tensor_info(full)
             set_module_tensor(module, name, read_tensor(info, torch.float32, device=device))
             total += info.nbytes
         return total
 
-    def empty(self, path: str) -> None:
+    def unload_module(self, path: str) -> None:
         """Back to meta."""
         module = self.module(path)
         for name, tensor in list(module.named_parameters()):

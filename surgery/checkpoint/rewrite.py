@@ -9,9 +9,9 @@ from typing import Any
 
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.writer import write_checkpoint, copy_companions
+from surgery.checkpoint.writer import copy_companions, write_checkpoint
 from surgery.core.errors import SurgeryError
-from surgery.core.files import explain_disk_errors, acquire_lock, partial_path, write_json
+from surgery.core.files import acquire_lock, explain_disk_errors, partial_path, write_json
 from surgery.core.journal import JOURNAL_NAME, Journal
 
 REWRITE_KEY, LOCK_LABEL = "rewrite", "command"
@@ -22,9 +22,9 @@ def rewrite_checkpoint(
     out: Path,
     pieces: Callable[[Path], list[Path]],
     config: dict[str, Any],
-    beside: tuple[str, ...] = (),
+    extra_files: tuple[str, ...] = (),
 ) -> None:
-    """pieces(folder): writes all tensors into files there, in order; beside: files of the source that are copied as they
+    """pieces(folder): writes all tensors into files there, in order; extra_files: files of the source that are copied as they
     are, where it has them."""
     partial = partial_path(out)
     with explain_disk_errors(out):
@@ -35,7 +35,7 @@ def rewrite_checkpoint(
                 written = pieces(partial / "pieces")
                 write_checkpoint(partial, written, journal, {name for piece in written for name in read_header(piece)})
                 copy_companions(source, partial)
-                for name in beside:
+                for name in extra_files:
                     if (source.folder / name).is_file():
                         shutil.copyfile(source.folder / name, partial / name)
                 write_json(partial / "config.json", config)

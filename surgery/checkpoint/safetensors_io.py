@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import parse_json, atomic_write
+from surgery.core.files import atomic_write, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -214,12 +214,12 @@ class TensorSource:
     source: TensorInfo | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorSource:
+    def from_tensor(cls, name: str, tensor: Tensor) -> TensorSource:
         tensor = tensor.detach().cpu().contiguous()
         return cls(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
 
     @classmethod
-    def copy(cls, name: str, source: TensorInfo) -> TensorSource:
+    def from_file(cls, name: str, source: TensorInfo) -> TensorSource:
         return cls(name, source.dtype, source.shape, source.nbytes, source=source)
 
     def chunks(self) -> Iterator[bytes | memoryview]:

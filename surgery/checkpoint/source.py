@@ -35,7 +35,7 @@ EXCLUDED_COMPANIONS = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.j
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """`name` as the user gave it; `pretrain_folder` where its files are; `revision` for a Hub id."""
+    """`name` as the user gave it; `folder` where its files are; `revision` for a Hub id."""
 
     name: str
     folder: Path
@@ -154,8 +154,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 def _suggest_folder(folder: Path) -> str:
     """What to give in place of a folder that is no checkpoint, by what lies in it."""
     if (folder / "adapter_config.json").is_file():
-        told = read_json(folder / "adapter_config.json")
-        base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+        adapter_config = read_json(folder / "adapter_config.json")
+        base = adapter_config.get("base_model_name_or_path") if isinstance(adapter_config, dict) else None
         return (
             f"it is a PEFT adapter of {str(base)[:100]}: merge it first (load it with peft, merge_and_unload(), "
             "save_pretrained to a new folder) and give that folder"
@@ -230,8 +230,12 @@ def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:
         return sharded
     pickles = [p.name for pattern in PICKLE_PATTERNS for p in folder.glob(pattern)]
     if pickles:
-        raise SurgeryError(f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLE_ADVICE}")
-    raise SurgeryError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {_suggest_folder(folder)}")
+        raise SurgeryError(
+            f"{name} has only pickled weights ({pickles[0]}), which can run code when opened; {PICKLE_ADVICE}"
+        )
+    raise SurgeryError(
+        f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {_suggest_folder(folder)}"
+    )
 
 
 def _read_sharded_headers(folder: Path, index: Path, name: str) -> dict[str, TensorInfo]:
@@ -286,7 +290,9 @@ def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     patterns = ["config.json", ADAPTER_CONFIG, "*.py", *CONFIGS] + (
-        ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)] if weights else []
+        ["*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", *COPIED, *(f"*/*{kind}" for kind in SMALL)]
+        if weights
+        else []
     )
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
@@ -327,7 +333,9 @@ def _read_remote_headers(name: str, revision: str | None) -> dict[str, TensorInf
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata
     except NotASafetensorsRepoError:
-        raise SurgeryError(f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {PICKLE_ADVICE}") from None
+        raise SurgeryError(
+            f"{name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; {PICKLE_ADVICE}"
+        ) from None
     except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
         raise SurgeryError(f"cannot read the tensor headers of {name}: {' '.join(str(error).split())[:200]}") from None
     return {

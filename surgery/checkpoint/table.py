@@ -21,7 +21,7 @@ def quantization_table(
     """The config's entry: what stands at which path, and the tensors that the model's class does not use."""
     from surgery.core.version import __version__
 
-    told = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
+    table_entry = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
     return {**told, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, file_digest, read_header, write_shard
+from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, file_digest, read_header, write_shard
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointSource
 from surgery.checkpoint.table import quantization_table
 from surgery.core.errors import SurgeryError
@@ -34,7 +34,10 @@ def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expecte
     _refuse_other_tensors(weight_map, expected, folder)
     if len(groups) > 1:
         total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(folder / name).values())
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        write_json(
+            folder / SAFE_WEIGHTS_INDEX_NAME,
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        )
     return weight_map
 
 
@@ -95,14 +98,16 @@ def _merge_shards(target: Path, pieces: list[Path]) -> str:
         if twice := header.keys() & tensors.keys():
             raise SurgeryError(f"{piece} holds tensor {min(twice)!r}, which another piece holds too")
         tensors.update(header)
-    return write_shard(target, [TensorSource.copy(name, info) for name, info in tensors.items()])
+    return write_shard(target, [TensorSource.from_file(name, info) for name, info in tensors.items()])
 
 
-def converted_config(source: CheckpointSource, skeleton: MetaModel, table: dict[str, Any], mixers: dict[str, Any]) -> dict[str, Any]:
+def converted_config(
+    source: CheckpointSource, meta_model: MetaModel, table: dict[str, Any], mixers: dict[str, Any]
+) -> dict[str, Any]:
     """The source's config with our tables; a replaced head is no longer tied."""
-    config = {**source.config, "quantization_config": quantization_table(table, mixers, skeleton.unused)}
-    twins = {name.removesuffix(".weight") for pair in skeleton.tied.items() for name in pair}
-    return _untie_config(config, skeleton.config) if twins & set(table) else config
+    config = {**source.config, "quantization_config": quantization_table(table, mixers, meta_model.unused)}
+    twins = {name.removesuffix(".weight") for pair in meta_model.tied.items() for name in pair}
+    return _untie_config(config, meta_model.config) if twins & set(table) else config
 
 
 def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:

@@ -113,15 +113,15 @@ def evaluate(
         return
     if not converted:
         raise SurgeryError("give the checkpoint to measure: surgery eval MODEL --text FILE")
-    chosen = [name for given in suite or ["ppl"] for name in _split_words(given)]
-    told = parse_options(
+    chosen = [name for raw in suite or ["ppl"] for name in _split_words(raw)]
+    eval_options = parse_options(
         text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
         tasks=_split_words(tasks), batch_size=batch_size, seed=seed, data_root=data_root, num_fewshot=num_fewshot,
         gen_kwargs=_parse_pairs(gen_kwargs), metadata=_parse_json("--metadata", metadata), include_path=include_path,
         apply_chat_template=apply_chat_template, samples=_parse_json("--samples", samples), use_cache=use_cache,
     )  # fmt: skip
     done = run(
-        converted, chosen, told, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
+        converted, chosen, eval_options, compare=compare, out=out, fail_below=fail_below or [], device=device, dtype=dtype,
         trust_remote_code=trust_remote_code, progress=progress(as_json), command=command_words(context),
     )  # fmt: skip
     if is_main_process():
@@ -147,30 +147,30 @@ def command_words(context: typer.Context) -> list[str]:
     return words
 
 
-def parse_options(**given: Any) -> Any:
+def parse_options(**raw: Any) -> Any:
     """EvalOptions, with what is wrong said as an option of the command."""
     from pydantic import ValidationError
 
     from surgery.eval.suite import EvalOptions
 
     try:
-        return EvalOptions(**given)
+        return EvalOptions(**raw)
     except ValidationError as error:
         first = error.errors()[0]
         name = "--" + str(first["loc"][0]).replace("_", "-")
         raise SurgeryError(f"{name} {first.get('input')!r}: {first['msg'].lower()}") from None
 
 
-def _split_words(given: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (given or "").split(",") if word.strip())
+def _split_words(raw: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (raw or "").split(",") if word.strip())
 
 
-def _parse_pairs(given: str | None) -> dict[str, Any]:
+def _parse_pairs(raw: str | None) -> dict[str, Any]:
     """temperature=0.7,top_p=0.9 as lm-eval reads it; numbers, true and false are those."""
     from surgery.core.config import read_yaml
 
     found: dict[str, Any] = {}
-    for word in _split_words(given):
+    for word in _split_words(raw):
         name, equals, value = word.partition("=")
         if not equals:
             raise SurgeryError(f"--gen-kwargs {word!r}: write name=value, for example temperature=0.7,top_p=0.9")
@@ -181,11 +181,11 @@ def _parse_pairs(given: str | None) -> dict[str, Any]:
     return found
 
 
-def _parse_json(option: str, given: str | None) -> dict[str, Any]:
+def _parse_json(option: str, raw: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(given) if given else {}
+        found = json.loads(raw) if raw else {}
     except ValueError as error:
-        raise SurgeryError(f"{option} {given!r} is not JSON: {error}") from None
+        raise SurgeryError(f"{option} {raw!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise SurgeryError(f'{option} {given!r}: a JSON object, for example {{"max_seq_lengths": [4096]}}')
+        raise SurgeryError(f'{option} {raw!r}: a JSON object, for example {{"max_seq_lengths": [4096]}}')
     return found

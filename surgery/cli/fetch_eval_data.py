@@ -32,7 +32,7 @@ def fetch_eval_data(
 
     surgery fetch-eval-data DATA --suite zeroshot
     """
-    from surgery.eval.fetch import SUITE_SOURCES, fetch, dataset_sources
+    from surgery.eval.fetch import SUITE_SOURCES, dataset_sources, fetch
 
     suites = [name for each in suite or list(SUITE_SOURCES) for name in each.split(",")]
     wanted = dataset_sources(suites, [name for name in (tasks or "").split(",") if name])

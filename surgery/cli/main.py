@@ -245,7 +245,7 @@ def bench_speed(
     surgery bench attention --peers --out attention.json
     """
     from surgery.eval.speed.run import bench
-    from surgery.eval.speed.tables import save_plot, result_tables
+    from surgery.eval.speed.tables import result_tables, save_plot
 
     result = bench(what, sizes, peers, device, time_limit, out, only, _progress(as_json), dtype)
     if not is_main_process():
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(args=argv, standalone_mode=True)
     except SurgeryError as error:
-        if error.elsewhere and not DEBUG["on"]:
+        if error.reported_by_peer and not DEBUG["on"]:
             sys.exit(2)
         _fail(str(error), 2)
     except SystemExit as left:

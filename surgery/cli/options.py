@@ -24,7 +24,9 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")
+]
 Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
 Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
 

@@ -44,12 +44,12 @@ def push(
     from surgery.publish.hub.push import push as run
     from surgery.publish.tables import upload_table
 
-    parcel = prepare_upload(str(converted), repo, licence, base_model, measured)
-    told = {"dry_run": dry_run, **parcel.to_dict()}
+    upload = prepare_upload(str(converted), repo, licence, base_model, measured)
+    result = {"dry_run": dry_run, **upload.to_dict()}
     if not as_json:
-        _show(upload_table(told))
+        _show(upload_table(result))
     if dry_run:
-        print(json.dumps({**told, "card": parcel.card}, indent=2) if as_json else f"\n{parcel.card}")
+        print(json.dumps({**result, "card": upload.card}, indent=2) if as_json else f"\n{upload.card}")
         return
-    told |= run(parcel, private, revision, message, _progress(as_json))
-    print(json.dumps(told, indent=2) if as_json else f"{told['url']}, commit {told['commit'][:10]}")
+    result |= run(upload, private, revision, message, _progress(as_json))
+    print(json.dumps(result, indent=2) if as_json else f"{result['url']}, commit {result['commit'][:10]}")

@@ -28,18 +28,25 @@ from surgery.checkpoint.report import validate_report
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint
 from surgery.checkpoint.tensor_names import listed
-from surgery.checkpoint.writer import write_checkpoint, copy_companions, converted_config
+from surgery.checkpoint.writer import converted_config, copy_companions, write_checkpoint
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import REST, Pieces, well_formed
-from surgery.conversion.preflight import load_calibration, journal_fingerprint, check_disk_space, check_same_inputs
-from surgery.conversion.replacement import LayerReplacement, stored_module_name, load_replacement
+from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
+from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.resolve_attention import resolve_attention_plan
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sequential import SequentialConverter, convert_head
 from surgery.conversion.text_check import TextFit, text_fit
 from surgery.conversion.trial import choose_budgets
-from surgery.core.device import choose_device, device_name, fast_float32_matmul, peak_rss, return_freed_memory, trim_memory
-from surgery.core.distributed import DistContext, local_device, init_distributed
+from surgery.core.device import (
+    choose_device,
+    device_name,
+    fast_float32_matmul,
+    peak_rss,
+    return_freed_memory,
+    trim_memory,
+)
+from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, write_json
 from surgery.core.journal import Journal, check_output_path
@@ -67,7 +74,7 @@ def convert(
     (surgery.core.distributed) all call it, and all get the report.
     """
     ranks = init_distributed(device)
-    with ranks.together():
+    with ranks.fail_together():
         device, progress = local_device(ranks, device), (progress if ranks.main else None) or Progress()
         with explain_disk_errors(Path(out), "run the same command with --resume"):
             return _convert(source, recipe, Path(out), device, resume, trust_remote_code, revision, progress, ranks)
@@ -86,41 +93,43 @@ def _convert(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     return_freed_memory()
-    ranks.by_main(lambda: check_output_path(out, resume))
+    ranks.on_main(lambda: check_output_path(out, resume))
     opened = open_checkpoint(source, trust_remote_code, revision=revision)
-    skeleton = MetaModel(opened, trust_remote_code)
-    plan = make_plan(skeleton, recipe)
+    meta_model = MetaModel(opened, trust_remote_code)
+    plan = make_plan(meta_model, recipe)
     for note in plan.notes:
         progress.say(f"note: {note}")
-    if skeleton.unused:
-        progress.say(f"note: {type(skeleton.model).__name__} does not use {listed(skeleton.unused)}; copied as stored")
+    if meta_model.unused:
+        progress.say(
+            f"note: {type(meta_model.model).__name__} does not use {listed(meta_model.unused)}; copied as stored"
+        )
     for name in in_subfolders(opened.folder).left:
         progress.say(f"note: not copied beside the weights: {name}")
     odd: list[str] = []
-    batch = load_calibration(opened, skeleton, recipe, odd)
-    ranks.by_main(lambda: check_disk_space(opened, plan, recipe, out))
+    batch = load_calibration(opened, meta_model, recipe, odd)
+    ranks.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     partial = partial_path(out)
     place = choose_device(device)
-    begun = journal_fingerprint(opened, recipe, batch)
-    check_same_inputs(ranks, begun)
-    with Journal(partial, begun, resume, ranks) as journal, fast_float32_matmul(place):
+    fingerprint = journal_fingerprint(opened, recipe, batch)
+    check_same_inputs(ranks, fingerprint)
+    with Journal(partial, fingerprint, resume, ranks) as journal, fast_float32_matmul(place):
         try:
-            ranks.by_main(lambda: check_output_path(out, True))  # another conversion may have ended there meanwhile
-            report = Conversion(skeleton, plan, batch, partial, journal, place, progress, odd).everything(began)
+            ranks.on_main(lambda: check_output_path(out, True))  # another conversion may have ended there meanwhile
+            report = Conversion(meta_model, plan, batch, partial, journal, place, progress, odd).run(began)
         except Interrupted:
             raise
         except SurgeryError:
-            if journal.made and ranks.main:  # what is refused now will be refused again: there is nothing to resume
+            if journal.created and ranks.main:  # what is refused now will be refused again: there is nothing to resume
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        ranks.by_main(lambda: journal.move(out))
+        ranks.on_main(lambda: journal.move(out))
     return report
 
 
 class Conversion:
     def __init__(
         self,
-        skeleton: MetaModel,
+        meta_model: MetaModel,
         plan: Plan,
         batch: CalibrationSet | None,
         partial: Path,
@@ -131,25 +140,25 @@ class Conversion:
     ):
         self.odd = odd
         self.text_fit: TextFit | None = None
-        self.skeleton, self.plan, self.recipe, self.batch = skeleton, plan, plan.recipe, batch
+        self.meta_model, self.plan, self.recipe, self.batch = meta_model, plan, plan.recipe, batch
         self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
         self.pieces, self.grams = partial / "pieces", partial / "curvature"
         self.ranks, self.main = journal.ranks, journal.ranks.main
         self.pieces.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
         self.peaks = {"moments": 0, "hidden_states": 0}
-        self.units = {name: self._unit(name) for name in skeleton.keys}
+        self.units = {name: self._shard_name(name) for name in meta_model.keys}
 
-    def everything(self, began: float) -> dict[str, Any]:
+    def run(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
         self.journal.keep(well_formed(self.journal.lines, self.plan))
         self._check_text()
-        hybrid = self._seats()
+        hybrid = self._resolve_attention()
         self._keep_sound()
         if self.journal.find("piece", piece=REST) is None:
-            given, allocation = self._budgets()
-            self._convert(given, allocation)
-        return self.ranks.by_main(lambda: self._whole(hybrid, began))
+            target_budgets, allocation = self._resolve_budgets()
+            self._convert(target_budgets, allocation)
+        return self.ranks.on_main(lambda: self._write_output(hybrid, began))
 
     def _check_text(self) -> None:
         """Warns of a text that does not suit the model; ready inputs are taken as they are."""
@@ -157,26 +166,30 @@ class Conversion:
         if self.batch is None or text is None or text.endswith(".safetensors"):
             return
         batch, seed = self.batch, self.recipe.seed
-        self.text_fit = self.ranks.by_main(lambda: text_fit(self.skeleton, self.plan, batch, self._stream(), seed))
+        self.text_fit = self.ranks.on_main(
+            lambda: text_fit(self.meta_model, self.plan, batch, self._make_runner(), seed)
+        )
         for line in self._text_warnings():
             self.progress.say(f"[bold yellow]warning[/]: {escape(line)}")
 
     def _text_warnings(self) -> list[str]:
         return [*self.odd, *(self.text_fit.warnings if self.text_fit else [])]
 
-    def _whole(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
+    def _write_output(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Pieces to a checkpoint with its report."""
-        found = [self.journal.find("piece", piece=piece) for piece in (*self.plan.body.layers, REST)]
+        found = [self.journal.find("piece", piece=piece) for piece in (*self.plan.layout.layers, REST)]
         lines = [line for line in found if line is not None]
         assert len(lines) == len(found)
         rest, expected = lines[-1], {name for line in lines for name in self._pieces().expected(line)}
         with self._timed("write"):
-            weight_map = write_checkpoint(self.partial, [self._piece(line["piece"]) for line in lines], self.journal, expected)
+            weight_map = write_checkpoint(
+                self.partial, [self._shard_path(line["piece"]) for line in lines], self.journal, expected
+            )
             table = {path: spec for line in lines for path, spec in line["table"].items()}
             mixers = {path: spec for line in lines for path, spec in line.get("mixers", {}).items()}
-            config = converted_config(self.skeleton.source, self.skeleton, table, mixers)
-            copy_companions(self.skeleton.source, self.partial)
-            write_shims(self.partial, config, self.skeleton.model)
+            config = converted_config(self.meta_model.source, self.meta_model, table, mixers)
+            copy_companions(self.meta_model.source, self.partial)
+            write_shims(self.partial, config, self.meta_model.model)
             write_json(self.partial / "config.json", config)
         report = self._report(lines, rest, weight_map, time.perf_counter() - began)
         report["hybrid"] = hybrid
@@ -186,127 +199,156 @@ class Conversion:
             shutil.rmtree(folder, ignore_errors=True)
         return report
 
-    def _seats(self) -> dict[str, Any] | None:
+    def _resolve_attention(self) -> dict[str, Any] | None:
         """Settles which attention gets which mixer; what the report says of a hybrid."""
-        if not self.plan.seats or self.batch is None:
+        if not self.plan.attention_targets or self.batch is None:
             return None
-        stream = self._stream()
+        runner = self._make_runner()
         with self._timed("attention"):
             self.plan, hybrid = resolve_attention_plan(
-                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.journal, self.progress
+                self.meta_model, self.plan, self.recipe, self.batch, runner, self.grams, self.journal, self.progress
             )
-        self._count(stream)
+        self._record_peaks(runner)
         return hybrid
 
-    def _budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
+    def _resolve_budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
         if done := self.journal.find("budgets"):
             return done["budgets"], done["allocation"]
 
-        stream = self._stream()
+        runner = self._make_runner()
         with self._timed("budgets"):
-            given, allocation = choose_budgets(
-                self.skeleton, self.plan, self.recipe, self.batch, stream, self.grams, self.progress
+            target_budgets, allocation = choose_budgets(
+                self.meta_model, self.plan, self.recipe, self.batch, runner, self.grams, self.progress
             )
-        self._count(stream)
-        given, allocation = self.ranks.agreed((given, allocation))
-        self.journal.add("budgets", budgets=given, allocation=allocation)
-        return given, allocation
+        self._record_peaks(runner)
+        target_budgets, allocation = self.ranks.broadcast_object((target_budgets, allocation))
+        self.journal.add("budgets", budgets=target_budgets, allocation=allocation)
+        return target_budgets, allocation
 
-    def _convert(self, given: dict[str, float], allocation: dict[str, Any]) -> None:
+    def _convert(self, target_budgets: dict[str, float], allocation: dict[str, Any]) -> None:
         """All layers, then the rest."""
-        with self._timed("layers"), self.progress.bar("converting layers", len(self.plan.body.layers)) as tick:
+        with self._timed("layers"), self.progress.bar("converting layers", len(self.plan.layout.layers)) as tick:
             if self.batch is None:
-                held, head = None, self._without_text(given, tick)
+                held, head = None, self._convert_data_free(target_budgets, tick)
             else:
-                result, head = self._with_text(self.batch, given, tick)
+                result, head = self._convert_calibrated(self.batch, target_budgets, tick)
                 held = result.to_dict()
         self.journal.merge()
         with self._timed("rest"):
             if self.main:
-                self._write(REST, head, held_out=held, allocation=allocation)
+                self._write_shard(REST, head, held_out=held, allocation=allocation)
 
-    def _with_text(self, batch: CalibrationSet, given: dict[str, float], tick: Any) -> tuple[HeldOutScore, LayerReplacement]:
+    def _convert_calibrated(
+        self, batch: CalibrationSet, target_budgets: dict[str, float], tick: Any
+    ) -> tuple[HeldOutScore, LayerReplacement]:
         """Every layer and the head; finished layers are taken from disk."""
 
-        def write(path: str, grafts: LayerReplacement, seconds: float) -> None:
-            if self._writes(path):
-                self._write(path, grafts, seconds=round(seconds, 3))
+        def write(path: str, replacement: LayerReplacement, seconds: float) -> None:
+            if self._is_writer(path):
+                self._write_shard(path, replacement, seconds=round(seconds, 3))
             tick()
 
-        stream = self._stream()
+        runner = self._make_runner()
         run = SequentialConverter(
-            self.skeleton, self.plan, self.recipe, given, stream, self.grams, batch, self._finished, write
+            self.meta_model,
+            self.plan,
+            self.recipe,
+            target_budgets,
+            runner,
+            self.grams,
+            batch,
+            self._load_finished,
+            write,
         ).run()
-        self._count(stream)
+        self._record_peaks(runner)
         return run
 
-    def _without_text(self, given: dict[str, float], tick: Any) -> LayerReplacement:
+    def _convert_data_free(self, target_budgets: dict[str, float], tick: Any) -> LayerReplacement:
         self.progress.say(
             "[bold yellow]no calibration text[/]: weights are projected in the Frobenius norm, which damages a pretrained "
             "model badly (docs/quality.md); give --calibration FILE"
         )
-        todo = [path for path in self.plan.body.layers if self.journal.find("piece", piece=path) is None]
-        tick(len(self.plan.body.layers) - len(todo))
+        todo = [path for path in self.plan.layout.layers if self.journal.find("piece", piece=path) is None]
+        tick(len(self.plan.layout.layers) - len(todo))
         own = todo[self.ranks.index :: self.ranks.count]
-        for path, grafts, seconds in convert_layers_data_free(self.skeleton, self.plan, given, own, self.device):
-            self._write(path, grafts, seconds=round(seconds, 3))
+        for path, replacement, seconds in convert_layers_data_free(
+            self.meta_model, self.plan, target_budgets, own, self.device
+        ):
+            self._write_shard(path, replacement, seconds=round(seconds, 3))
             tick(min(self.ranks.count, len(todo)))
-        return convert_head(self.skeleton, self.plan, self.recipe, given, None, None, self.grams, self.device)
+        return convert_head(
+            self.meta_model, self.plan, self.recipe, target_budgets, None, None, self.grams, self.device
+        )
 
     # -- pieces ------------------------------------------------------------------------------------
     def _pieces(self) -> Pieces:
-        return Pieces(self.skeleton, self.plan, self.units, self.pieces)
+        return Pieces(self.meta_model, self.plan, self.units, self.pieces)
 
     def _keep_sound(self) -> None:
         """What an interrupted run left is looked at once, by the first process for all."""
         lines = self.journal.lines
         if not any(line["step"] == "piece" for line in lines):
             return
-        sound = self.ranks.by_main(lambda: self._pieces().sound(lines, self.partial))
+        sound = self.ranks.on_main(lambda: self._pieces().sound(lines, self.partial))
         if lost := sum(line["step"] == "piece" for line in lines) - sum(line["step"] == "piece" for line in sound):
             self.progress.say(
                 f"note: {lost} finished pieces are damaged, or not those of this plan; they are made again"
             )
         self.journal.keep(sound)
 
-    def _stream(self) -> LayerRunner:
-        body = self.plan.body
-        return LayerRunner(self.skeleton, body.layers, body.head, self.device, scratch=self.partial, ranks=self.ranks)
+    def _make_runner(self) -> LayerRunner:
+        layout = self.plan.layout
+        return LayerRunner(
+            self.meta_model, layout.layers, layout.head, self.device, scratch=self.partial, ranks=self.ranks
+        )
 
-    def _writes(self, path: str) -> bool:
+    def _is_writer(self, path: str) -> bool:
         """Whether a layer that all have is this process's to write."""
-        return self.plan.body.layers.index(path) % self.ranks.count == self.ranks.index
+        return self.plan.layout.layers.index(path) % self.ranks.count == self.ranks.index
 
-    def _count(self, stream: LayerRunner) -> None:
-        for what, size in (("moments", stream.moment_bytes), ("hidden_states", stream.hidden_bytes)):
+    def _record_peaks(self, runner: LayerRunner) -> None:
+        for what, size in (("moments", runner.moment_bytes), ("hidden_states", runner.hidden_bytes)):
             self.peaks[what] = max(self.peaks[what], size)
 
-    def _piece(self, unit: str) -> Path:
+    def _shard_path(self, unit: str) -> Path:
         return self.pieces / f"{unit}.safetensors"
 
-    def _unit(self, parameter: str) -> str:
-        return next((path for path in self.plan.body.layers if parameter.startswith(path + ".")), REST)
+    def _shard_name(self, parameter: str) -> str:
+        return next((path for path in self.plan.layout.layers if parameter.startswith(path + ".")), REST)
 
-    def _finished(self, path: str) -> LayerReplacement | None:
+    def _load_finished(self, path: str) -> LayerReplacement | None:
         done = self.journal.find("piece", piece=path)
         if done is None:
             return None
-        return load_replacement(self.skeleton, self.plan, done, read_header(self._piece(path)), self.device)
+        return load_replacement(self.meta_model, self.plan, done, read_header(self._shard_path(path)), self.device)
 
-    def _write(self, unit: str, grafts: LayerReplacement, **said: Any) -> None:
+    def _write_shard(self, unit: str, replacement: LayerReplacement, **fields: Any) -> None:
         """The unit's tensors: stand-ins, and everything else as it was."""
-        replaced = {f"{stored_module_name(self.skeleton, path)}.weight" for path in grafts.modules}
+        replaced = {f"{stored_module_name(self.meta_model, path)}.weight" for path in replacement.modules}
         split = {
-            f"{stored_module_name(self.skeleton, p)}.bias" for p, spec in grafts.table.items() if spec["structure"] == "split"
+            f"{stored_module_name(self.meta_model, p)}.bias"
+            for p, spec in replacement.table.items()
+            if spec["structure"] == "split"
         }
-        entries = list(grafts.entries)
-        for name, key in self.skeleton.keys.items():
+        entries = list(replacement.entries)
+        for name, key in self.meta_model.keys.items():
             if self.units[name] == unit and key not in replaced | split:
-                entries.append(TensorSource.copy(key, self.skeleton.source.tensors[key]))
+                entries.append(TensorSource.from_file(key, self.meta_model.source.tensors[key]))
         trim_memory()
-        digest = write_shard(self._piece(unit), entries)
-        mixers = {"mixers": grafts.mixer_table, "mixer_records": grafts.mixer_records} if grafts.mixers else {}
-        done = {"piece": unit, "sha256": digest, "table": grafts.table, "records": grafts.records, **mixers, **said}
+        digest = write_shard(self._shard_path(unit), entries)
+        mixers = (
+            {"mixers": replacement.mixer_table, "mixer_records": replacement.mixer_records}
+            if replacement.mixers
+            else {}
+        )
+        done = {
+            "piece": unit,
+            "sha256": digest,
+            "table": replacement.table,
+            "records": replacement.records,
+            **mixers,
+            **fields,
+        }
         self.journal.add("piece", **json.loads(json.dumps(done)))  # as a resumed run reads it
 
     # -- the report --------------------------------------------------------------------------------
@@ -321,9 +363,9 @@ class Conversion:
     ) -> dict[str, Any]:
         import transformers
 
-        source, records = self.skeleton.source, [record for line in lines for record in line["records"]]
-        whole = [cuts[0] for cuts in self.plan.cuts.values() if cuts[0].part is None]
-        refits = {cut.name for cut in whole if not cut.configs}  # dense before and after
+        source, records = self.meta_model.source, [record for line in lines for record in line["records"]]
+        whole = [targets[0] for targets in self.plan.targets.values() if targets[0].part is None]
+        refits = {target.name for target in whole if not target.configs}  # dense before and after
         return {
             "surgery": __version__,
             "versions": {
@@ -339,7 +381,7 @@ class Conversion:
             "companions": [path.as_posix() for path in source.companions()],
             "calibration": {
                 "tokens": self.batch.tokens(),
-                "held_out_windows": self.batch.rows - self.batch.fit_rows,
+                "held_out_windows": self.batch.rows - self.batch.n_fit,
                 "windows": self.batch.rows,
                 "loss": self.text_fit.loss if self.text_fit else None,
                 "own_samples_loss": self.text_fit.own_samples if self.text_fit else None,
@@ -365,9 +407,9 @@ class Conversion:
     def _largest_layer(self) -> int:
         """Bytes of the largest layer in float32."""
         sizes: dict[str, int] = {}
-        for name, key in self.skeleton.keys.items():
+        for name, key in self.meta_model.keys.items():
             if self.units[name] != REST:
-                sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * source_numel(self.skeleton.source, key)
+                sizes[self.units[name]] = sizes.get(self.units[name], 0) + 4 * source_numel(self.meta_model.source, key)
         return max(sizes.values(), default=0)
 
 
@@ -375,7 +417,9 @@ def source_numel(source: CheckpointSource, key: str) -> int:
     return source.tensors[key].numel
 
 
-def totals(records: list[dict[str, Any]], source: CheckpointSource, folder: Path, weight_map: dict[str, str]) -> dict[str, Any]:
+def totals(
+    records: list[dict[str, Any]], source: CheckpointSource, folder: Path, weight_map: dict[str, str]
+) -> dict[str, Any]:
     """Counted on what is stored: numbers and bytes of the whole checkpoint and of the replaced weights."""
     stored = [t for name in sorted(set(weight_map.values())) for t in read_header(folder / name).values()]
     before, after = (sum(r[key] for r in records) for key in ("params_before", "params_after"))

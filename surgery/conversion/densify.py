@@ -14,7 +14,7 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_mixers, has_shims, quantization_table, read_table
+from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
 from surgery.checkpoint.tensor_names import refuse_incomplete, unused_of
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.journal import check_output_path
@@ -61,7 +61,9 @@ def _folded_entry(spec: dict[str, Any]) -> dict[str, Any]:
     return {"structure": "folded", **{name: spec[name] for name in names if name in spec}}
 
 
-def _plain_config(source: CheckpointSource, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]) -> dict[str, Any]:
+def _plain_config(
+    source: CheckpointSource, folded: dict[str, Any], mixers: dict[str, Any], unused: list[str]
+) -> dict[str, Any]:
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
     if mixers:
         return {**config, "quantization_config": quantization_table(folded, mixers, unused)}
@@ -70,7 +72,9 @@ def _plain_config(source: CheckpointSource, folded: dict[str, Any], mixers: dict
     return config
 
 
-def _write_shards(source: CheckpointSource, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress) -> list[Path]:
+def _write_shards(
+    source: CheckpointSource, table: dict[str, Any], folded: set[str], folder: Path, progress: Progress
+) -> list[Path]:
     """Everything that is not a stand-in's, then the products, in pieces of about BATCH bytes."""
     pieces: list[Path] = []
     batch: list[TensorSource] = []
@@ -90,10 +94,12 @@ def _write_shards(source: CheckpointSource, table: dict[str, Any], folded: set[s
     return pieces
 
 
-def _iter_tensors(source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Any) -> Iterator[TensorSource]:
+def _iter_tensors(
+    source: CheckpointSource, table: dict[str, Any], folded: set[str], tick: Any
+) -> Iterator[TensorSource]:
     names = {entry.get("file_name", path): path for path, entry in table.items()}
     cores = {f"{base}.{name}" for base, path in names.items() for name in _stored_tensor_names(table[path])}
-    yield from (TensorSource.copy(name, info) for name, info in source.tensors.items() if name not in cores)
+    yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in cores)
     for base, path in names.items():
         yield from dense_entries(source, base, table[path], path in folded)
         tick()
@@ -106,15 +112,19 @@ def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def dense_entries(source: CheckpointSource, base: str, spec: dict[str, Any], folded: bool = False) -> list[TensorSource]:
+def dense_entries(
+    source: CheckpointSource, base: str, spec: dict[str, Any], folded: bool = False
+) -> list[TensorSource]:
     """The dense weight of one stand-in (and the bias of a split one), under its original names."""
     module = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
-    stored = DTYPES[next(source.tensors[f"{base}.{n}"].dtype for n in _stored_tensor_names(spec) if not n.endswith("place"))]
+    stored = DTYPES[
+        next(source.tensors[f"{base}.{n}"].dtype for n in _stored_tensor_names(spec) if not n.endswith("place"))
+    ]
     assert isinstance(module, (StructuredLinear, SplitLinear))
     weight_OI = module.dense()
     weight = weight_OI[None] if folded else weight_OI.mT if spec.get("transposed") else weight_OI
-    entries = [TensorSource.of(f"{base}.weight", weight.to(stored))]
+    entries = [TensorSource.from_tensor(f"{base}.weight", weight.to(stored))]
     bias = module.fused_bias() if isinstance(module, SplitLinear) else None
     if isinstance(bias, Tensor):
-        entries.append(TensorSource.of(f"{base}.bias", bias.to(stored)))
+        entries.append(TensorSource.from_tensor(f"{base}.bias", bias.to(stored)))
     return entries

@@ -15,7 +15,14 @@ import torch
 from pydantic import Field, ValidationError
 
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.checkpoint.report import AllocationReport, HeldOutReport, HybridReport, MixerReport, ModuleReport, _ReportModel
+from surgery.checkpoint.report import (
+    AllocationReport,
+    HeldOutReport,
+    HybridReport,
+    MixerReport,
+    ModuleReport,
+    _ReportModel,
+)
 from surgery.checkpoint.safetensors_io import file_digest, read_header
 from surgery.checkpoint.writer import flat, shard_name
 from surgery.conversion.mixer_init.base import build_mixer
@@ -87,13 +94,13 @@ SHAPES: dict[str, type[_ReportModel]] = {
 class Pieces:
     """units: parameter -> its layer, or REST."""
 
-    skeleton: MetaModel
+    meta_model: MetaModel
     plan: Plan
     units: dict[str, str]
     folder: Path
 
     def names(self) -> list[str]:
-        return [*self.plan.body.layers, REST]
+        return [*self.plan.layout.layers, REST]
 
     def path(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"
@@ -102,16 +109,16 @@ class Pieces:
     def expected(self, line: dict[str, Any]) -> Shapes:
         """Tensor -> shape of the piece of a journal line. SurgeryError where the line's table disagrees with the plan."""
         unit, table, mixers = line["piece"], line["table"], line.get("mixers", {})
-        keys, layer = self.skeleton.keys, "" if line["piece"] == REST else line["piece"]
-        shapes = {key: self.skeleton.source.tensors[key].shape for n, key in keys.items() if self.units[n] == unit}
-        linears = {linear.path: linear for linear in self.plan.body.linears}
-        cuts, seat = self.plan.of_layer(layer), self.plan.seats.get(layer)
+        keys, layer = self.meta_model.keys, "" if line["piece"] == REST else line["piece"]
+        shapes = {key: self.meta_model.source.tensors[key].shape for n, key in keys.items() if self.units[n] == unit}
+        linears = {linear.path: linear for linear in self.plan.layout.linears}
+        cuts, attention_target = self.plan.targets_in_layer(layer), self.plan.attention_targets.get(layer)
         for path in cuts if not layer else ():
-            shapes |= {entry.name: entry.shape for entry in untied_entries(self.skeleton, path)}
+            shapes |= {entry.name: entry.shape for entry in untied_entries(self.meta_model, path)}
         for path in {*cuts, *table}:
-            if path not in cuts and (seat is None or path != seat.output):
+            if path not in cuts and (attention_target is None or path != attention_target.output):
                 raise SurgeryError(f"the plan replaces nothing at {path}")
-            base, linear = stored_module_name(self.skeleton, path), linears[path]
+            base, linear = stored_module_name(self.meta_model, path), linears[path]
             dense = (linear.in_, linear.out) if linear.transposed else (linear.out, linear.in_)
             shapes[f"{base}.weight"] = dense
             if path in table:
@@ -121,13 +128,13 @@ class Pieces:
                     shapes.pop(f"{base}.bias", None)
                 state = build_module(table[path]).state_dict()
                 shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
-        if set(mixers) != ({seat.path} if seat else set()):
+        if set(mixers) != ({attention_target.path} if attention_target else set()):
             raise SurgeryError(f"the plan has no mixers at {sorted(mixers)}")
         for path, spec in mixers.items():
-            assert seat is not None
+            assert attention_target is not None
             config = mixer_config(spec)
             with torch.device("meta"):
-                state = MIXERS[config](config, seat.shape).state_dict()
+                state = MIXERS[config](config, attention_target.shape).state_dict()
             shapes |= {f"{path}.mixer.{name}": tuple(t.shape) for name, t in state.items()}
         return shapes
 
@@ -192,7 +199,7 @@ def well_formed(lines: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]
     """The lines that are as surgery writes them for this plan."""
     kept = [line for line in lines if _is_well_formed(line, plan)]
     hybrid: list[str] = next((line["told"]["softmax"] for line in kept if line["step"] == "hybrid"), [])
-    return [x for x in kept if x["step"] != "arranged" or set(x["chosen"]) == set(plan.seats) - set(hybrid)]
+    return [x for x in kept if x["step"] != "arranged" or set(x["chosen"]) == set(plan.attention_targets) - set(hybrid)]
 
 
 def _is_well_formed(line: dict[str, Any], plan: Plan) -> bool:
@@ -211,25 +218,32 @@ def _is_well_formed(line: dict[str, Any], plan: Plan) -> bool:
 
 def _agrees(step: str, line: dict[str, Any], plan: Plan) -> bool:
     if step == "budgets":
-        return line["budgets"].keys() == {cut.name for cuts in plan.cuts.values() for cut in cuts}
+        return line["budgets"].keys() == {cut.name for cuts in plan.targets.values() for cut in cuts}
     if step == "hybrid":
-        return set(line["told"]["softmax"]) <= set(plan.seats)
+        return set(line["told"]["softmax"]) <= set(plan.attention_targets)
     if step == "arranged":
-        return all(layer in plan.seats and _serves(plan.seats[layer], x) for layer, x in line["chosen"].items())
+        return all(
+            layer in plan.attention_targets and _serves(plan.attention_targets[layer], x)
+            for layer, x in line["chosen"].items()
+        )
     return True
 
 
-def _serves(seat: AttentionTarget, chosen: dict[str, Any]) -> bool:
-    """Whether a mixer of this seat can be made with the config and the tensors that were chosen."""
+def _serves(attention_target: AttentionTarget, chosen: dict[str, Any]) -> bool:
+    """Whether a mixer of this attention_target can be made with the config and the tensors that were chosen."""
     config = mixer_config(chosen["config"])
-    MIXERS[config].refuse(config, seat.shape)
+    MIXERS[config].refuse(config, attention_target.shape)
     try:
-        state = build_mixer(replace(seat, config=config, fixed=chosen["fixed"]), torch.device("cpu")).state_dict()
+        state = build_mixer(
+            replace(attention_target, config=config, fixed=chosen["fixed"]), torch.device("cpu")
+        ).state_dict()
     except (KeyError, RuntimeError, TypeError, ValueError):
         return False
-    order = state.get("order", torch.arange(seat.shape.key)[None]).sort(-1).values
+    order = state.get("order", torch.arange(attention_target.shape.key)[None]).sort(-1).values
     numbers = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return bool((order == torch.arange(seat.shape.key)).all()) and all(bool(t.isfinite().all()) for t in numbers)
+    return bool((order == torch.arange(attention_target.shape.key)).all()) and all(
+        bool(t.isfinite().all()) for t in numbers
+    )
 
 
 def _holds(check: Callable[[], bool]) -> bool:

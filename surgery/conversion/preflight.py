@@ -18,10 +18,12 @@ from surgery.planning.plan import Plan
 from surgery.planning.recipe import ConversionRecipe
 
 
-def load_calibration(source: CheckpointSource, skeleton: MetaModel, recipe: ConversionRecipe, notes: list[str] | None = None) -> CalibrationSet | None:
+def load_calibration(
+    source: CheckpointSource, meta_model: MetaModel, recipe: ConversionRecipe, notes: list[str] | None = None
+) -> CalibrationSet | None:
     """The calibration windows; notes: gets what is odd about the text."""
     if recipe.calibration is None:
-        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
+        if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
             raise SurgeryError(
                 "attention.hybrid by sensitivity measures on text; give --calibration FILE, or --set attention.hybrid.by=every"
             )
@@ -29,17 +31,19 @@ def load_calibration(source: CheckpointSource, skeleton: MetaModel, recipe: Conv
     inputs = calibration_inputs(
         recipe.calibration,
         source.folder,
-        skeleton.config,
+        meta_model.config,
         recipe.tokens,
         recipe.length,
-        skeleton.trust_remote_code,
+        meta_model.trust_remote_code,
         [] if notes is None else notes,
     )
-    check_model_inputs(inputs, skeleton.model)
-    return CalibrationSet.of(inputs, recipe.holdout)
+    check_model_inputs(inputs, meta_model.model)
+    return CalibrationSet.from_inputs(inputs, recipe.holdout)
 
 
-def journal_fingerprint(source: CheckpointSource, recipe: ConversionRecipe, batch: CalibrationSet | None) -> dict[str, Any]:
+def journal_fingerprint(
+    source: CheckpointSource, recipe: ConversionRecipe, batch: CalibrationSet | None
+) -> dict[str, Any]:
     return {
         "source": source.fingerprint(),
         "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
@@ -49,20 +53,20 @@ def journal_fingerprint(source: CheckpointSource, recipe: ConversionRecipe, batc
     }
 
 
-def check_same_inputs(ranks: DistContext, begun: dict[str, Any]) -> None:
+def check_same_inputs(ranks: DistContext, fingerprint: dict[str, Any]) -> None:
     """Machines may have different files under one path."""
-    for rank, theirs in enumerate(ranks.gather(begun)):
-        if unlike := [key for key, value in theirs.items() if value != ranks.agreed(begun)[key]]:
+    for rank, theirs in enumerate(ranks.gather(fingerprint)):
+        if unlike := [key for key, value in theirs.items() if value != ranks.broadcast_object(fingerprint)[key]]:
             raise SurgeryError(f"process {rank} has another {unlike[0]} than process 0; all must read the same files")
 
 
 def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRecipe, out: Path) -> None:
     """Before starting: what is written at the peak, against what is free."""
-    rest = source.nbytes - sum(4 * cut.numel for cut in plan.replaced()) // 2
-    needed = max(rest, 0) + sum(int(4 * cut.budget()) for cut in plan.replaced())
+    rest = source.nbytes - sum(4 * target.numel for target in plan.replaced_targets()) // 2
+    needed = max(rest, 0) + sum(int(4 * target.uniform_budget()) for target in plan.replaced_targets())
     if recipe.calibration and recipe.curvature != "none":
         limit = recipe.tokens // 4 if recipe.curvature == "auto" else 2**62
-        needed += sum(4 * (cut.out**2 if cut.out <= limit else cut.out) for cut in plan.replaced())
+        needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
     place = partial_path(out) if partial_path(out).exists() else out.parent
     free = shutil.disk_usage(place).free + sum(f.stat().st_size for f in partial_path(out).rglob("*") if f.is_file())
     if needed > free:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
-from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, TensorInfo, read_tensor
+from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor
 from surgery.conversion.fit import FitResult
 from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
@@ -23,7 +23,7 @@ from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.planning.weights import slice_name, select_rows, table_entry
+from surgery.planning.weights import select_rows, slice_name, table_entry
 from surgery.structures import STRUCTURES, StructuredLinear
 
 
@@ -72,37 +72,45 @@ def swapped_modules(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]
             layer.set_submodule(path[len(prefix) + 1 :], module)
 
 
-def stored_dtype(skeleton: MetaModel, cut: LinearTarget) -> torch.dtype:
+def stored_dtype(meta_model: MetaModel, target: LinearTarget) -> torch.dtype:
     """Cores are stored in the dtype of the weight they replace."""
-    return DTYPES[skeleton.info(f"{cut.linear.path}.weight").dtype]
+    return DTYPES[meta_model.tensor_info(f"{target.linear.path}.weight").dtype]
 
 
-def stored_module_name(skeleton: MetaModel, path: str) -> str:
+def stored_module_name(meta_model: MetaModel, path: str) -> str:
     """The module's name in the file: where its weight is stored under another name, that one."""
-    key = skeleton.keys.get(f"{path}.weight", f"{path}.weight")
+    key = meta_model.keys.get(f"{path}.weight", f"{path}.weight")
     return key.removesuffix(".weight")
 
 
-def add_linear(skeleton: MetaModel, cuts: list[LinearTarget], fitted: list[FitResult], device: torch.device, grafts: LayerReplacement) -> None:
-    """Add the stand-in of one linear (several cuts: a split one) to `grafts`."""
-    linear = cuts[0].linear
-    bias = read_tensor(skeleton.info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
-    modules = [_with_bias(f, None if bias is None else select_rows(c, bias)) for c, f in zip(cuts, fitted)]
-    base, dtypes = stored_module_name(skeleton, linear.path), stored_dtype(skeleton, cuts[0])
-    grafts.records += [f.record.to_dict() for f in fitted]
-    if cuts[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
-        grafts.modules[linear.path] = modules[0]
+def add_linear(
+    meta_model: MetaModel,
+    targets: list[LinearTarget],
+    fitted: list[FitResult],
+    device: torch.device,
+    replacement: LayerReplacement,
+) -> None:
+    """Add the stand-in of one linear (several targets: a split one) to `replacement`."""
+    linear = targets[0].linear
+    bias = read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
+    modules = [_with_bias(f, None if bias is None else select_rows(c, bias)) for c, f in zip(targets, fitted)]
+    base, dtypes = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
+    replacement.records += [f.record.to_dict() for f in fitted]
+    if targets[0].part is None and fitted[0].linear is None:  # a dense matrix, its numbers moved
+        replacement.modules[linear.path] = modules[0]
         dense = fitted[0].dense_OI
         assert dense is not None
-        grafts.entries.append(TensorSource.of(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes)))
+        replacement.entries.append(
+            TensorSource.from_tensor(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtypes))
+        )
         return
-    specs = [table_entry(c, f.linear.config if f.linear is not None else None) for c, f in zip(cuts, fitted)]
-    if cuts[0].part is None:
+    specs = [table_entry(c, f.linear.config if f.linear is not None else None) for c, f in zip(targets, fitted)]
+    if targets[0].part is None:
         module, spec = modules[0], specs[0]
     else:
-        parts = {slice_name(c.part.role): m for c, m in zip(cuts, modules) if c.part}
-        heads = cuts[0].part.heads
-        module = SplitLinear(linear.in_, parts, cuts[0].part.sizes, heads)
+        parts = {slice_name(c.part.role): m for c, m in zip(targets, modules) if c.part}
+        heads = targets[0].part.heads
+        module = SplitLinear(linear.in_, parts, targets[0].part.sizes, heads)
         spec = {"structure": "split", "parts": dict(zip(parts, specs)), "heads": heads}
     # What undoing it needs: the name in the file where it differs, and Conv1D's order of axes.
     spec = {
@@ -110,12 +118,12 @@ def add_linear(skeleton: MetaModel, cuts: list[LinearTarget], fitted: list[FitRe
         **({"file_name": base} if base != linear.path else {}),
         **({"transposed": True} if linear.transposed else {}),
     }
-    grafts.modules[linear.path], grafts.table[linear.path] = module, spec
+    replacement.modules[linear.path], replacement.table[linear.path] = module, spec
     for name, tensor in module.state_dict().items():
         if name == "bias":
             continue  # copied as it is stored
         stored = tensor.to(dtypes) if tensor.is_floating_point() else tensor
-        grafts.entries.append(TensorSource.of(f"{base}.{name}", stored))
+        replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", stored))
 
 
 def _with_bias(fitted: FitResult, bias: Tensor | None) -> nn.Module:
@@ -126,70 +134,98 @@ def _with_bias(fitted: FitResult, bias: Tensor | None) -> nn.Module:
     return dense_linear(fitted.dense_OI, bias)
 
 
-def add_mixer(skeleton: MetaModel, seat: AttentionTarget, started: InitializedMixer, grafts: LayerReplacement) -> None:
-    """Add a mixer to `grafts`, its numbers rounded to the dtype of the weights around it. The output projection,
+def add_mixer(
+    meta_model: MetaModel,
+    attention_target: AttentionTarget,
+    initialized: InitializedMixer,
+    replacement: LayerReplacement,
+) -> None:
+    """Add a mixer to `replacement`, its numbers rounded to the dtype of the weights around it. The output projection,
     where it stays dense, is stored folded: see FoldedLinear."""
-    info = skeleton.info(f"{seat.output}.weight")
-    stored, mixer = DTYPES[info.dtype], started.mixer.eval().requires_grad_(False)
+    info = meta_model.tensor_info(f"{attention_target.output}.weight")
+    stored, mixer = DTYPES[info.dtype], initialized.mixer.eval().requires_grad_(False)
     for parameter in mixer.parameters():
         parameter.data = parameter.data.to(stored).float()
-    grafts.mixers[seat.path] = mixer
-    grafts.mixer_table[seat.path] = mixer.config.to_dict()
+    replacement.mixers[attention_target.path] = mixer
+    replacement.mixer_table[attention_target.path] = mixer.config.to_dict()
     for name, tensor in mixer.state_dict().items():
         tensor = tensor.to(stored) if tensor.is_floating_point() else tensor
-        grafts.entries.append(TensorSource.of(f"{seat.path}.mixer.{name}", tensor))
-    grafts.mixer_records.append(
-        {"name": seat.path, "errors": started.errors, "params": sum(t.numel() for t in mixer.state_dict().values())}
+        replacement.entries.append(TensorSource.from_tensor(f"{attention_target.path}.mixer.{name}", tensor))
+    replacement.mixer_records.append(
+        {
+            "name": attention_target.path,
+            "errors": initialized.errors,
+            "params": sum(t.numel() for t in mixer.state_dict().values()),
+        }
     )
 
 
-def fold_output(skeleton: MetaModel, plan: Plan, seat: AttentionTarget, device: torch.device, grafts: LayerReplacement) -> None:
+def fold_output(
+    meta_model: MetaModel,
+    plan: Plan,
+    attention_target: AttentionTarget,
+    device: torch.device,
+    replacement: LayerReplacement,
+) -> None:
     """After everything else of the layer: the output projection of a mixer, unless a structure has taken its place."""
-    if seat.output in grafts.table:
+    if attention_target.output in replacement.table:
         return
-    linear = next(linear for linear in plan.body.linears if linear.path == seat.output)
-    info, base = skeleton.info(f"{seat.output}.weight"), stored_module_name(skeleton, seat.output)
-    if seat.output not in grafts.modules:
-        bias = read_tensor(skeleton.info(f"{seat.output}.bias"), torch.float32).to(device) if linear.bias else None
+    linear = next(linear for linear in plan.layout.linears if linear.path == attention_target.output)
+    info, base = (
+        meta_model.tensor_info(f"{attention_target.output}.weight"),
+        stored_module_name(meta_model, attention_target.output),
+    )
+    if attention_target.output not in replacement.modules:
+        bias = (
+            read_tensor(meta_model.tensor_info(f"{attention_target.output}.bias"), torch.float32).to(device)
+            if linear.bias
+            else None
+        )
         weight = read_tensor(info, torch.float32).to(device)
-        grafts.modules[seat.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
-    weight_OI: Any = grafts.modules[seat.output].weight.detach()  # type: ignore[operator]
-    grafts.entries = [entry for entry in grafts.entries if entry.name != f"{base}.weight"]
-    grafts.entries.append(TensorSource.of(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
+        replacement.modules[attention_target.output] = dense_linear(weight.mT if linear.transposed else weight, bias)
+    weight_OI: Any = replacement.modules[attention_target.output].weight.detach()  # type: ignore[operator]
+    replacement.entries = [entry for entry in replacement.entries if entry.name != f"{base}.weight"]
+    replacement.entries.append(TensorSource.from_tensor(f"{base}.weight", weight_OI[None].to(DTYPES[info.dtype])))
     spec = {"structure": "folded", "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
-    grafts.table[seat.output] = {
+    replacement.table[attention_target.output] = {
         **spec,
-        **({"file_name": base} if base != seat.output else {}),
+        **({"file_name": base} if base != attention_target.output else {}),
         **({"transposed": True} if linear.transposed else {}),
     }
 
 
 def load_replacement(
-    skeleton: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
+    meta_model: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
 ) -> LayerReplacement:
-    """The grafts of a layer converted before an interruption, from its journal line and its piece on disk."""
-    grafts = LayerReplacement(table=done["table"], records=done["records"])
-    for path, cuts in plan.of_layer(done["piece"]).items():
-        linear = cuts[0].linear
-        spec = done["table"].get(path) or {**table_entry(cuts[0], None), "transposed": linear.transposed}
-        grafts.modules[path] = load_replacement_module(spec, stored_module_name(skeleton, path), piece, device)
-    grafts.mixer_table, grafts.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
-    for path, spec in grafts.mixer_table.items():
-        seat = plan.seats[done["piece"]]
-        grafts.mixers[path] = load_mixer(spec, seat, piece, device)
-    return grafts
+    """The replacement of a layer converted before an interruption, from its journal line and its piece on disk."""
+    replacement = LayerReplacement(table=done["table"], records=done["records"])
+    for path, targets in plan.targets_in_layer(done["piece"]).items():
+        linear = targets[0].linear
+        spec = done["table"].get(path) or {**table_entry(targets[0], None), "transposed": linear.transposed}
+        replacement.modules[path] = load_replacement_module(spec, stored_module_name(meta_model, path), piece, device)
+    replacement.mixer_table, replacement.mixer_records = done.get("mixers", {}), done.get("mixer_records", [])
+    for path, spec in replacement.mixer_table.items():
+        attention_target = plan.attention_targets[done["piece"]]
+        replacement.mixers[path] = load_mixer(spec, attention_target, piece, device)
+    return replacement
 
 
-def load_mixer(spec: dict[str, Any], seat: AttentionTarget, piece: dict[str, TensorInfo], device: torch.device) -> Mixer:
+def load_mixer(
+    spec: dict[str, Any], attention_target: AttentionTarget, piece: dict[str, TensorInfo], device: torch.device
+) -> Mixer:
     config = mixer_config(spec)
     with torch.device(device):
-        mixer = MIXERS[config](config, seat.shape).float()
-    state = {name: read_tensor(piece[f"{seat.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()}
+        mixer = MIXERS[config](config, attention_target.shape).float()
+    state = {
+        name: read_tensor(piece[f"{attention_target.path}.mixer.{name}"]).to(device) for name in mixer.state_dict()
+    }
     mixer.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in state.items()})
     return mixer.eval().requires_grad_(False)
 
 
-def load_replacement_module(spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device) -> nn.Module:
+def load_replacement_module(
+    spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device
+) -> nn.Module:
     """The module of a table entry with its tensors, float32."""
     module = build_module(spec).float()
     for name, tensor in module.state_dict().items():
@@ -206,7 +242,7 @@ def load_replacement_module(spec: dict[str, Any], base: str, tensors: dict[str, 
         set_module_tensor(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
     for part in module.modules():
         if isinstance(part, StructuredLinear):
-            part.refuse_damaged()
+            part.check_loaded()
     return module
 
 
@@ -220,44 +256,58 @@ def broadcast_fits(
     if ranks.count == 1:
         return {name: fit() for name, (_, fit) in jobs.items()}
     names = list(jobs)
-    owners = ranks.shares([jobs[name][0].numel for name in names])
-    own = ranks.all_or_none(
+    owners = ranks.assign_jobs([jobs[name][0].numel for name in names])
+    own = ranks.together_or_raise(
         lambda: {name: jobs[name][1]() for name, owner in zip(names, owners) if owner == ranks.index}
     )
-    said = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
+    per_rank = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
     return {
-        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *said[owner][name], device)
+        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device)
         for name, owner in zip(names, owners)
     }
 
 
 def _broadcast_fit(
-    ranks: DistContext, owner: int, cut: LinearTarget, own: FitResult | None, record: Any, config: Any, device: torch.device
+    ranks: DistContext,
+    owner: int,
+    target: LinearTarget,
+    own: FitResult | None,
+    record: Any,
+    config: Any,
+    device: torch.device,
 ) -> FitResult:
     if config is None:
-        dense_OI = torch.empty(cut.out, cut.in_, device=device) if own is None else own.dense_OI
+        dense_OI = torch.empty(target.out, target.in_, device=device) if own is None else own.dense_OI
         assert dense_OI is not None
-        return FitResult(record, None, ranks.passed_(dense_OI, owner))
-    linear = own.linear if own is not None else STRUCTURES[config](cut.in_, cut.out, config, bias=False, device="meta")
+        return FitResult(record, None, ranks.broadcast_(dense_OI, owner))
+    linear = (
+        own.linear if own is not None else STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
+    )
     assert linear is not None
     for name, tensor in sorted(linear.state_dict().items()):
-        passed = ranks.passed_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
+        passed = ranks.broadcast_(tensor if own is not None else torch.empty_like(tensor, device=device), owner)
         if own is None:
             set_module_tensor(linear, name, passed)
     return own or FitResult(record, linear)
 
 
-def broadcast_mixer(ranks: DistContext, owner: int, seat: AttentionTarget, start: Callable[[], InitializedMixer], device: torch.device) -> InitializedMixer:
-    """A mixer started by one process."""
+def broadcast_mixer(
+    ranks: DistContext,
+    owner: int,
+    attention_target: AttentionTarget,
+    start: Callable[[], InitializedMixer],
+    device: torch.device,
+) -> InitializedMixer:
+    """A mixer initialized by one process."""
     if ranks.count == 1:
         return start()
-    own = ranks.all_or_none(lambda: start() if ranks.index == owner else None)
+    own = ranks.together_or_raise(lambda: start() if ranks.index == owner else None)
     config, errors = ranks.gather(None if own is None else (own.mixer.config, own.errors))[owner]  # type: ignore[misc]
     if own is None:
         with torch.device(device):
-            own = InitializedMixer(MIXERS[config](config, seat.shape).float(), errors)
+            own = InitializedMixer(MIXERS[config](config, attention_target.shape).float(), errors)
     state = own.mixer.state_dict()
     for name in sorted(state):
         tensor: Tensor = state[name].contiguous()
-        state[name].copy_(ranks.passed_(tensor, owner))
+        state[name].copy_(ranks.broadcast_(tensor, owner))
     return own

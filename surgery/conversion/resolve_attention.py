@@ -20,27 +20,36 @@ from surgery.planning.recipe import ConversionRecipe
 
 
 def resolve_attention_plan(
-    skeleton: MetaModel,
+    meta_model: MetaModel,
     plan: Plan,
     recipe: ConversionRecipe,
     batch: CalibrationSet,
-    stream: LayerRunner,
+    runner: LayerRunner,
     folder: Path,
     journal: Journal,
     progress: Progress,
 ) -> tuple[Plan, dict[str, Any] | None]:
-    """(the plan with the seats that will be filled, what the report says of a hybrid)"""
-    settings, told = recipe.attention, None
-    if settings is not None and settings.hybrid is not None and settings.hybrid.measured:
+    """(the plan with the attention_targets that will be filled, what the report says of a hybrid)"""
+    settings, hybrid_report = recipe.attention, None
+    if settings is not None and settings.hybrid is not None and settings.hybrid.is_measured:
         if journal.find("hybrid") is None:
-            journal.add("hybrid", told=choose_hybrid(skeleton, plan, recipe, settings.hybrid, batch, stream, progress))
-        told = journal.find("hybrid")["told"]  # type: ignore[index]
-        plan = replace(plan, seats={k: seat for k, seat in plan.seats.items() if k not in told["softmax"]})
+            journal.add(
+                "hybrid", told=choose_hybrid(meta_model, plan, recipe, settings.hybrid, batch, runner, progress)
+            )
+        hybrid_report = journal.find("hybrid")["told"]  # type: ignore[index]
+        plan = replace(
+            plan,
+            attention_targets={
+                k: attention_target
+                for k, attention_target in plan.attention_targets.items()
+                if k not in hybrid_report["softmax"]
+            },
+        )
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:
-            alone = stream.alone()  # what is gathered is a sum over windows that has no parts
-            look = partial(allocate_score_dims, skeleton, plan, recipe, batch, alone, folder, progress)
-            journal.add("arranged", chosen=stream.ranks.by_main(look))
-            stream.hidden_bytes = max(stream.hidden_bytes, alone.hidden_bytes)
-        plan = replace(plan, seats=allocated_targets(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
-    return plan, told
+            alone = runner.alone()  # what is gathered is a sum over windows that has no parts
+            look = partial(allocate_score_dims, meta_model, plan, recipe, batch, alone, folder, progress)
+            journal.add("arranged", chosen=runner.ranks.on_main(look))
+            runner.hidden_bytes = max(runner.hidden_bytes, alone.hidden_bytes)
+        plan = replace(plan, attention_targets=allocated_targets(plan, journal.find("arranged")["chosen"]))  # type: ignore[index]
+    return plan, hybrid_report

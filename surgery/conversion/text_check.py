@@ -43,47 +43,49 @@ class TextFit:
 
 
 @torch.no_grad()
-def text_fit(skeleton: MetaModel, plan: Plan, batch: CalibrationSet, stream: LayerRunner, seed: int) -> TextFit | None:
+def text_fit(
+    meta_model: MetaModel, plan: Plan, batch: CalibrationSet, runner: LayerRunner, seed: int
+) -> TextFit | None:
     """None where the model does not predict the next token of a text."""
     ids = batch.inputs.get("input_ids")
-    if ids is None or set(batch.inputs) != {"input_ids"} or not (plan.body.head and predicts_next_token(skeleton)):
+    if ids is None or set(batch.inputs) != {"input_ids"} or not (plan.layout.head and predicts_next_token(meta_model)):
         return None
     length = min(LENGTH, ids.shape[1])
     if length < SHORTEST:
         return None
-    alone, head = stream.alone(), ChunkedLMHead(skeleton, plan.body.head, plan.body.anatomy, stream.device)
+    alone, head = runner.alone(), ChunkedLMHead(meta_model, plan.layout.head, plan.layout.architecture, runner.device)
     loss = _loss(alone, head, ids[:TEXT_ROWS, :length])
-    drawn = _drawn(skeleton, alone, head, length, seed)
+    drawn = _drawn(meta_model, alone, head, length, seed)
     own = None if drawn is None else _loss(alone, head, drawn)
     distinct, vocabulary = len(torch.unique(ids)), head.weight.shape[0]
     return TextFit(loss, own, length, distinct, _warnings(loss, own, distinct, vocabulary))
 
 
-def _hidden(stream: LayerRunner, ids_BT: Tensor) -> Tensor:
+def _hidden(runner: LayerRunner, ids_BT: Tensor) -> Tensor:
     """What reaches the head, (B, T, D)."""
 
     def visit(call: LayerCall) -> Any:
         return call.apply(0, len(ids_BT))
 
-    return stream.run({"input_ids": ids_BT}, visit)
+    return runner.run({"input_ids": ids_BT}, visit)
 
 
-def _loss(stream: LayerRunner, head: ChunkedLMHead, ids_BT: Tensor) -> float:
+def _loss(runner: LayerRunner, head: ChunkedLMHead, ids_BT: Tensor) -> float:
     half = ids_BT.shape[1] // 2
-    hidden_BTD = _hidden(stream, ids_BT)[:, half - 1 : -1]
+    hidden_BTD = _hidden(runner, ids_BT)[:, half - 1 : -1]
     return round(float(head.losses(hidden_BTD.flatten(0, 1), ids_BT[:, half:].flatten()).double().mean()), 4)
 
 
-def _drawn(skeleton: MetaModel, stream: LayerRunner, head: ChunkedLMHead, length: int, seed: int) -> Tensor | None:
+def _drawn(meta_model: MetaModel, runner: LayerRunner, head: ChunkedLMHead, length: int, seed: int) -> Tensor | None:
     """(ROWS, length) ids, each drawn from what the model expects after those before it."""
-    if skeleton.source.nbytes * length > READ:
+    if meta_model.source.nbytes * length > READ:
         return None
-    config, generator = skeleton.config.get_text_config(), torch.Generator().manual_seed(seed)
+    config, generator = meta_model.config.get_text_config(), torch.Generator().manual_seed(seed)
     starts = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
     first = next((s for s in starts if isinstance(s, int) and 0 <= s < head.weight.shape[0]), 0)
     ids_BT = torch.full((ROWS, 1), first)
     while ids_BT.shape[1] < length:
-        last_BD = _hidden(stream, ids_BT)[:, -1].to(head.device)
+        last_BD = _hidden(runner, ids_BT)[:, -1].to(head.device)
         ids_BT = torch.cat([ids_BT, head.cotangent(last_BD, generator)[2].cpu()[:, None]], dim=1)
     return ids_BT
 

@@ -29,7 +29,9 @@ from surgery.mixers.masks.toeplitz_fit import ToeplitzFit, fit_heads
 COMPONENTS = 8
 
 
-def toeplitz_fits(source: CheckpointSource, components: int = COMPONENTS) -> dict[str, tuple[AttentionShape, Any, ToeplitzFit]]:
+def toeplitz_fits(
+    source: CheckpointSource, components: int = COMPONENTS
+) -> dict[str, tuple[AttentionShape, Any, ToeplitzFit]]:
     """path -> (shape, config, fit of every head's matrix) of the attention that mixes blocks freely."""
     specs = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     found: dict[str, Any] = {p: c for p, c in specs.items() if isinstance(getattr(c, "mask", None), Blocks)}
@@ -60,13 +62,13 @@ def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPO
     for path, (shape, config, fit) in fits.items():
         changed = replace(config, mask=ToeplitzBlocks(config.mask.block, components))
         mixer: Any = MIXERS[changed](changed, shape)
-        mixer.mask.start(fit.amplitude.movedim(-1, 0).float(), fit.rate[:, 0].mT.float())
+        mixer.mask.initialize(fit.amplitude.movedim(-1, 0).float(), fit.rate[:, 0].mT.float())
         dtype = read_tensor(source.tensors[f"{path}.mixer.mask.weight_GJMM"]).dtype
         for name, tensor in mixer.mask.state_dict().items():
-            entries.append(TensorSource.of(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
+            entries.append(TensorSource.from_tensor(f"{path}.mixer.mask.{name}", tensor.to(dtype)))
         mixers[path] = changed.to_dict()
     gone = {f"{path}.mixer.mask.weight_GJMM" for path in fits}
-    entries += [TensorSource.copy(name, info) for name, info in source.tensors.items() if name not in gone]
+    entries += [TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in gone]
     quantization = {**source.config["quantization_config"], "modules": table, "mixers": mixers}
     config = {**source.config, "quantization_config": quantization}
     rewrite_checkpoint(source, out, lambda place: _write_single_shard(place, entries), config, (SHIM_NAME, REPORT_NAME))

@@ -61,7 +61,7 @@ def check_layer_range(text: Any) -> Any:
 
 
 def is_layer_selected(text: str, index: int, count: int) -> bool:
-    """Whether layer `index` of `format_count` lies in a range such as "2:-2"."""
+    """Whether layer `index` of `count` lies in a range such as "2:-2"."""
     if ":" not in text:
         return int(text) in (index, index - count)
     start, stop = (int(part) if part.strip() else None for part in text.split(":"))

@@ -34,8 +34,8 @@ def choose_device(name: str | None) -> torch.device:
         if device.type == "cuda":  # torch loads its GPU solvers at their first call, which threads must not race for
             torch.linalg.eigh(torch.eye(2, device=device))
     except (RuntimeError, AssertionError) as error:
-        said = re.sub(r"^CUDA error: ", "", str(error).splitlines()[0])
-        raise SurgeryError(f"--device {name}: {said}; use cpu, or cuda:0 where there is a GPU") from None
+        reason = re.sub(r"^CUDA error: ", "", str(error).splitlines()[0])
+        raise SurgeryError(f"--device {name}: {reason}; use cpu, or cuda:0 where there is a GPU") from None
     if device.type == "meta":
         raise SurgeryError("--device meta holds no numbers; use cpu, or cuda:0 where there is a GPU")
     return device

@@ -3,7 +3,7 @@
     @op
     def btt_linear(x, right_cdbs, left_bcsa, bias, out): ...         the reference: the CPU path, and what is right
 
-    @kernel_for(btt_linear, accepts=can, wins=does)                  in kernels/, which registers by being imported
+    @kernel_for(btt_linear, accepts=can, is_faster=does)                  in kernels/, which registers by being imported
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
 A call goes to the first kernel that accepts the arguments, and, of kernels left to choose, is known to win there; else to the reference.
@@ -38,13 +38,13 @@ _recorded_names: set[str] | None = None
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """`accepts`: whether it is right for these arguments. `wins`: whether it is measured to be faster there than the
-    reference and than other kernels of the op. `way`: what kernels/tuning.json calls it."""
+    """`accepts`: whether it is right for these arguments. `is_faster`: whether it is measured to be faster there than the
+    reference and than other kernels of the op. `implementation`: what kernels/tuning.json calls it."""
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]
-    wins: Callable[..., bool]
-    way: str = "kernel"
+    is_faster: Callable[..., bool]
+    implementation: str = "kernel"
 
 
 class DispatchedOp:
@@ -56,21 +56,21 @@ class DispatchedOp:
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kernel = self.stand_in(*args, **kwargs)
+        kernel = self.select_kernel(*args, **kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
         if _recorded_names is not None:
             _recorded_names.add(self.reference.__name__)
         return kernel.run(*args, **kwargs)
 
-    def stand_in(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
+    def select_kernel(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
         """The kernel that a call with these arguments goes to, None for the reference."""
         if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
             return None
         load_kernels()
         for kernel in self.kernels:
             if kernel.accepts(*args, **kwargs) and (
-                kernel.way == "kernel" if _choice == "kernel" else kernel.wins(*args, **kwargs)
+                kernel.implementation == "kernel" if _choice == "kernel" else kernel.is_faster(*args, **kwargs)
             ):
                 return kernel
         return None
@@ -84,15 +84,15 @@ def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
 def register_kernel(
     replaced: Callable[..., Any],
     accepts: Callable[..., bool],
-    wins: Callable[..., bool] = lambda *_, **__: True,
-    way: str = "kernel",
+    is_faster: Callable[..., bool] = lambda *_, **__: True,
+    implementation: str = "kernel",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers a function of the same arguments, see `RegisteredKernel`."""
     assert isinstance(replaced, DispatchedOp), f"{replaced} is no op; decorate it with @op"
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
-        replaced.kernels.append(RegisteredKernel(kernel, accepts, wins, way))
-        replaced.kernels.sort(key=lambda known: known.way != "original")  # which speaks first
+        replaced.kernels.append(RegisteredKernel(kernel, accepts, is_faster, implementation))
+        replaced.kernels.sort(key=lambda known: known.implementation != "original")  # which speaks first
         return kernel
 
     return add

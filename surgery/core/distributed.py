@@ -24,7 +24,10 @@ from surgery.core.errors import Interrupted, SurgeryError
 
 T = TypeVar("T")
 LOST_PEER_MESSAGE = "another process of this run has ended, or is not heard of; what is done is kept, the same command with --resume goes on"
-HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 5.0, 180.0  # seconds from one sign of life to the next, and until one without is given up
+HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = (
+    5.0,
+    180.0,
+)  # seconds from one sign of life to the next, and until one without is given up
 ERROR_GRACE_SECONDS = 10.0  # seconds in which others may notice an error before its process ends
 FAILED_KEY, MESSAGE_KEY, NOTICED_KEY = "failed", "said", "noticed"  # keys of the store
 
@@ -45,37 +48,37 @@ class DistContext:
         """What every process has, in the order of processes, to all of them."""
         if self.count == 1:
             return [own]
-        self._arrive()
+        self._barrier()
         every: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(every, own)
         return every
 
-    def agreed(self, own: T) -> T:
+    def broadcast_object(self, own: T) -> T:
         """The first process's."""
         if self.count == 1:
             return own
-        self._arrive()
-        said = [own]
-        torch.distributed.broadcast_object_list(said)
-        return said[0]
+        self._barrier()
+        payload = [own]
+        torch.distributed.broadcast_object_list(payload)
+        return payload[0]
 
-    def all_or_none(self, do: Callable[[], T]) -> T:
+    def together_or_raise(self, do: Callable[[], T]) -> T:
         """do(), which must not communicate; where it fails in one process it fails in all, so that none waits."""
         result, error = None, None
         try:
             result = do()
-        except Exception as found:
-            error = found
+        except Exception as exception:
+            error = exception
         failed = [e for e in self.gather(error) if e is not None] if self.count > 1 else [error] if error else []
         if failed:
             raise error or failed[0]
         return result  # type: ignore[return-value]
 
-    def by_main(self, do: Callable[[], T]) -> T:
+    def on_main(self, do: Callable[[], T]) -> T:
         """do() by the first process, which must not communicate: its result, or its error, to all."""
-        return self.agreed(self.all_or_none(lambda: do() if self.main else None))  # type: ignore[return-value]
+        return self.broadcast_object(self.together_or_raise(lambda: do() if self.main else None))  # type: ignore[return-value]
 
-    def shares(self, costs: Sequence[float]) -> list[int]:
+    def assign_jobs(self, costs: Sequence[float]) -> list[int]:
         """Who does which of several jobs: the dearest first, each to whoever has least to do."""
         load, owners = [0.0] * self.count, [0] * len(costs)
         for job in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -84,83 +87,83 @@ class DistContext:
         return owners
 
     # -- tensors -----------------------------------------------------------------------------------
-    def passed_(self, tensor: Tensor, owner: int) -> Tensor:
+    def broadcast_(self, tensor: Tensor, owner: int) -> Tensor:
         """The owner's numbers, in place."""
         if self.count > 1 and tensor.numel():
             self._wait(torch.distributed.broadcast(tensor, owner, async_op=True))
         return tensor
 
-    def fold_(self, total: Tensor, part: Tensor, holders: Sequence[int], first: bool) -> None:
-        """total += each holder's part, in the order of holders (`first`: nothing is there yet), each process a share of
-        the rows: see `complete_`."""
+    def ordered_reduce_(self, total: Tensor, part: Tensor, owners: Sequence[int], first: bool) -> None:
+        """total += each owner's part, in the order of owners (`first`: nothing is there yet), each process a share of
+        the rows: see `gather_rows_`."""
         if self.count == 1:
             total.copy_(part) if first else total.add_(part)
             return
-        for rank, rows in enumerate(self._rows(total)):
+        for rank, rows in enumerate(self._row_slices(total)):
             if not len(total[rows]):
                 continue
             own = part[rows].contiguous()
             got = [torch.empty_like(own) for _ in range(self.count)] if rank == self.index else None
             self._wait(torch.distributed.gather(own, got, rank, async_op=True))
-            for holder in holders if got is not None else ():
-                total[rows].copy_(got[holder]) if first else total[rows].add_(got[holder])  # type: ignore[index]
+            for owner in owners if got is not None else ():
+                total[rows].copy_(got[owner]) if first else total[rows].add_(got[owner])  # type: ignore[index]
                 first = False
 
-    def added(self, total: Tensor | None, part: Tensor, holders: Sequence[int]) -> Tensor:
-        """total + each holder's part; None: nothing is there yet. Alone, the first part becomes the total itself."""
+    def ordered_sum(self, total: Tensor | None, part: Tensor, owners: Sequence[int]) -> Tensor:
+        """total + each owner's part; None: nothing is there yet. Alone, the first part becomes the total itself."""
         if total is None and self.count == 1:
             return part
         whole = torch.empty_like(part) if total is None else total
-        self.fold_(whole, part, holders, total is None)
+        self.ordered_reduce_(whole, part, owners, total is None)
         return whole
 
-    def complete_(self, total: Tensor) -> None:
+    def gather_rows_(self, total: Tensor) -> None:
         """After folding: everybody's rows to everybody."""
-        for rank, rows in enumerate(self._rows(total)):
-            self.passed_(total[rows], rank)
+        for rank, rows in enumerate(self._row_slices(total)):
+            self.broadcast_(total[rows], rank)
 
-    def _rows(self, total: Tensor) -> list[slice]:
+    def _row_slices(self, total: Tensor) -> list[slice]:
         edges = [len(total) * rank // self.count for rank in range(self.count + 1)]
         return [slice(first, last) for first, last in pairwise(edges)]
 
     # -- failing together ----------------------------------------------------------------------------
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """What fails in one process ends all, with one sentence, said once."""
         try:
             yield
         except BaseException as error:
-            if self.count > 1 and not getattr(error, "elsewhere", False):
-                self._tell(error)
+            if self.count > 1 and not getattr(error, "reported_by_peer", False):
+                self._publish_error(error)
             raise
 
-    def _tell(self, error: BaseException) -> None:
+    def _publish_error(self, error: BaseException) -> None:
         with suppress(torch.distributed.DistError):
             if self.store.add(FAILED_KEY, 1) > 1:
-                self._pause_for(lambda: self.store.check([MESSAGE_KEY]))
-                raise self._elsewhere() from None
+                self._wait_until(lambda: self.store.check([MESSAGE_KEY]))
+                raise self._peer_error() from None
             refused = isinstance(error, SurgeryError) and not isinstance(error, Interrupted)
             kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
             self.store.set(MESSAGE_KEY, f"{'refused' if refused else 'kept'} {kind}{error}")
-            self._pause_for(lambda: self.store.add(NOTICED_KEY, 0) >= self.count - 1)
+            self._wait_until(lambda: self.store.add(NOTICED_KEY, 0) >= self.count - 1)
 
-    def _pause_for(self, seen: Callable[[], bool]) -> None:
+    def _wait_until(self, seen: Callable[[], bool]) -> None:
         until = time.monotonic() + ERROR_GRACE_SECONDS
         while time.monotonic() < until and not seen():
             time.sleep(0.02)
 
-    def _elsewhere(self) -> SurgeryError:
+    def _peer_error(self) -> SurgeryError:
         how, _, sentence = self.store.get(MESSAGE_KEY).decode().partition(" ")
         self.store.add(NOTICED_KEY, 1)
         error = (SurgeryError if how == "refused" else Interrupted)(sentence)
-        error.elsewhere = True
+        error.reported_by_peer = True
         return error
 
-    def _look(self, heard: dict[int, tuple[bytes, float]]) -> None:
+    def _check_peers(self, heard: dict[int, tuple[bytes, float]]) -> None:
         """SurgeryError where another process has failed, or has long not been heard of."""
         try:
             if self.store.check([MESSAGE_KEY]):
-                raise self._elsewhere()
+                raise self._peer_error()
             for rank, beat in enumerate(self.store.multi_get([f"beat{rank}" for rank in range(self.count)])):
                 if rank not in heard or heard[rank][0] != beat:
                     heard[rank] = beat, time.monotonic()
@@ -169,7 +172,7 @@ class DistContext:
         except torch.distributed.DistError:
             raise Interrupted(LOST_PEER_MESSAGE) from None
 
-    def _arrive(self) -> None:
+    def _barrier(self) -> None:
         """Until every process is here; always over gloo."""
         self._wait(torch.distributed.all_reduce(torch.zeros(1), async_op=True))
 
@@ -179,14 +182,14 @@ class DistContext:
         while not work.is_completed():
             time.sleep(2e-4)
             if time.monotonic() - looked > 1.0:
-                self._look(heard)
+                self._check_peers(heard)
                 looked = time.monotonic()
         try:
             work.wait()
         except RuntimeError:
             with suppress(torch.distributed.DistError):
-                self._pause_for(lambda: self.store.check([MESSAGE_KEY]) or not self.store.check([FAILED_KEY]))
-            self._look({})
+                self._wait_until(lambda: self.store.check([MESSAGE_KEY]) or not self.store.check([FAILED_KEY]))
+            self._check_peers({})
             raise Interrupted(LOST_PEER_MESSAGE) from None
 
 

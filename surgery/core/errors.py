@@ -11,7 +11,7 @@ from contextlib import contextmanager
 class SurgeryError(Exception):
     """Something the user can put right: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
 
-    elsewhere = False  # whether another process of this run says so already
+    reported_by_peer = False  # whether another process of this run says so already
 
 
 class NumbersError(SurgeryError):

@@ -105,7 +105,7 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextmanager
 def explain_disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
-    """Around all that writes to `set_module_tensor`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
+    """Around all that writes to `place`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
     again: what to do once there is room."""
     try:
         yield

@@ -14,17 +14,17 @@ from types import ModuleType
 from typing import Any
 
 
-def run_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call `act` now if module `name` is loaded, else right after it is."""
+def run_after_import(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` now if module `name` is loaded, else right after it is."""
     if name in sys.modules:
-        act()
+        callback()
     else:
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, _Finder(name, callback))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, act: Callable[[], None]):
-        self.name, self.act = name, act
+    def __init__(self, name: str, callback: Callable[[], None]):
+        self.name, self.callback = name, callback
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,20 +34,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.act)
+            spec.loader = _Loader(spec.loader, self.callback)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, act: Callable[[], None]):
-        self.loader, self.act = loader, act
+    def __init__(self, loader: Any, callback: Callable[[], None]):
+        self.loader, self.callback = loader, callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        self.act()
+        self.callback()
 
     def __getattr__(self, name: str) -> Any:  # get_source, is_package and the like
         return getattr(self.loader, name)

@@ -18,7 +18,16 @@ from typing import Any, NoReturn, TextIO
 
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
-from surgery.core.files import LOCK_NAME, checksum, acquire_lock, no_link, partial_path, refuse_link, refuse_links_in, atomic_write
+from surgery.core.files import (
+    LOCK_NAME,
+    acquire_lock,
+    atomic_write,
+    checksum,
+    no_link,
+    partial_path,
+    refuse_link,
+    refuse_links_in,
+)
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
 FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs make links of their own
@@ -37,10 +46,10 @@ class Journal:
     ):
         self.folder, self.fingerprint, self.ranks, self.what = folder, fingerprint, ranks or DistContext(), what
         self.path = folder / (JOURNAL_NAME if self.ranks.main else f"journal-{self.ranks.index}.jsonl")
-        self.lines: list[dict[str, Any]] = []
-        self.made = self.ranks.by_main(lambda: self._make(resume))
+        self.entries: list[dict[str, Any]] = []
+        self.created = self.ranks.on_main(lambda: self._create_folder(resume))
 
-    def _make(self, resume: bool) -> bool:
+    def _create_folder(self, resume: bool) -> bool:
         refuse_links_in(self.folder, FOREIGN)
         try:
             self.folder.mkdir(parents=True)  # of two that try, one makes it
@@ -52,9 +61,9 @@ class Journal:
 
     def __enter__(self) -> Journal:
         self._lock: TextIO | None = None
-        self.ranks.all_or_none(lambda: self._open() if self.ranks.main else None)
-        self.lines = self.ranks.agreed(self.lines)
-        self.ranks.all_or_none(self._refuse_unseen)
+        self.ranks.together_or_raise(lambda: self._open() if self.ranks.main else None)
+        self.entries = self.ranks.broadcast_object(self.entries)
+        self.ranks.together_or_raise(self._check_shared_folder)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -69,22 +78,22 @@ class Journal:
             self._lock = acquire_lock(self.folder, self.what)
             for path in self.files():
                 self._read(path)
-            self._refuse_other()
-            if not self.lines:
-                self._start()
+            self._check_fingerprint()
+            if not self.entries:
+                self._write_header()
         except OSError:
-            if self.made:  # a disk that has no room for the first line
+            if self.created:  # a disk that has no room for the first line
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _refuse_unseen(self) -> None:
+    def _check_shared_folder(self) -> None:
         if not (self.folder / JOURNAL_NAME).is_file():
             raise SurgeryError(
                 f"{self.folder}: process {self.ranks.index} does not see what process 0 writes there; give an --out on "
                 "a file system that all machines of the run share, by a path that is the same on all of them"
             )
 
-    def _start(self) -> None:
+    def _write_header(self) -> None:
         self.add("start", **self.fingerprint)
 
     def _read(self, path: Path) -> None:
@@ -95,13 +104,13 @@ class Journal:
             line = _parse_entry(raw)
             if line is None:
                 break
-            self.lines.append(line)
+            self.entries.append(line)
             good += len(raw)
         with open(path, "r+b") as file:
             file.truncate(good)
 
-    def _refuse_other(self) -> None:
-        start = self.lines[0] if self.lines else {}
+    def _check_fingerprint(self) -> None:
+        start = self.entries[0] if self.entries else {}
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value:
                 raise SurgeryError(
@@ -113,28 +122,28 @@ class Journal:
         """By all processes, of which the first one writes it down; a piece, by the one that has written the piece."""
         line = {"step": step, **what}
         if not (self.ranks.main or step == "piece"):
-            self.lines.append(line)
+            self.entries.append(line)
             return
         with open(self.path, "ab", opener=no_link) as file:
             file.write(_written(line))
             file.flush()
             os.fsync(file.fileno())
-        self.lines.append(line)
+        self.entries.append(line)
 
     def keep(self, lines: list[dict[str, Any]]) -> None:
         """Forget all other lines, on disk too; called by all processes with the same lines."""
-        if self.ranks.main and lines != self.lines:
+        if self.ranks.main and lines != self.entries:
             with atomic_write(self.folder / JOURNAL_NAME) as file:
                 file.writelines(_written(line) for line in lines)
             for path in self.files()[1:]:
                 path.unlink()
-        self.lines = list(lines)
-        self.ranks.all_or_none(lambda: None)  # nobody writes a line before the files are in order
+        self.entries = list(lines)
+        self.ranks.together_or_raise(lambda: None)  # nobody writes a line before the files are in order
 
     def merge(self) -> None:
         """Everybody's pieces are known to all."""
-        for lines in self.ranks.gather([line for line in self.lines if line["step"] == "piece"]):
-            self.lines += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
+        for lines in self.ranks.gather([line for line in self.entries if line["step"] == "piece"]):
+            self.entries += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
 
     def move(self, out: Path) -> None:
         """The folder to its place, without what was of the work alone."""
@@ -145,7 +154,7 @@ class Journal:
 
     def find(self, step: str, **what: Any) -> dict[str, Any] | None:
         """The line of a step done earlier."""
-        for line in self.lines:
+        for line in self.entries:
             if line["step"] == step and all(line.get(k) == v for k, v in what.items()):
                 return line
         return None

@@ -45,8 +45,8 @@ def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
                 types[name].validate_python(value, strict=True)
         except ValidationError as error:
             _validate_by_constructor(config_type, options)
-            said = " or ".join(dict.fromkeys(e["msg"].lower() for e in error.errors()))
-            raise SurgeryError(f"{config_type.name!r}: {name}: {said} (got {str(value)[:100]!r})") from None
+            reasons = " or ".join(dict.fromkeys(e["msg"].lower() for e in error.errors()))
+            raise SurgeryError(f"{config_type.name!r}: {name}: {reasons} (got {str(value)[:100]!r})") from None
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(n, (int, float)) and not abs(n) <= MAX_OPTION for n in numbers):
             raise SurgeryError(f"{config_type.name!r}: {name}: no option is as large as {str(value)[:50]}")

@@ -66,20 +66,22 @@ class MixerInputs:
 
 @dataclass
 class MixerState:
-    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen. most: a bound of
+    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen. max_seen: a bound of
     that, known without asking the device; None: none is known."""
 
     seen_B: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    most: int | None = None
+    max_seen: int | None = None
 
     def rows(self, index_B: Tensor) -> MixerState:
         """The rows of that index, repeats allowed (beams)."""
         index = index_B.to(self.seen_B.device)
-        return MixerState(self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.most)
+        return MixerState(
+            self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.max_seen
+        )
 
     def to(self, device: torch.device | str) -> MixerState:
-        return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.most)
+        return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.max_seen)
 
     def nbytes(self) -> int:
         """Bytes of everything that grows or carries, measured on the tensors."""
@@ -140,7 +142,7 @@ class Mixer(nn.Module):
         self.config, self.shape = config, shape
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape) -> None:
         """SurgeryError where this config cannot serve an attention of that shape; says why."""
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:

@@ -12,7 +12,7 @@ Bilinear attention: a head's score x^T M x' with a structured M of high rank in 
     BTT    M[b,c] = left[b,c] right[b,c]^T            a grid of b x c blocks, each of rank s
 
 Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.2, appendices B, E, F. Two orders
-of contraction (eqs. 32, 35): `split_ranks` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
+of contraction (eqs. 32, 35): `split` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
 of x'; `query` takes all of M to the query and keeps x' itself, D numbers a token for all heads together.
 base: `kept` adds M to the score that the module has, q . k after RoPE (level 1 of MLR, r1 = K), and starts at zero;
 `own` puts M in its place.
@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import AttentionShape, MixerInputs, Mixer, MixerCost, MixerState
-from surgery.mixers.common.kv_layout import append_slots, make_kv_layout, last_slots, left_pad, gather_slots
+from surgery.mixers.base import AttentionShape, Mixer, MixerCost, MixerInputs, MixerState
+from surgery.mixers.common.kv_layout import append_slots, gather_slots, last_slots, left_pad, make_kv_layout
 from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
 from surgery.structures import linalg
 from surgery.structures.base import MuP
@@ -147,7 +147,7 @@ class Bilinear(Mixer):
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
-        self.refuse(config, shape)
+        self.check_config(config, shape)
         self.order = self.contraction(config, shape)
         for name, size in self.factor_shapes(config, shape).items():
             self.register_parameter(name, nn.Parameter(torch.empty(size)))
@@ -282,20 +282,20 @@ class Bilinear(Mixer):
         return MixerState(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        packs, back = left_pad(inputs)
-        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
-        new = self.remembered(packs)
+        padded, back = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
+        new = self.remembered(padded)
         if state is not None:
             new = {name: append_slots(state.tensors[name], x, count_B) for name, x in new.items()}
-        terms = self.terms(packs, new)
-        mask = packs.mask_BHTS if state is None else None
-        out = attend(terms, new["values"], frame, self.shape, mask, packs.dropout)
+        terms = self.terms(padded, new)
+        mask = padded.mask_BHTS if state is None else None
+        out = attend(terms, new["values"], layout, self.shape, mask, padded.dropout)
         out = out if back is None else gather_slots(out, back, 2)
         if state is None:
             return out, None
-        slots = frame.slots if count_B is None else int(frame.end_B.max())
+        slots = layout.slots if count_B is None else int(layout.end_B.max())
         slots = slots if self.shape.window is None else min(slots, self.shape.window - 1)
-        return out, MixerState(frame.end_B, {name: last_slots(x, slots) for name, x in new.items()})
+        return out, MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in new.items()})
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         return dense_attention(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)

@@ -59,7 +59,7 @@ class BilinearBTTAttention(Bilinear):
         return (sqrt_blocks(shape.dim),) * 2 if config.blocks == "sqrt" else tuple(config.blocks)
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape) -> None:
         b, c = cls.grid(config, shape)
         if b < 1 or c < 1 or shape.dim % b or shape.dim % c:
             raise SurgeryError(

@@ -59,7 +59,7 @@ class BilinearMLRAttention(Bilinear):
         return all_levels[1:] if config.base == "kept" else all_levels
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape) -> None:
         if config.base == "kept" and config.ranks[0] not in (0, shape.key):
             raise SurgeryError(
                 f"bilinear_mlr: base 'kept' has the head's own {shape.key} dims as level 1, not {config.ranks[0]}; "

@@ -25,11 +25,20 @@ from torch import Tensor, nn
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.core.registry import Registry
-from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState, from_options
+from surgery.mixers.base import (
+    MIXERS,
+    AttentionShape,
+    Mixer,
+    MixerConfig,
+    MixerCost,
+    MixerInputs,
+    MixerState,
+    from_options,
+)
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
 from surgery.mixers.common.layers import HeadNorm, OutputGate, ShortConvolution, autocast_disabled
 from surgery.mixers.common.padding import Unpadder, shift_rows
-from surgery.mixers.common.window_hybrid import WindowBuffer, RingAndSinks, Tensors, local_attention
+from surgery.mixers.common.window_hybrid import RingAndSinks, Tensors, WindowBuffer, local_attention
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS, MaskInputs
 from surgery.mixers.masks.chunking import affine
@@ -118,7 +127,7 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
             f"linear: window {config.window} and sinks {config.sinks} delay the linear part, which bidirectional "
             "attention cannot; use window: 0 and sinks: 0"
         )
-    MASKS[config.mask].refuse(config.mask, mask_shape(config, shape), config.scores == "delta")
+    MASKS[config.mask].check_config(config.mask, mask_shape(config, shape), config.scores == "delta")
 
 
 ReadFn = Callable[[MaskInputs], tuple[Tensor, Tensors | None]]
@@ -134,7 +143,7 @@ class ProjectedTokens:
     k_BTGK: Tensor
     v_BTGV: Tensor
     x_BTD: Tensor
-    packing: Unpadder
+    unpadder: Unpadder
 
 
 @MIXERS.register(LinearAttention)
@@ -155,21 +164,21 @@ class LinearMixer(Mixer):
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
         gates = {"head": 1, "value": shape.value}
         self.gate = OutputGate(shape.dim, shape.heads, gates[config.gate]) if config.gate else None
-        self.delay = WindowBuffer(config.window, config.sinks) if config.window + config.sinks else None
-        self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.delay else None
+        self.window_buffer = WindowBuffer(config.window, config.sinks) if config.window + config.sinks else None
+        self.near_weight_H = nn.Parameter(torch.ones(shape.heads)) if self.window_buffer else None
         # Where all is normalised together a factor on the whole would cancel.
         start_H = torch.full((shape.heads,), float(config.linear_weight))
-        self.linear_weight_H = nn.Parameter(start_H) if self.delay or not config.normalise else None
+        self.linear_weight_H = nn.Parameter(start_H) if self.window_buffer or not config.normalise else None
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape) -> None:
         check_config(config, shape)
 
     # -- states --------------------------------------------------------------------------------------
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
-        kept = self.mask.empty(batch, self._width(), self.shape.value + self.config.normalise, device)
+        kept = self.mask.empty_state(batch, self._width(), self.shape.value + self.config.normalise, device)
         past = self._past(batch, device)
         return replace(past, tensors={**past.tensors, **{f"mask.{name}": t for name, t in kept.items()}})
 
@@ -179,21 +188,25 @@ class LinearMixer(Mixer):
         if self.convolution is not None:
             channels, width = self.convolution.weight.shape
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
-        if self.delay is not None:
-            nothing_BWD = torch.zeros(batch, self.delay.window, self.shape.dim, device=device)
-            for name, t in self._written(nothing_BWD, self.mask.signals(nothing_BWD)).items():
+        if self.window_buffer is not None:
+            nothing_BWD = torch.zeros(batch, self.window_buffer.window, self.shape.dim, device=device)
+            for name, t in self._written_signals(nothing_BWD, self.mask.signals(nothing_BWD)).items():
                 tensors[f"ring.{name}"] = torch.zeros_like(t)
             for name, size in (("k", self.shape.key), ("v", self.shape.value)):
-                tensors[f"ring.{name}"] = torch.zeros(batch, self.delay.window, self.shape.groups, size, device=device)
-                tensors[f"sink.{name}"] = torch.zeros(batch, self.delay.sinks, self.shape.groups, size, device=device)
-        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), tensors, most=0)
+                tensors[f"ring.{name}"] = torch.zeros(
+                    batch, self.window_buffer.window, self.shape.groups, size, device=device
+                )
+                tensors[f"sink.{name}"] = torch.zeros(
+                    batch, self.window_buffer.sinks, self.shape.groups, size, device=device
+                )
+        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), tensors, max_seen=0)
 
     def _width(self) -> int:
         return self.feature_map.features(self.config.features, self.shape)
 
-    def _written(self, x_BTD: Tensor, signals: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _written_signals(self, x_BTD: Tensor, signals: dict[str, Tensor]) -> dict[str, Tensor]:
         """What tokens write besides k and v: (B, T, ..) each."""
-        written = {name: signals[name] for name in self.mask.written}
+        written = {name: signals[name] for name in self.mask.written_signals}
         return written if self.beta_proj is None else {**written, "beta": affine(self.beta_proj, x_BTD).sigmoid()}
 
     # -- the verb ------------------------------------------------------------------------------------
@@ -218,11 +231,11 @@ class LinearMixer(Mixer):
 
     def _run(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
         with autocast_disabled(inputs.x_BTD.device):
-            return self._mixed(inputs, past, read, block)
+            return self._mix_tokens(inputs, past, read, block)
 
-    def _mixed(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
+    def _mix_tokens(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
         linear_BGJTV, near, tokens, after = self._parts(inputs, past, read, block)
-        out_BTHV = tokens.packing.unpacked(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
+        out_BTHV = tokens.unpadder.pad(self._finish(linear_BGJTV, near, tokens.x_BTD), dim=1)
         return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), after
 
     def weighed(self, inputs: MixerInputs, weights: Sequence[float]) -> list[Tensor]:
@@ -237,7 +250,7 @@ class LinearMixer(Mixer):
             for weight in weights:
                 linear_H = torch.full_like(self.linear_weight_H, weight)
                 out_BTHV = self._finish(linear_BGJTV, near, tokens.x_BTD, linear_H, torch.ones_like(linear_H))
-                outs.append(tokens.packing.unpacked(out_BTHV, dim=1).transpose(1, 2))
+                outs.append(tokens.unpadder.pad(out_BTHV, dim=1).transpose(1, 2))
         return outs
 
     def _parts(
@@ -245,32 +258,36 @@ class LinearMixer(Mixer):
     ) -> tuple[Tensor, RingAndSinks | None, ProjectedTokens, MixerState]:
         """(the linear part before its weight, the softmax part, the tokens, the state after them)."""
         tokens, after = self._tokens(inputs, past)
-        packing, near = tokens.packing, None
+        unpadder, near = tokens.unpadder, None
         signals = self.mask.signals(tokens.x_BTD)
-        written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written(tokens.x_BTD, signals)}
-        if self.delay is not None:
-            queue = self.delay.queue(written, past.tensors)
-            sinks = {n: self.delay.filled(n, written[n], past.tensors, past.seen_B, packing) for n in "kv"}
-            near = self._near(tokens.q_BTHK, queue, sinks, past.seen_B, block)
-            after = {**after, **self.delay.rings(queue, packing), **{f"sink.{n}": t for n, t in sinks.items()}}
-            written = self.delay.due(queue)
-        most = None if past.most is None else past.most + inputs.x_BTD.shape[1]
-        rows = replace(self._rows(tokens, written, signals, past.seen_B), most=most)
-        linear_BGJTV, kept = self._linear(rows, read, packing)
+        written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
+        if self.window_buffer is not None:
+            queue = self.window_buffer.queue(written, past.tensors)
+            sinks = {n: self.window_buffer.fill_sinks(n, written[n], past.tensors, past.seen_B, unpadder) for n in "kv"}
+            near = self._local_attention(tokens.q_BTHK, queue, sinks, past.seen_B, block)
+            after = {
+                **after,
+                **self.window_buffer.next_rings(queue, unpadder),
+                **{f"sink.{n}": t for n, t in sinks.items()},
+            }
+            written = self.window_buffer.delayed_tokens(queue)
+        max_seen = None if past.max_seen is None else past.max_seen + inputs.x_BTD.shape[1]
+        rows = replace(self._rows(tokens, written, signals, past.seen_B), max_seen=max_seen)
+        linear_BGJTV, kept = self._linear(rows, read, unpadder)
         after.update({f"mask.{name}": t for name, t in (kept or {}).items()})
-        return linear_BGJTV, near, tokens, MixerState(past.seen_B + packing.count_B, after, most)
+        return linear_BGJTV, near, tokens, MixerState(past.seen_B + unpadder.count_B, after, max_seen)
 
     def _tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
-        packing = Unpadder.of(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
-        q, k, v = (packing.packed(t.transpose(1, 2), dim=1) for t in heads)
+        unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        q, k, v = (unpadder.unpad(t.transpose(1, 2), dim=1) for t in heads)
         if self.convolution is None:
-            return ProjectedTokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {}
+            return ProjectedTokens(q, k, v, unpadder.unpad(x_BTD, dim=1), unpadder), {}
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
-        channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], packing)
+        channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
         q, k, v = (part.view_as(t) for part, t in zip(parts, (q, k, v)))
-        return ProjectedTokens(q, k, v, packing.packed(x_BTD, dim=1), packing), {"convolution": past_BWC}
+        return ProjectedTokens(q, k, v, unpadder.unpad(x_BTD, dim=1), unpadder), {"convolution": past_BWC}
 
     def _rows(self, tokens: ProjectedTokens, written: Tensors, signals: Tensors, seen_B: Tensor) -> MaskInputs:
         """What the linear part reads and writes, entry i of the call's query i."""
@@ -289,23 +306,25 @@ class LinearMixer(Mixer):
             v_BGTV=F.pad(v_BGTV, (0, 1), value=1.0) if self.config.normalise else v_BGTV,
             beta_BGT=written["beta"].mT if self.beta_proj is not None else None,
             start_B=seen_B,
-            count_B=tokens.packing.count_B,
+            count_B=tokens.unpadder.count_B,
             signals={name: written.get(name, t) for name, t in signals.items()},
         )
 
-    def _linear(self, rows: MaskInputs, read: ReadFn, packing: Unpadder) -> tuple[Tensor, Tensors | None]:
+    def _linear(self, rows: MaskInputs, read: ReadFn, unpadder: Unpadder) -> tuple[Tensor, Tensors | None]:
         """(out_BGJTV of the linear part, what the mask keeps)."""
-        if self.delay is not None:
-            rows, offset_B = self.delay.aligned(rows)
-            out_BGJTV, kept = read(zero_padding_writes(rows, self.mask.written))
+        if self.window_buffer is not None:
+            rows, offset_B = self.window_buffer.align_inputs(rows)
+            out_BGJTV, kept = read(zero_padding_writes(rows, self.mask.written_signals))
             return shift_rows(out_BGJTV, -offset_B, dim=3), kept
-        if packing.index_BT is not None:
-            rows = zero_padding_writes(rows, self.mask.written)
+        if unpadder.index_BT is not None:
+            rows = zero_padding_writes(rows, self.mask.written_signals)
         if self.shape.causal or self.config.mask.name in BIDIRECTIONAL_MASKS:
             return read(rows)
-        return bidirectional_output(lambda r: read(r)[0], self.mask, rows, packing), None
+        return bidirectional_output(lambda r: read(r)[0], self.mask, rows, unpadder), None
 
-    def _near(self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int) -> RingAndSinks:
+    def _local_attention(
+        self, q_BTHK: Tensor, queue: Tensors, sinks: Tensors, seen_B: Tensor, block: int
+    ) -> RingAndSinks:
         q_BGJTK = q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1)).to(accumulation_dtype(q_BTHK))
         keys, values = ((queue[n].transpose(1, 2), sinks[n].transpose(1, 2)) for n in "kv")
         return local_attention(q_BGJTK, keys, values, seen_B, self.shape, block)
@@ -343,7 +362,7 @@ class LinearMixer(Mixer):
         state = mixer._past(1, "meta")
         width, values = mixer._width(), shape.value + config.normalise
         near = min(length, config.window + config.sinks)
-        kept = MASKS[config.mask].kept(config.mask, mask_shape(config, shape), width, values, length - near)
+        kept = MASKS[config.mask].state_size(config.mask, mask_shape(config, shape), width, values, length - near)
         writes = shape.groups * width * values * (3 if config.scores == "delta" else 1)
         linears = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, (nn.Linear, ShortConvolution)))
         macs = shape.heads * (kept + near * (shape.key + shape.value)) + writes + linears

@@ -22,9 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState
-from surgery.mixers.common.kv_layout import KVLayout, append_all_slots, make_kv_layout, last_slots, left_pad, drop_full_mask, gather_slots
-from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, sdpa_attention, sdpa_attn_mask
+from surgery.mixers.base import MIXERS, AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
+from surgery.mixers.common.kv_layout import (
+    KVLayout,
+    append_all_slots,
+    drop_full_mask,
+    gather_slots,
+    last_slots,
+    left_pad,
+    make_kv_layout,
+)
+from surgery.mixers.common.softmax import (
+    ScoreTerm,
+    attend,
+    dense_attention,
+    group_heads,
+    sdpa_attention,
+    sdpa_attn_mask,
+)
 
 
 def rotary_units(shape: AttentionShape) -> list[list[int]]:
@@ -98,7 +113,7 @@ class MLRAttention(Mixer):
                 self.register_buffer(name, torch.eye(shape.key).repeat(shape.groups, 1, 1))
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape) -> None:
         if sum(config.ranks) > shape.key:
             raise SurgeryError(
                 f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
@@ -118,35 +133,37 @@ class MLRAttention(Mixer):
         return MixerState(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
     @property
-    def plain(self) -> bool:
+    def is_unstructured(self) -> bool:
         """One level of all dims: the score has no structure."""
         return self.config.ranks == (self.shape.key,)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        if state is None and self.plain:
-            return self._as_it_was(inputs), None
-        packs, back = left_pad(inputs)
-        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
-        keys, values = self.levels(packs.k_BGTK), packs.v_BGTV
+        if state is None and self.is_unstructured:
+            return self._sdpa_attention(inputs), None
+        padded, back = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
+        keys, values = self.levels(padded.k_BGTK), padded.v_BGTV
         if state is not None:
             olds = [state.tensors[f"keys{level}"] for level in range(len(keys))]
             *keys, values = append_all_slots([*olds, state.tensors["values"]], [*keys, values], count_B)
-        if self.plain:
-            frame = frame._replace(holes=frame.holes and bool((frame.end_B < frame.slots).any()))
-            mask = sdpa_attn_mask(frame, self.shape, None, None)
-            out = sdpa_attention(packs.q_BHTK, keys[0], values, self.shape, mask, packs.dropout)
+        if self.is_unstructured:
+            layout = layout._replace(holes=layout.holes and bool((layout.end_B < layout.slots).any()))
+            mask = sdpa_attn_mask(layout, self.shape, None, None)
+            out = sdpa_attention(padded.q_BHTK, keys[0], values, self.shape, mask, padded.dropout)
         else:
-            mask = packs.mask_BHTS if state is None else None
-            out = self.attended(self.terms(packs.q_BHTK, keys), values, frame, mask, packs.dropout)
+            mask = padded.mask_BHTS if state is None else None
+            out = self.attend_terms(self.terms(padded.q_BHTK, keys), values, layout, mask, padded.dropout)
         out = out if back is None else gather_slots(out, back, 2)
-        return out, None if state is None else self._remembered(frame, keys, values, count_B)
+        return out, None if state is None else self._next_state(layout, keys, values, count_B)
 
-    def attended(self, terms: list[ScoreTerm], values: Tensor, frame: KVLayout, mask: Tensor | None, p: float) -> Tensor:
-        return attend(terms, values, frame, self.shape, mask, p)
+    def attend_terms(
+        self, terms: list[ScoreTerm], values: Tensor, layout: KVLayout, mask: Tensor | None, p: float
+    ) -> Tensor:
+        return attend(terms, values, layout, self.shape, mask, p)
 
     def levels(self, x: Tensor) -> list[Tensor]:
         """q (B, G, J, T, K) or k (B, G, T, K) cut into the dims of each level, in the group's order."""
-        if self.plain:
+        if self.is_unstructured:
             return [x]
         if self.config.basis == "turned":
             x = x @ (self.query_basis[:, None] if x.dim() == 5 else self.key_basis).to(x.dtype)
@@ -161,25 +178,25 @@ class MLRAttention(Mixer):
         biases = (None, *near)
         return [ScoreTerm(q, k, e, self.config.form, b) for q, k, e, b in zip(queries, keys, extents, biases)]
 
-    def _remembered(self, frame: KVLayout, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> MixerState:
+    def _next_state(self, layout: KVLayout, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> MixerState:
         """What some later query may see. Nested: the longest open block of any row (one number read back)."""
-        slots = frame.slots if count_B is None else int(frame.end_B.max())
+        slots = layout.slots if count_B is None else int(layout.end_B.max())
         if self.shape.window is not None:
             slots = min(slots, self.shape.window - 1)
         live = [slots, *(min(slots, extent - 1) for extent in self.config.extents)]
         if self.config.form == "nested" and self.config.extents:
-            extents = torch.tensor(self.config.extents, device=frame.end_B.device)
-            opened = (frame.end_B[:, None] % extents).amax(0).tolist()
+            extents = torch.tensor(self.config.extents, device=layout.end_B.device)
+            opened = (layout.end_B[:, None] % extents).amax(0).tolist()
             live[1:] = [min(slots, n) for n in opened]
         tensors = {f"keys{level}": last_slots(k, n) for level, (k, n) in enumerate(zip(keys, live))}
-        return MixerState(frame.end_B, {**tensors, "values": last_slots(values, slots)})
+        return MixerState(layout.end_B, {**tensors, "values": last_slots(values, slots)})
 
-    def _as_it_was(self, inputs: MixerInputs) -> Tensor:
+    def _sdpa_attention(self, inputs: MixerInputs) -> Tensor:
         """The library's attention on the library's tensors."""
         length = inputs.q_BHTK.shape[2]
-        frame = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
+        layout = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
         mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
-        mask = sdpa_attn_mask(frame, self.shape, drop_full_mask(inputs.valid_BT), mask)
+        mask = sdpa_attn_mask(layout, self.shape, drop_full_mask(inputs.valid_BT), mask)
         return sdpa_attention(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
 
     def dense(self, inputs: MixerInputs) -> Tensor:

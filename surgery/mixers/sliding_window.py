@@ -17,9 +17,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.mixers.base import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig, MixerCost, MixerState
-from surgery.mixers.common.kv_layout import KVLayout, append_all_slots, make_kv_layout, last_slots, left_pad, token_positions, gather_slots
-from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, run_in_passes, weighted_values, dense_weighted_values, upcast
+from surgery.mixers.base import MIXERS, AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
+from surgery.mixers.common.kv_layout import (
+    KVLayout,
+    append_all_slots,
+    gather_slots,
+    last_slots,
+    left_pad,
+    make_kv_layout,
+    token_positions,
+)
+from surgery.mixers.common.softmax import (
+    ScoreTerm,
+    attend,
+    dense_attention,
+    dense_weighted_values,
+    group_heads,
+    run_in_passes,
+    upcast,
+    weighted_values,
+)
 from surgery.mixers.mlr import MLRAttention
 
 
@@ -79,26 +96,28 @@ class WindowAttention(Mixer):
         return MixerState(torch.zeros(batch, dtype=torch.long, device=device), {**recent, **sinks})
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        packs, back = left_pad(inputs)
-        frame, count_B = make_kv_layout(packs, state, 0 if state is None else state.tensors["values"].shape[2])
-        keys, values = packs.k_BGTK, packs.v_BGTV
+        padded, back = left_pad(inputs)
+        layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
+        keys, values = padded.k_BGTK, padded.v_BGTV
         if state is not None:
             keys, values = append_all_slots([state.tensors["keys"], state.tensors["values"]], [keys, values], count_B)
-        mask, q_BGJTK = packs.mask_BHTS if state is None else None, group_heads(packs.q_BHTK, self.shape.groups)
+        mask, q_BGJTK = padded.mask_BHTS if state is None else None, group_heads(padded.q_BHTK, self.shape.groups)
         if self.config.sinks == 0:
             shape = windowed_shape(self.shape, self.config.window)
-            out = attend([ScoreTerm(q_BGJTK, keys)], values, frame, shape, mask, packs.dropout)
+            out = attend([ScoreTerm(q_BGJTK, keys)], values, layout, shape, mask, padded.dropout)
         else:
-            s_BS = frame.positions(0, frame.slots)
+            s_BS = layout.positions(0, layout.slots)
             seen = keys, values, s_BS
             if state is not None:
                 seen = self._behind_sinks(state, *seen)
-            t_BT = s_BS[:, frame.slots - frame.queries :]
-            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, packs.dropout)
+            t_BT = s_BS[:, layout.slots - layout.queries :]
+            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, padded.dropout)
         out = out if back is None else gather_slots(out, back, 2)
-        return out, None if state is None else self._remembered(state, frame, keys, values, packs)
+        return out, None if state is None else self._next_state(state, layout, keys, values, padded)
 
-    def _behind_sinks(self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _behind_sinks(
+        self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Remembered sinks, each once, before the recent tokens."""
         seen_B1 = state.seen_B[:, None]
         sink_BS = torch.arange(self.config.sinks, device=s_BS.device).expand(seen_B1.shape[0], -1)
@@ -130,25 +149,31 @@ class WindowAttention(Mixer):
             part = q[:, :, :, start:stop]
             score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
             allowed = self._allowed(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
-            return weighted_values(score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p)
+            return weighted_values(
+                score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p
+            )
 
         return run_in_passes(one, q.shape[3]).flatten(1, 2).to(v.dtype)
 
-    def _remembered(self, state: MixerState, frame: KVLayout, keys: Tensor, values: Tensor, packs: MixerInputs) -> MixerState:
+    def _next_state(
+        self, state: MixerState, layout: KVLayout, keys: Tensor, values: Tensor, padded: MixerInputs
+    ) -> MixerState:
         window = windowed_shape(self.shape, self.config.window).window or 0
-        slots = min(window - 1, frame.slots if packs.valid_BT is None else int(frame.end_B.max()))
+        slots = min(window - 1, layout.slots if padded.valid_BT is None else int(layout.end_B.max()))
         tensors = {"keys": last_slots(keys, slots), "values": last_slots(values, slots)}
-        sink_1S = torch.arange(self.config.sinks, device=frame.end_B.device)[None]
-        new_BS = (sink_1S - frame.end_B[:, None] + frame.queries).clamp(0, frame.queries - 1)
+        sink_1S = torch.arange(self.config.sinks, device=layout.end_B.device)[None]
+        new_BS = (sink_1S - layout.end_B[:, None] + layout.queries).clamp(0, layout.queries - 1)
         held = (sink_1S < state.seen_B[:, None])[:, None, :, None]
-        for name, new in (("keys", packs.k_BGTK), ("values", packs.v_BGTV)):
+        for name, new in (("keys", padded.k_BGTK), ("values", padded.v_BGTV)):
             old = state.tensors[f"sink_{name}"].to(new.dtype)
             tensors[f"sink_{name}"] = torch.where(held, old, gather_slots(new, new_BS, 2)) if self.config.sinks else old
-        return MixerState(frame.end_B, tensors)
+        return MixerState(layout.end_B, tensors)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         position_BT, valid_BS = token_positions(inputs)
-        score = torch.einsum("bgjtk,bgsk->bgjts", group_heads(upcast(inputs.q_BHTK), self.shape.groups), upcast(inputs.k_BGTK))
+        score = torch.einsum(
+            "bgjtk,bgsk->bgjts", group_heads(upcast(inputs.q_BHTK), self.shape.groups), upcast(inputs.k_BGTK)
+        )
         allowed = self._allowed(position_BT.unsqueeze(-1), position_BT.unsqueeze(1))
         return dense_weighted_values(score, allowed, valid_BS, inputs, self.shape)
 
@@ -172,9 +197,11 @@ class GlobalWindowAttention(MLRAttention):
     def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
         return [ScoreTerm(q, k) for q, k in zip(self.levels(group_heads(q_BHTK, self.shape.groups)), keys)]
 
-    def attended(self, terms: list[ScoreTerm], values: Tensor, frame: KVLayout, mask: Tensor | None, p: float) -> Tensor:
+    def attend_terms(
+        self, terms: list[ScoreTerm], values: Tensor, layout: KVLayout, mask: Tensor | None, p: float
+    ) -> Tensor:
         shapes = self.shape, windowed_shape(self.shape, self.config.window)
-        both = [attend([t], values, frame, shape, mask, p) for t, shape in zip(terms, shapes)]
+        both = [attend([t], values, layout, shape, mask, p) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
 
     def dense(self, inputs: MixerInputs) -> Tensor:

@@ -22,9 +22,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.mixers import MIXERS, AttentionShape, MixerInputs, Mixer, MixerConfig
-from surgery.mixers.common.packed_documents import PackedDocuments, DocumentMemo, document_borders, mask_to_bool
-from surgery.modeling.cache import MixerCacheLayer, mixer_modules, advance_offloading, mixer_cache_layer
+from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
+from surgery.mixers.common.packed_documents import DocumentMemo, PackedDocuments, document_borders, mask_to_bool
+from surgery.modeling.cache import MixerCacheLayer, advance_offloading, mixer_cache_layer, mixer_modules
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
 
@@ -53,28 +53,28 @@ class MixerAttention:
     arguments: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self.arguments, args)), **kwargs}
+        bound = {**dict(zip(self.arguments, args)), **kwargs}
         for name in PACKED_ARGUMENTS:
-            if given.get(name) is not None:
+            if bound.get(name) is not None:
                 raise SurgeryError(
                     f"{type(self).__name__} has a mixer and was called with {name!r}, that is with several sequences "
                     "in one row, whose borders mixers learn from position_ids that begin anew: give those alone, or pad "
                     "the batch"
                 )
         name = next((n for n in CACHE_ARGUMENTS if n in self.arguments), "")
-        past = given.pop(name, None)
+        past = bound.pop(name, None)
         layer = None if past is None else mixer_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
         if name:
-            given[name] = None
-        rope = given.get("position_embeddings")
+            bound[name] = None
+        rope = bound.get("position_embeddings")
         if rope is not None and not self.mixer.rotated:
-            given["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
-        x_BTD = given["hidden_states"]
-        valid_BT, mask_BHTS = self._masks(given.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
-        documents = self._documents(given, valid_BT, mask_BHTS, layer)
+            bound["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
+        x_BTD = bound["hidden_states"]
+        valid_BT, mask_BHTS = self._masks(bound.get("attention_mask"), x_BTD, 0 if layer is None else layer.seen)
+        documents = self._documents(bound, valid_BT, mask_BHTS, layer)
         offloading = past if getattr(past, "offloading", False) else None
         call = AttentionCall(x_BTD, valid_BT, mask_BHTS, layer, offloading, documents)
-        return super().forward(**given, surgery=call)  # type: ignore[misc]
+        return super().forward(**bound, surgery=call)  # type: ignore[misc]
 
     def _masks(self, mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
         implementation = self.host._attn_implementation
@@ -86,33 +86,35 @@ class MixerAttention:
         return split_attention_mask(mask, x_BTD, seen)
 
     def _documents(
-        self, given: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerCacheLayer | None
+        self, bound: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerCacheLayer | None
     ) -> PackedDocuments | None:
         """Of packed rows, None where every row is one document. Masks that say anything else are read by mixers that
         do, and refused by the others."""
-        x_BTD, mask, position_ids = given["hidden_states"], given.get("attention_mask"), given.get("position_ids")
+        x_BTD, mask, position_ids = bound["hidden_states"], bound.get("attention_mask"), bound.get("position_ids")
         if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
             return None
         position_ids = position_ids if layer is None else None  # transformers packs no rows that have a cache
-        known = None if torch.compiler.is_compiling() else DocumentMemo.recalled(mask, position_ids)
-        if known is None:
+        memo = None if torch.compiler.is_compiling() else DocumentMemo.recall(mask, position_ids)
+        if memo is None:
             border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)
             if torch.compiler.is_compiling():
                 if border_BT is not None:
                     torch._assert_async(~border_BT.any(), "compiled mixers take one document a row: pad instead")
                 return None
-            known = DocumentMemo(None if border_BT is None else PackedDocuments.of(border_BT)).remember(mask, position_ids)
-        if mask_BHTS is None or valid_BT is None or (self.mixer.reads_mask and known.documents is None):
-            return known.documents
-        if known.plain is None:
-            known.plain = is_plain_mask(mask_BHTS, valid_BT, self.mixer.shape, known.documents)
-        if not known.plain and not self.mixer.reads_mask:
+            memo = DocumentMemo(None if border_BT is None else PackedDocuments.from_borders(border_BT)).remember(
+                mask, position_ids
+            )
+        if mask_BHTS is None or valid_BT is None or (self.mixer.reads_mask and memo.documents is None):
+            return memo.documents
+        if memo.is_plain is None:
+            memo.is_plain = is_plain_mask(mask_BHTS, valid_BT, self.mixer.shape, memo.documents)
+        if not memo.is_plain and not self.mixer.reads_mask:
             raise SurgeryError(
                 f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
                 f"prefix, a mask of your own; packed documents where position_ids do not begin anew), and "
                 f"{type(self.mixer).__name__} takes one sequence a row; pad instead"
             )
-        return known.documents if known.plain else None
+        return memo.documents if memo.is_plain else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_mixin(self, super().__reduce_ex__(protocol))
@@ -155,7 +157,9 @@ def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | 
     return valid_BT, mask[..., : first + T]
 
 
-def is_plain_mask(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: PackedDocuments | None) -> bool:
+def is_plain_mask(
+    mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: PackedDocuments | None
+) -> bool:
     """Whether a mask says no more than which tokens are padding, and of which document each is."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
@@ -173,7 +177,9 @@ def is_plain_mask(mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, do
     return bool(torch.stack(same).all())
 
 
-def mixer_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+def mixer_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
     """transformers' attention function for modules that have a mixer: (out_BTHV, no weights)."""
     call = kwargs.get("surgery")
     if call is None:
@@ -184,7 +190,7 @@ def mixer_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tens
     dropout = kwargs.get("dropout", 0.0)
     inputs = MixerInputs(query, key, value, call.x_BTD, call.valid_BT, call.mask_BHTS, dropout)
     if call.documents is not None:
-        out_BHTV = call.documents.mixed(module.mixer, inputs)
+        out_BHTV = call.documents.mix(module.mixer, inputs)
     elif call.layer is None:
         out_BHTV, _ = module.mixer(inputs)
     else:
@@ -227,7 +233,7 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
     module = model.get_submodule(path)
     shape = attention_shape(model, path)
     kind = MIXERS[config]
-    kind.refuse(config, shape)
+    kind.check_config(config, shape)
     if "forward" in vars(module):
         raise SurgeryError(f"{path} is already dispatched over devices (accelerate); install mixers before that")
     like = next(p for p in module.parameters() if p.is_floating_point())
@@ -260,7 +266,7 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     for path, config in mixers.items():
         if path not in valid:
             raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}{suggestion(path, valid)}")
-        MIXERS[config].refuse(config, attention_shape(model, path))
+        MIXERS[config].check_config(config, attention_shape(model, path))
     for path, config in mixers.items():
         replace_attention(model, path, config)
         table.mixers[path] = config.to_dict()
@@ -288,7 +294,7 @@ def fold_output_projection(model: Any, path: str) -> dict[str, Any]:
     if linear.weight.dim() != 2:
         return {}
     weight_OI = linear.weight.detach().mT.contiguous() if transposed else linear.weight
-    folded = GuardedLinear.of(weight_OI.requires_grad_(linear.weight.requires_grad), linear.bias)
+    folded = GuardedLinear.from_weight(weight_OI.requires_grad_(linear.weight.requires_grad), linear.bias)
     model.set_submodule(place, folded.train(linear.training))
     spec = {"structure": "folded", "in_features": folded.in_features, "out_features": folded.out_features}
     return {place: {**spec, "bias": folded.bias is not None, **({"transposed": True} if transposed else {})}}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.table import SHIM_NAME, SHIM_MODULE
+from surgery.checkpoint.table import SHIM_MODULE, SHIM_NAME
 
 AUTO_CLASSES = (
     "AutoModel",

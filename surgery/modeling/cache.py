@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MixerInputs, Mixer, MixerState
+from surgery.mixers import Mixer, MixerInputs, MixerState
 
 MAX_RECORDED = 64  # tokens that can always be taken back while past is recorded
 
@@ -37,7 +37,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self.state: MixerState | None = None
         self.seen = 0
         self.record_past = False
-        self.room = 0
+        self.static_length = 0
         self._mixer: Mixer | None = None  # the model's own, met at every forward
         self._base: MixerState | None = None
         self._since: list[MixerInputs] = []
@@ -88,7 +88,7 @@ class MixerCacheLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the columns of masks: all tokens so far, or as many as static layers beside it have."""
-        return self.room or self.seen + query_length, 0
+        return self.static_length or self.seen + query_length, 0
 
     def get_max_length(self) -> int:
         return -1

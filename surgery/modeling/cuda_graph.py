@@ -21,7 +21,15 @@ from torch import Tensor
 from surgery.mixers.linear import LinearMixer
 from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
-PLAIN_INPUTS = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+PLAIN_INPUTS = {
+    "input_ids",
+    "position_ids",
+    "past_key_values",
+    "attention_mask",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+}
 
 
 def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captured | None:
@@ -29,7 +37,7 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
     linear = [
-        isinstance(m.mixer, LinearMixer) and m.mixer.mask.bounded and m.mixer.delay is None
+        isinstance(m.mixer, LinearMixer) and m.mixer.mask.has_bounded_state and m.mixer.window_buffer is None
         for _, m in mixer_modules(model)
     ]
     own = linear and all(linear) and len(linear) == len(layers) and all(type(x) is MixerCacheLayer for x in layers)
@@ -60,37 +68,39 @@ class CapturedDecodeStep:
     model: Any
     reach: int
     replay: Callable[[], None] | None = None
-    given_up: bool = False
-    held: dict[str, Tensor] = field(default_factory=dict)
+    disabled: bool = False
+    static_tensors: dict[str, Tensor] = field(default_factory=dict)
     layers: list[MixerCacheLayer] = field(default_factory=list)
 
     def __call__(self, **inputs: Any) -> Any:
         layers = inputs["past_key_values"].layers
-        plain = set(inputs) <= PLAIN_INPUTS and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
-        if self.given_up or not plain:
+        plain = (
+            set(inputs) <= PLAIN_INPUTS and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
+        )
+        if self.disabled or not plain:
             return self.model(**inputs)
         if not self.layers:
             self.layers = layers
             for layer in layers:
                 reserve_buckets(layer, self.reach)
             out = self.model(**inputs)
-            self.held = {name: inputs[name].clone() for name in ("input_ids", "position_ids")}
-            self.held["logits"] = out.logits.clone()
+            self.static_tensors = {name: inputs[name].clone() for name in ("input_ids", "position_ids")}
+            self.static_tensors["logits"] = out.logits.clone()
             return out
         if self.replay is None:
             self._record(inputs["past_key_values"])
-        return self.model(**inputs) if self.replay is None else self._replayed(inputs)
+        return self.model(**inputs) if self.replay is None else self._replay_step(inputs)
 
     def _record(self, cache: Any) -> None:
         states, seen = [layer.state for layer in self.layers], [layer.seen for layer in self.layers]
-        most = [state.most for state in states if state is not None]
+        max_seen = [state.max_seen for state in states if state is not None]
 
         def step() -> None:
-            ids, places = self.held["input_ids"], self.held["position_ids"]
+            ids, places = self.static_tensors["input_ids"], self.static_tensors["position_ids"]
             out = self.model(
                 input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True, return_dict=True
             )
-            self.held["logits"].copy_(out.logits)
+            self.static_tensors["logits"].copy_(out.logits)
             for layer, state in zip(self.layers, states):
                 left = layer.state
                 assert left is not None and state is not None
@@ -101,27 +111,29 @@ class CapturedDecodeStep:
         try:
             self.replay = record_graph(step)
         except RuntimeError as error:
-            self.given_up = True
+            self.disabled = True
             warnings.warn(
                 f"this model's steps cannot be captured in a CUDA graph and run one by one: {error}", stacklevel=3
             )
-        for layer, state, tokens, bound in zip(self.layers, states, seen, most):
+        for layer, state, tokens, bound in zip(self.layers, states, seen, max_seen):
             assert state is not None
-            layer.state, layer.seen, state.most = state, tokens, bound
+            layer.state, layer.seen, state.max_seen = state, tokens, bound
 
-    def _replayed(self, inputs: dict[str, Any]) -> Any:
+    def _replay_step(self, inputs: dict[str, Any]) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         assert self.replay is not None
         states, seen = [layer.state for layer in self.layers], [layer.seen for layer in self.layers]
         for name in ("input_ids", "position_ids"):
-            self.held[name].copy_(inputs[name])
+            self.static_tensors[name].copy_(inputs[name])
         self.replay()
         for layer, state, tokens in zip(self.layers, states, seen):
             assert state is not None
             layer.state, layer.seen = state, tokens + 1
-            state.most = None if state.most is None else state.most + 1
-        return CausalLMOutputWithPast(logits=self.held["logits"].clone(), past_key_values=inputs["past_key_values"])
+            state.max_seen = None if state.max_seen is None else state.max_seen + 1
+        return CausalLMOutputWithPast(
+            logits=self.static_tensors["logits"].clone(), past_key_values=inputs["past_key_values"]
+        )
 
 
 def reserve_buckets(layer: MixerCacheLayer, reach: int) -> None:

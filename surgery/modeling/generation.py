@@ -1,17 +1,17 @@
-"""The `forward_work` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
+"""The `forward` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.modeling.cache import MixerCacheLayer, mixer_modules, record_past, mixer_cache_layer
+from surgery.modeling.cache import MixerCacheLayer, mixer_cache_layer, mixer_modules, record_past
 
 
 class MixerGenerationMixin:
     """Mixed into the class of a model that generates."""
 
-    _captured: Any = None
+    _decode_step: Any = None
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
@@ -27,7 +27,7 @@ class MixerGenerationMixin:
             layers: list[Any] = getattr(cache, "layers", [])
             fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
             for layer in (x for x in layers if isinstance(x, MixerCacheLayer)):
-                layer.room = fixed[0] if fixed else 0  # one mask serves all
+                layer.static_length = fixed[0] if fixed else 0  # one mask serves all
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self)  # type: ignore[arg-type]
@@ -37,12 +37,12 @@ class MixerGenerationMixin:
         """Whether generate() takes its steps from `get_compiled_call`: also where ours are captured in a graph."""
         from surgery.modeling.cuda_graph import capture_decode_step
 
-        self._captured = capture_decode_step(self, model_kwargs.get("past_key_values"), generation_config)
+        self._decode_step = capture_decode_step(self, model_kwargs.get("past_key_values"), generation_config)
         asks = super()._valid_auto_compile_criteria  # type: ignore[misc]
-        return self._captured is not None or asks(model_kwargs, generation_config)
+        return self._decode_step is not None or asks(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config: Any) -> Any:
-        step, self._captured = self._captured, None
+        step, self._decode_step = self._decode_step, None
         return super().get_compiled_call(compile_config) if step is None else step  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:

@@ -28,7 +28,7 @@ class GuardedLinear(nn.Linear):
         self.weight = nn.Parameter(self.weight.detach()[None])
 
     @classmethod
-    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> GuardedLinear:
+    def from_weight(cls, weight_OI: Tensor, bias_O: Tensor | None) -> GuardedLinear:
         """Holding these very numbers."""
         linear = cls(weight_OI.shape[1], weight_OI.shape[0], bias_O is not None, device="meta")
         linear.weight = nn.Parameter(weight_OI.detach()[None], requires_grad=weight_OI.requires_grad)
@@ -46,7 +46,7 @@ class GuardedLinear(nn.Linear):
 class SplitLinear(nn.Module):
     """A fused linear whose roles are computed by linears of their own; outputs in the fused order.
 
-    `total_cost` is empty and 3-D: see StructuredLinear.
+    `weight` is empty and 3-D: see StructuredLinear.
     """
 
     def __init__(self, in_features: int, parts: dict[str, nn.Module], sizes: tuple[int, ...], heads: int = 0):
@@ -107,7 +107,9 @@ def build_module(
         raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks are numbers")
     rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
     if rank is None or rank == "full" or not 1 <= rank <= full:
-        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}")
+        raise SurgeryError(
+            f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}"
+        )
     return structure(in_, out, config, bias=bias, **factory)
 
 

@@ -59,7 +59,7 @@ class SurgeryQuantizer(HfQuantizer):
         restore_buffers(model)
         for module in model.modules():
             if isinstance(module, StructuredLinear):
-                module.refuse_damaged()
+                module.check_loaded()
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
         # Shims lie beside the loaded files only; a copy saved from here would point at nothing.

@@ -17,7 +17,7 @@ from surgery.planning.recipe import ConversionRecipe
 
 @dataclass(frozen=True)
 class AttentionTarget:
-    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `format_count` with attention;
+    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
     output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: tensors
     of the mixer that were chosen with the config."""
 
@@ -31,32 +31,34 @@ class AttentionTarget:
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
-def find_attention_targets(skeleton: MetaModel, recipe: ConversionRecipe, body: ModelLayout) -> dict[str, AttentionTarget]:
+def find_attention_targets(
+    meta_model: MetaModel, recipe: ConversionRecipe, layout: ModelLayout
+) -> dict[str, AttentionTarget]:
     """By layer, in order; SurgeryError where the mixer cannot serve, or no layer is selected."""
     settings = recipe.attention
     if settings is None:
         return {}
-    paths = attention_paths(skeleton.model)
-    seats: dict[str, AttentionTarget] = {}
+    paths = attention_paths(meta_model.model)
+    targets: dict[str, AttentionTarget] = {}
     for index, path in enumerate(paths):
         if not is_layer_selected(settings.layers, index, len(paths)):
             continue
-        layer = next(name for name in body.layers if path.startswith(f"{name}."))
-        shape = attention_shape(skeleton.model, path)
+        layer = next(name for name in layout.layers if path.startswith(f"{name}."))
+        shape = attention_shape(meta_model.model, path)
         config = settings.config_for(shape)
         try:
-            MIXERS[config].refuse(config, shape)
+            MIXERS[config].check_config(config, shape)
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
-        # Until `allocate_score_dims` has looked at a text.
+        # Until allocate_score_dims has measured the dims on calibration text.
         fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
-        output = output_path(skeleton.model, path)
-        seats[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed)
-    if not seats:
+        output = output_path(meta_model.model, path)
+        targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed)
+    if not targets:
         raise SurgeryError(
             f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'
         )
-    kept = settings.hybrid.fixed(list(seats.values())) if settings.hybrid else set()
-    if len(kept) == len(seats):
+    kept = settings.hybrid.fixed_layers(list(targets.values())) if settings.hybrid else set()
+    if len(kept) == len(targets):
         raise SurgeryError("attention.hybrid keeps softmax in every selected layer; nothing would be replaced")
-    return {layer: seat for layer, seat in seats.items() if seat.index not in kept}
+    return {layer: target for layer, target in targets.items() if target.index not in kept}

@@ -25,7 +25,7 @@ class HybridRecipe(BaseModel):
     layers: tuple[int, ...] | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> HybridRecipe:
+    def _check_exclusive_options(self) -> HybridRecipe:
         if (self.keep is None) == (self.layers is None):
             raise SurgeryError(
                 "attention.hybrid: give keep, for example {keep: 0.25}, or layers, for example {layers: [0, 8]}"
@@ -33,24 +33,24 @@ class HybridRecipe(BaseModel):
         return self
 
     @property
-    def measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether the layers are chosen on text, while converting."""
         return self.layers is None and self.by == "sensitivity"
 
-    def fixed(self, seats: list[Any]) -> set[int]:
+    def fixed_layers(self, targets: list[Any]) -> set[int]:
         """Numbers of the layers that stay softmax whatever is measured: all that do, but by sensitivity."""
-        numbers = [seat.index for seat in seats]
+        numbers = [target.index for target in targets]
         if self.layers is not None:
             for layer in self.layers:
                 if layer not in numbers:
                     raise SurgeryError(f"attention.hybrid: layer {layer} is none of those selected, {numbers}")
             return set(self.layers)
-        if self.measured:
+        if self.is_measured:
             return set()
-        kept = self.count(len(numbers))
+        kept = self.softmax_count(len(numbers))
         return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}
 
-    def count(self, layers: int) -> int:
+    def softmax_count(self, layers: int) -> int:
         """How many of so many layers stay softmax."""
         assert self.keep is not None
         return min(layers - 1, max(1, round(self.keep * layers)))
@@ -58,9 +58,9 @@ class HybridRecipe(BaseModel):
 
 class AttentionRecipe(BaseModel):
     """Keys other than these are the mixer's options (docs/attention.md). start: "calibrated", fitted to the original's
-    outputs on the calibration text in `is_decode_step` local steps; "copied", as an untrained mixer with the model's own
+    outputs on the calibration text in `steps` local steps; "copied", as an untrained mixer with the model's own
     projections. cache: of MLR attention, the share of key numbers kept in a sequence of `context` tokens (of a
-    calibration window where it is not given); ranks, extents (of those in `candidate_extents`, by default the powers of two from 8
+    calibration window where it is not given); ranks, extents (of those in `ladder`, by default the powers of two from 8
     up) and the order of dims are then chosen."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -77,7 +77,7 @@ class AttentionRecipe(BaseModel):
     _layers = field_validator("layers", mode="before")(check_layer_range)
 
     @model_validator(mode="after")
-    def _options_are_the_mixer_s(self) -> AttentionRecipe:
+    def _check_mixer_options(self) -> AttentionRecipe:
         config_type: Any = MIXERS.config_type(self.mixer)
         known = {*config_type.__dataclass_fields__, *type(self).model_fields}
         for key in self.model_extra or {}:
@@ -90,7 +90,7 @@ class AttentionRecipe(BaseModel):
         return self
 
     @property
-    def refits(self) -> bool:
+    def refits_output(self) -> bool:
         """Whether what reads the mixer's output is fitted to it."""
         return self.start == "calibrated"
 

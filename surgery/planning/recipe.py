@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from surgery.architectures import ROLES
-from surgery.core.config import MAX_BYTES, is_layer_selected, read_yaml, check_layer_range
+from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.structures import STRUCTURES
@@ -56,7 +56,7 @@ class Rule(_StrictModel):
 
     @field_validator("match")
     @classmethod
-    def _role_or_path(cls, pattern: str) -> str:
+    def _check_match(cls, pattern: str) -> str:
         is_word = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", pattern) is not None
         if is_word and pattern.split(".")[0] in ("attention", "mlp", "head") and pattern not in ROLES:
             raise SurgeryError(f"rules: unknown role {pattern!r}{suggestion(pattern, ROLES)}")
@@ -104,7 +104,7 @@ class ConversionRecipe(_StrictModel):
 
     @field_validator("candidates")
     @classmethod
-    def _candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
         for name in names:
@@ -131,7 +131,7 @@ class ConversionRecipe(_StrictModel):
         return data
 
     def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
-        """For a linear of layer `index` of `format_count` (None: outside the layers); matches(pattern) says
+        """For a linear of layer `index` of `count` (None: outside the layers); matches(pattern) says
         whether a pattern is one of its role or path."""
         inside = index is not None and is_layer_selected(self.layers, index, count)
         base: dict[str, Any] = {
@@ -204,8 +204,8 @@ def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
         return ConversionRecipe.model_validate(data)
     except ValidationError as error:
         # One sentence a place, though each way of writing a value that was tried has its own complaint.
-        said = dict.fromkeys(_explain_error(e, data) for e in error.errors())
-        raise SurgeryError(f"recipe {where}: " + "; ".join(said)) from None
+        messages = dict.fromkeys(_explain_error(e, data) for e in error.errors())
+        raise SurgeryError(f"recipe {where}: " + "; ".join(messages)) from None
 
 
 # What a key wants that may be written in more than one way.

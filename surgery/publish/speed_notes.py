@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from surgery.kernels.tuning import IMPLEMENTATIONS, Pass, DeviceKey, NamedSizes, named_sizes, tables, nearby_rows
+from surgery.kernels.tuning import IMPLEMENTATIONS, DeviceKey, NamedSizes, Pass, named_sizes, nearby_rows, tables
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
 MEASURED_LANES = {
@@ -30,13 +30,13 @@ def speed_notes(
     found = {_linear_note(config, *shape) for config, shape in structures}
     found |= {_attention_note(mixer, context or DEFAULT_CONTEXT) for mixer in mixers}
     device = tables()[0]["device"]
-    return [f"note: speed on one {device}, launches counted: {said}" for said in sorted(found - {""})]
+    return [f"note: speed on one {device}, launches counted: {note}" for note in sorted(found - {""})]
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
     """Of a plan as surgery.publish.summary has it."""
-    cuts = ((cut["first"], cut["shape"]) for cut in plan["cuts"] if cut["first"])
-    return speed_notes(cuts, (row["mixer"] for row in plan["mixers"]), context)
+    linears = ((entry["first"], entry["shape"]) for entry in plan["cuts"] if entry["first"])
+    return speed_notes(linears, (row["mixer"] for row in plan["mixers"]), context)
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
@@ -56,12 +56,18 @@ def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
     where nothing near was measured."""
     table = tables()[0]
     rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
-    beside = [
-        (weight, math.log(row["original"] / min(row[way] for way in IMPLEMENTATIONS if row.get(way))))
+    log_ratios = [
+        (
+            weight,
+            math.log(
+                row["original"]
+                / min(row[implementation] for implementation in IMPLEMENTATIONS if row.get(implementation))
+            ),
+        )
         for weight, row in rows
         if row.get("original")
     ]
-    return math.exp(sum(w * r for w, r in beside) / sum(w for w, _ in beside)) if beside else None
+    return math.exp(sum(w * r for w, r in log_ratios) / sum(w for w, _ in log_ratios)) if log_ratios else None
 
 
 def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
@@ -92,9 +98,11 @@ def _attention_note(mixer: str, context: int) -> str:
         return ""
     graph = graph_note(_ratio_to_softmax(op, "captured step", context, levels))
     known = {pass_: r for pass_, r in here.items() if r is not None}
-    said = ", ".join(f"{PASS_LABELS[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
-    ahead = ", ".join(f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1)
-    return f"{mixer} beside SDPA at a context of {context:,} tokens: {said}; ahead {ahead}"
+    ratios = ", ".join(f"{PASS_LABELS[p]} {r:.2f}x{graph if p == 'step' else ''}" for p, r in known.items())
+    ahead = ", ".join(
+        f"in {PASS_LABELS[pass_]} {_break_even(op, pass_, levels)}" for pass_, r in here.items() if r and r < 1
+    )
+    return f"{mixer} beside SDPA at a context of {context:,} tokens: {ratios}; ahead {ahead}"
 
 
 def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int]) -> float | None:

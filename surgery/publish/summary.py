@@ -27,9 +27,9 @@ from surgery.structures import STRUCTURES
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     """One row for the cuts of one role, shape and structure, numbers under an even spread."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for cuts in plan.cuts.values():
-        for cut in cuts:
-            row = _plan_row(cut)
+    for targets in plan.targets.values():
+        for target in targets:
+            row = _plan_row(target)
             key = (row["role"], *row["shape"], row["structure"])
             known = rows.setdefault(key, {**row, "modules": 0, "before": 0, "after": 0, "macs": 0})
             known["modules"] += 1
@@ -38,15 +38,15 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _plan_row(cut: LinearTarget) -> dict[str, Any]:
-    roles = cut.part.role if cut.part else " + ".join(cut.linear.roles) or cut.linear.path.split(".", 3)[-1]
-    row = {"role": roles, "shape": [cut.out, cut.in_], "before": cut.numel}
-    if cut.first is None:
-        return {**row, "structure": "dense", "after": cut.numel, "macs": cut.numel}
-    cls = STRUCTURES[cut.first]
-    meta = cls(cut.in_, cut.out, cut.first, bias=False, device="meta")
-    shown = describe_structure(cut.first.to_dict()) if len(cut.configs) == 1 else "auto"
-    return {**row, "structure": shown, "after": cls.params(cut.first, cut.out, cut.in_), "macs": meta.macs()}
+def _plan_row(target: LinearTarget) -> dict[str, Any]:
+    roles = target.part.role if target.part else " + ".join(target.linear.roles) or target.linear.path.split(".", 3)[-1]
+    row = {"role": roles, "shape": [target.out, target.in_], "before": target.numel}
+    if target.preview is None:
+        return {**row, "structure": "dense", "after": target.numel, "macs": target.numel}
+    cls = STRUCTURES[target.preview]
+    meta = cls(target.in_, target.out, target.preview, bias=False, device="meta")
+    label = describe_structure(target.preview.to_dict()) if len(target.configs) == 1 else "auto"
+    return {**row, "structure": label, "after": cls.params(target.preview, target.out, target.in_), "macs": meta.macs()}
 
 
 def describe_structure(structure: dict[str, Any]) -> str:
@@ -69,12 +69,20 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "recipe": json.loads(plan.recipe.model_dump_json()),
         "rows": plan_rows(plan),
         "cuts": [
-            {"name": c.name, "shape": [c.out, c.in_], "keep": c.keep, "first": c.first.to_dict() if c.first else None}
-            for c in plan.replaced()
+            {
+                "name": c.name,
+                "shape": [c.out, c.in_],
+                "keep": c.keep,
+                "first": c.preview.to_dict() if c.preview else None,
+            }
+            for c in plan.replaced_targets()
         ],
         "totals": plan.totals(),
-        "candidates": sorted({config.name for c in plan.replaced() for config in c.configs}),
-        "mixers": mixer_rows((seat.path, seat.config, seat.shape) for seat in plan.seats.values()),
+        "candidates": sorted({config.name for c in plan.replaced_targets() for config in c.configs}),
+        "mixers": mixer_rows(
+            (attention_target.path, attention_target.config, attention_target.shape)
+            for attention_target in plan.attention_targets.values()
+        ),
         "notes": list(plan.notes),
     }
 
@@ -111,10 +119,10 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
     not counted), before and after; FLOPs are twice that."""
     try:
-        body: ModelLayout = find_linears(build_unconverted_model(source))
+        layout: ModelLayout = find_linears(build_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
-    before = sum(linear.out * linear.in_ for linear in body.linears)
+    before = sum(linear.out * linear.in_ for linear in layout.linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     return {"before": before, "after": before + change}
 
@@ -205,6 +213,6 @@ def describe_mixer(config: Any) -> str:
 def mixer_notes(config: Any) -> list[str]:
     """What a user should know of a mixer's state."""
     mask = getattr(config, "mask", None)
-    if mask is not None and not MASKS[mask].bounded:
+    if mask is not None and not MASKS[mask].has_bounded_state:
         return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]
     return []

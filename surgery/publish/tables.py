@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgery.core.files import size_text
-from surgery.core.tables import new_table, format_count
+from surgery.core.tables import format_count, new_table
 from surgery.publish.summary import describe_structure, inspect_rows
 
 
@@ -102,10 +102,10 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
             row["role"], str(row["modules"]), structures, format_count(row["before"]), format_count(row["after"]), format_share(row["after"], row["before"]),
             format_count(row["macs_after"]), *(_format_error(row[key], 3) for key in ("median_error", "worst_error")),
         )  # fmt: skip
-    told = f"errors: relative, {kind}; median and worst of the role"
+    error_note = f"errors: relative, {kind}; median and worst of the role"
     if all(row["worst_error"] is None for row in rows):
-        told = "trained from scratch: no errors, there was nothing to be close to"
-    linears = [table, told] if rows else []
+        error_note = "trained from scratch: no errors, there was nothing to be close to"
+    linears = [table, error_note] if rows else []
     mixers = [
         *mixer_tables(report.get("mixer_rows", [])),
         *init_error_lines(report.get("mixers", [])),
@@ -180,16 +180,16 @@ def demo_table(result: dict[str, Any]) -> list[Any]:
     return [table]
 
 
-def upload_table(parcel: dict[str, Any]) -> list[Any]:
+def upload_table(upload: dict[str, Any]) -> list[Any]:
     """What goes up to the Hub."""
-    table = new_table(f"to {parcel['repo']}", "file", "bytes")
-    for item in parcel["files"]:
+    table = new_table(f"to {upload['repo']}", "file", "bytes")
+    for item in upload["files"]:
         table.add_row(item["name"], f"{item['bytes']:,}")
-    licence = parcel["licence"]
+    license_ = upload["licence"]
     lines = [
-        f"{len(parcel['files'])} files, {size_text(parcel['bytes'])}; licence: {licence['id']} ({licence['origin']})"
+        f"{len(upload['files'])} files, {size_text(upload['bytes'])}; licence: {license_['id']} ({license_['origin']})"
     ]
-    return [table, *lines, *([f"note: {parcel['note']}"] if parcel["note"] else [])]
+    return [table, *lines, *([f"note: {upload['note']}"] if upload["note"] else [])]
 
 
 def to_html(parts: Sequence[Any]) -> str:
@@ -207,7 +207,9 @@ def _part_to_html(part: Any) -> str:
     head = "".join(f'<th scope="col" {how}>{_escape_plain(c.header)}</th>' for c, how in zip(part.columns, side))
     rows = zip(*([_escape_plain(cell) for cell in column.cells] for column in part.columns))
     body = "".join(f"<tr>{''.join(f'<td {how}>{cell}</td>' for cell, how in zip(row, side))}</tr>" for row in rows)
-    caption = f'<caption style="text-align:left;font-weight:bold">{_escape_plain(part.title)}</caption>' if part.title else ""
+    caption = (
+        f'<caption style="text-align:left;font-weight:bold">{_escape_plain(part.title)}</caption>' if part.title else ""
+    )
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -74,9 +74,9 @@ def config_from_dict(data: dict[str, Any]) -> StructureConfig:
 
 
 class StructuredLinear(nn.Module):
-    """A linear map y = B x + bias with B stored as small cores; `total_cost` is one of them, never 2-D.
+    """A linear map y = B x + bias with B stored as small cores; `weight` is one of them, never 2-D.
 
-    The odd shape of `total_cost` is deliberate: a library that loads the checkpoint without knowing us finds
+    The odd shape of `weight` is deliberate: a library that loads the checkpoint without knowing us finds
     a mismatched shape and stops, where a missing name would leave random numbers.
     """
 
@@ -112,8 +112,10 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
-        """(config, squared error it leaves in the metric) at some `is_decode_step` ranks, cheapest first.
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
+    ) -> list[tuple[Any, float]]:
+        """(config, squared error it leaves in the metric) at some `steps` ranks, cheapest first.
 
         An estimate from spectra alone, for spreading a budget; `project` then `refine` do no worse.
         """
@@ -158,7 +160,7 @@ class StructuredLinear(nn.Module):
     def cost(self) -> Cost:
         return Cost(sum(getattr(self, n).numel() for n in self.core_names()), self.macs())
 
-    def refuse_damaged(self) -> None:
+    def check_loaded(self) -> None:
         """SurgeryError where numbers that were loaded are none that it can hold: indices out of range."""
 
     def core_names(self) -> list[str]:
@@ -214,7 +216,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def curve_ranks(full: int, steps: int) -> list[int]:
-    """At most `is_decode_step` ranks from 1 to full, evenly spread, both ends included."""
+    """At most `steps` ranks from 1 to full, evenly spread, both ends included."""
     stride = max(1, -(-full // steps))
     return sorted({1, full, *range(stride, full + 1, stride)})
 

@@ -28,8 +28,8 @@ from surgery.structures.base import (
     StructureConfig,
     StructuredLinear,
     balance_factors,
-    exact_factors,
     curve_ranks,
+    exact_factors,
 )
 from surgery.structures.low_rank import leading_directions, tail_energies
 from surgery.structures.metric import Metric, inner_product, input_root, output_roots, spd_factor, spd_inverse
@@ -95,7 +95,7 @@ def zero_pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 @STRUCTURES.register(BTT)
 class BTTLinear(StructuredLinear):
-    """`total_cost` is left (b, c, s, a); right (c, d, b, s)."""
+    """`weight` is left (b, c, s, a); right (c, d, b, s)."""
 
     weight: Tensor
     right: Tensor
@@ -134,18 +134,18 @@ class BTTLinear(StructuredLinear):
     def _roots(cls, config: Any, shape: Sequence[int], metric: Metric) -> tuple[Any, Any, Any]:
         """Roots of G_bb and their inverses as functions of (b, c, a, X), and roots of C_cc, (c, d, d), or None."""
         (b, c), (a, d) = config.blocks, cls.block_shape(config, *shape)
-        weigh: Callable[[Tensor], Tensor] = _identity
-        unweigh, c_root = weigh, None
+        apply_root: Callable[[Tensor], Tensor] = _identity
+        apply_inverse, c_root = apply_root, None
         if metric.g_OO is not None and metric.g_OO.dim() == 1:
             scale_b1a1 = F.pad(metric.g_OO, (0, b * a - shape[0]), value=1.0).sqrt().view(b, 1, a, 1)
-            weigh, unweigh = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
+            apply_root, apply_inverse = (lambda m: m * scale_b1a1), (lambda m: m / scale_b1a1)
         elif metric.g_OO is not None:
             root, inverse = (r[:, None] for r in output_roots(diagonal_blocks(metric.g_OO, b, a)))
-            weigh, unweigh = (lambda m: root @ m), (lambda m: inverse @ m)
+            apply_root, apply_inverse = (lambda m: root @ m), (lambda m: inverse @ m)
         if metric.c_II is not None:
             moment_II = metric.c_II
-            c_root = metric.once(("block roots", c), lambda: input_root(diagonal_blocks(moment_II, c, d)))
-        return weigh, unweigh, c_root
+            c_root = metric.compute_once(("block roots", c), lambda: input_root(diagonal_blocks(moment_II, c, d)))
+        return apply_root, apply_inverse, c_root
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
@@ -155,15 +155,17 @@ class BTTLinear(StructuredLinear):
         if config.rank >= cls.full_rank(config, *weight_OI.shape):
             left_bcas, right_bcsd = exact_factors(blocks_bcad)
         else:
-            weigh, unweigh, c_root = cls._roots(config, weight_OI.shape, metric or Metric())
-            weighed_bcad = weigh(blocks_bcad)
+            apply_root, apply_inverse, c_root = cls._roots(config, weight_OI.shape, metric or Metric())
+            weighed_bcad = apply_root(blocks_bcad)
             u_bcas = leading_directions(apply_block_roots(weighed_bcad, c_root), config.rank)
-            left_bcas, right_bcsd = balance_factors(unweigh(u_bcas), u_bcas.mT @ weighed_bcad)
+            left_bcas, right_bcsd = balance_factors(apply_inverse(u_bcas), u_bcas.mT @ weighed_bcad)
         cores = {"weight": left_bcas.mT, "right": right_bcsd.permute(1, 3, 0, 2)}
         return cls.from_cores(config, weight_OI.shape, cores)
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
+    ) -> list[tuple[Any, float]]:
         tail = cls.block_tails(weight_OI, config, metric)
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
@@ -171,8 +173,8 @@ class BTTLinear(StructuredLinear):
     @classmethod
     def block_tails(cls, weight_OI: Tensor, config: Any, metric: Metric) -> list[float]:
         """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
-        weigh, _, c_root = cls._roots(config, weight_OI.shape, metric)
-        m_bcad = weigh(cls._blocks(weight_OI, config))
+        apply_root, _, c_root = cls._roots(config, weight_OI.shape, metric)
+        m_bcad = apply_root(cls._blocks(weight_OI, config))
         return tail_energies(apply_block_roots(m_bcad, c_root)).sum((0, 1)).tolist()
 
     @torch.no_grad()
@@ -187,7 +189,7 @@ class BTTLinear(StructuredLinear):
         wc_baI = zero_pad(metric.times_c(weight_OI), b * a, c * d).view(b, a, c * d)
         target_baI = zero_pad(weight_OI, b * a, c * d).view(b, a, c * d)
         g_baa = None if metric.g_OO is None else diagonal_blocks(metric.g_OO, b, a)
-        inverses_cdd = metric.once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
+        inverses_cdd = metric.compute_once(("block inverses", c), lambda: spd_inverse(diagonal_blocks(c_II, c, d)))
         square = 0.0
         for rows in row_groups(b, c * d * c * s + a * c * d, weight_OI.device.type):
             left_bcsa, right_cdbs = self.weight.data[rows], self.right.data[:, :, rows]

@@ -25,8 +25,8 @@ from surgery.structures.base import (
     StructureConfig,
     StructuredLinear,
     balance_factors,
-    exact_factors,
     curve_ranks,
+    exact_factors,
 )
 from surgery.structures.btt import BTTLinear
 from surgery.structures.low_rank import leading_directions, tail_energies
@@ -49,7 +49,7 @@ def divisor_below_sqrt(n: int) -> int:
 
 
 def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Tensor, steps: int) -> Tensor:
-    """`is_decode_step` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
+    """`steps` steps towards apply(x) = rhs, apply symmetric positive semidefinite."""
     x, residual = start, rhs - apply(start)
     direction, square = residual, float((residual * residual).sum())
     for _ in range(steps):
@@ -68,7 +68,7 @@ def conjugate_gradient(apply: Callable[[Tensor], Tensor], rhs: Tensor, start: Te
 
 @STRUCTURES.register(Kronecker)
 class KroneckerLinear(StructuredLinear):
-    """`total_cost` is left (r, b, c), right (r, a, d)."""
+    """`weight` is left (r, b, c), right (r, a, d)."""
 
     weight: Tensor
     right: Tensor
@@ -118,9 +118,11 @@ class KroneckerLinear(StructuredLinear):
         return cls.from_cores(config, weight_OI.shape, cores)
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
+    ) -> list[tuple[Any, float]]:
         tail = tail_energies(cls._rearranged(weight_OI, config))
-        share = (tail / tail[0].clamp_min(1e-30) * metric.square(weight_OI)).tolist()
+        share = (tail / tail[0].clamp_min(1e-30) * metric.squared_norm(weight_OI)).tolist()
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), share[r]) for r in ranks]
 
@@ -140,7 +142,7 @@ class KroneckerLinear(StructuredLinear):
         left, right = self.weight.data, self.right.data
         solve(left, lambda x: self._assemble(x, right), lambda m: (m @ right.flatten(1).mT).mT.view_as(left))
         solve(right, lambda x: self._assemble(left, x), lambda m: (left.flatten(1) @ m).view_as(right))
-        return metric.square(weight_OI - self.dense())
+        return metric.squared_norm(weight_OI - self.dense())
 
     def _assemble(self, left_rbc: Tensor, right_rad: Tensor) -> Tensor:
         (_, b, c), (_, a, d) = left_rbc.shape, right_rad.shape

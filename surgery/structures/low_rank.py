@@ -22,8 +22,8 @@ from surgery.structures.base import (
     StructureConfig,
     StructuredLinear,
     balance_factors,
-    exact_factors,
     curve_ranks,
+    exact_factors,
 )
 from surgery.structures.metric import Metric
 
@@ -38,7 +38,7 @@ def leading_directions(m_OI: Tensor, rank: int) -> Tensor:
     """Orthonormal (..., O, rank): the leading left singular vectors of m, from the smaller Gram's eigh.
 
     Squaring costs precision only among directions whose singular values are below 3e-4 of the largest;
-    what counts for the projection is that the columns are orthonormal, which `orthonormalize` sees to.
+    what counts for the projection is that the columns are orthonormal, which `orthonormalize` ensures.
     """
     if m_OI.shape[-2] <= m_OI.shape[-1]:
         return leading_eigenvectors(m_OI @ m_OI.mT, rank)
@@ -71,7 +71,7 @@ def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tens
         u_OR = leading_eigenvectors(metric.left_gram(weight_OI), rank)
     else:
         u_OR = leading_directions(metric.whiten(weight_OI), rank)
-    return balance_factors(metric.unweigh(u_OR), u_OR.mT @ metric.weigh(weight_OI))
+    return balance_factors(metric.apply_output_root_inverse(u_OR), u_OR.mT @ metric.apply_output_root(weight_OI))
 
 
 def tail_energies(m_OI: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def gram_tails(gram: Tensor) -> Tensor:
 
 @STRUCTURES.register(LowRank)
 class LowRankLinear(StructuredLinear):
-    """y = left (right x). `total_cost` is left, stored (1, O, R); right (R, I)."""
+    """y = left (right x). `weight` is left, stored (1, O, R); right (R, I)."""
 
     weight: Tensor
     right: Tensor
@@ -106,7 +106,9 @@ class LowRankLinear(StructuredLinear):
         return cls.from_cores(config, weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
+    ) -> list[tuple[Any, float]]:
         if weight_OI.shape[0] <= weight_OI.shape[1]:
             tail = gram_tails(metric.left_gram(weight_OI)).tolist()
         else:

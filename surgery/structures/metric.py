@@ -120,42 +120,42 @@ class Metric:
 
     c_II: Tensor | None = None
     g_OO: Tensor | None = None
-    of_c: dict[Any, Any] = field(default_factory=dict, repr=False)  # shared by metrics with one C
+    c_cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # shared by metrics with one C
     _product: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def compute_once(self, key: Any, compute: Callable[[], Any]) -> Any:
         """compute(), a function of C alone, once for all metrics that share C."""
-        if key not in self.of_c:
-            self.of_c[key] = compute()
-        return self.of_c[key]
+        if key not in self.c_cache:
+            self.c_cache[key] = compute()
+        return self.c_cache[key]
 
     def times_c(self, weight_OI: Tensor) -> Tensor:
         """W C, remembered for the last W asked for."""
         if self.c_II is None:
             return weight_OI
         if not self._product or self._product[0][0] is not weight_OI:
-            self.know_times_c(weight_OI, weight_OI @ self.c_II)
+            self.cache_times_c(weight_OI, weight_OI @ self.c_II)
         return self._product[0][1]
 
-    def know_times_c(self, weight_OI: Tensor, product_OI: Tensor) -> None:
+    def cache_times_c(self, weight_OI: Tensor, product_OI: Tensor) -> None:
         self._product[:] = [(weight_OI, product_OI)]
 
     @property
     def c_root(self) -> Tensor | None:
         moment_II = self.c_II
-        return None if moment_II is None else self.once("root", lambda: input_root(moment_II))
+        return None if moment_II is None else self.compute_once("root", lambda: input_root(moment_II))
 
     @cached_property
     def g_roots(self) -> tuple[Tensor, Tensor] | None:
         return None if self.g_OO is None or self.g_OO.dim() == 1 else output_roots(self.g_OO)
 
-    def weigh(self, matrix_OX: Tensor) -> Tensor:
+    def apply_output_root(self, matrix_OX: Tensor) -> Tensor:
         """T X with T^T T = G."""
         if self.g_OO is None:
             return matrix_OX
         return self.g_OO.sqrt()[:, None] * matrix_OX if self.g_roots is None else self.g_roots[0] @ matrix_OX
 
-    def unweigh(self, matrix_OX: Tensor) -> Tensor:
+    def apply_output_root_inverse(self, matrix_OX: Tensor) -> Tensor:
         """T^-1 X."""
         if self.g_OO is None:
             return matrix_OX
@@ -163,13 +163,13 @@ class Metric:
 
     def whiten(self, weight_OI: Tensor) -> Tensor:
         """T W R, R R^T = C: its Frobenius norm is the metric's norm of W."""
-        weighed_OI = self.weigh(weight_OI)
+        weighed_OI = self.apply_output_root(weight_OI)
         return weighed_OI if self.c_root is None else weighed_OI @ self.c_root
 
     def left_gram(self, weight_OI: Tensor) -> Tensor:
         """T W C W^T T^T, (O, O)."""
-        weighed_OI = self.weigh(weight_OI)
-        return self.weigh(self.times_c(weight_OI)) @ weighed_OI.mT
+        weighed_OI = self.apply_output_root(weight_OI)
+        return self.apply_output_root(self.times_c(weight_OI)) @ weighed_OI.mT
 
     def apply(self, weight_OI: Tensor) -> Tensor:
         """G W C, the gradient of half the squared norm."""
@@ -178,15 +178,15 @@ class Metric:
         return weight_OI if self.c_II is None else weight_OI @ self.c_II
 
     @torch.no_grad()
-    def square(self, weight_OI: Tensor) -> float:
+    def squared_norm(self, weight_OI: Tensor) -> float:
         """tr(G W C W^T)."""
         return inner_product(self.apply(weight_OI), weight_OI)
 
     @torch.no_grad()
-    def error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
+    def relative_error(self, target_OI: Tensor, approx_OI: Tensor) -> float:
         """Relative error ||target - approx|| / ||target|| in this metric."""
-        whole = self.square(target_OI)
-        return (max(self.square(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0
+        whole = self.squared_norm(target_OI)
+        return (max(self.squared_norm(target_OI - approx_OI), 0.0) / whole) ** 0.5 if whole > 0 else 0.0
 
 
 def damp_output_gram(gram: Tensor | None) -> Tensor | None:

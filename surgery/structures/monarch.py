@@ -74,7 +74,9 @@ class MonarchLinear(BTTLinear):
         return max(fitting, key=lambda g: (cls.params(g, out, in_), -_squareness_gap(g, out, in_)))
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12) -> list[tuple[Any, float]]:
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12
+    ) -> list[tuple[Any, float]]:
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
         grids = block_grids(out, in_) if config.blocks == "budget" else [config.blocks]

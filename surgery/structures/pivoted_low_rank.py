@@ -57,7 +57,7 @@ def maximal_volume_rows(tall_OR: Tensor, bound: float = 1.5, swaps: int = 200) -
 
 @STRUCTURES.register(PivotedLowRank)
 class PivotedLowRankLinear(StructuredLinear):
-    """`total_cost` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
+    """`weight` (1, O - R, R), right (R, I), place (O,) int32: where in [pivots, others] output row o lies."""
 
     weight: Tensor
     right: Tensor
@@ -68,7 +68,7 @@ class PivotedLowRankLinear(StructuredLinear):
         device = factory.get("device")
         self.register_buffer("place", torch.arange(out_features, dtype=torch.int32, device=device))
 
-    def refuse_damaged(self) -> None:
+    def check_loaded(self) -> None:
         rows = torch.arange(self.out_features).to(self.place)
         if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
             raise SurgeryError(
@@ -101,8 +101,10 @@ class PivotedLowRankLinear(StructuredLinear):
         return linear
 
     @classmethod
-    def ladder(cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64) -> list[tuple[Any, float]]:
-        return LowRankLinear.ladder(weight_OI, config, metric, steps)
+    def rank_error_curve(
+        cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
+    ) -> list[tuple[Any, float]]:
+        return LowRankLinear.rank_error_curve(weight_OI, config, metric, steps)
 
     def core_names(self) -> list[str]:
         return ["weight", "right", "place"]

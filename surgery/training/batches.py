@@ -18,13 +18,13 @@ from surgery.training.stages import Batch
 
 @dataclass
 class StepBatch:
-    """batches: this process's, one a forward; counted: positions that count, tokens: trained on, in the whole batch.
-    after: where the data goes on behind it, see Data.state."""
+    """batches: this process's, one a forward; num_counted: positions that count, tokens: trained on, in the whole batch.
+    data_state: where the data goes on behind it, see TrainingData.state."""
 
     batches: list[Batch]
-    counted: int
+    num_counted: int
     tokens: int
-    after: dict[str, Any]
+    data_state: dict[str, Any]
 
     def pin_memory(self) -> StepBatch:
         """In memory that a GPU copies from by itself; torch's DataLoader calls this."""
@@ -42,7 +42,7 @@ class BatchLayout:
     world: int = 1
 
     @classmethod
-    def of(cls, batch: int, rows: int, rank: int, world: int) -> BatchLayout:
+    def create(cls, batch: int, rows: int, rank: int, world: int) -> BatchLayout:
         if batch % world:
             raise SurgeryError(
                 f"batch: {batch} rows cannot be shared evenly by {world} processes; use a multiple of {world}"
@@ -57,7 +57,7 @@ class BatchLayout:
         return cls(batch, rows, rank, world)
 
     @property
-    def forwards(self) -> int:
+    def accumulation_steps(self) -> int:
         return self.batch // self.world // self.rows
 
 
@@ -67,27 +67,31 @@ def stack_examples(examples: list[Batch], indices: list[int]) -> Batch:
 
 
 def iter_steps(
-    data: Any, start: int, shares: BatchLayout, counted: Callable[[Batch], int], state: dict[str, Any] | None = None
+    data: Any,
+    start: int,
+    layout: BatchLayout,
+    count_positions: Callable[[Batch], int],
+    state: dict[str, Any] | None = None,
 ) -> Iterator[StepBatch]:
     """Steps from example `start` on, as long as whole batches last; state: where that is, so that nothing before it is
-    read again. counted: of many examples, stacked."""
+    read again. count_positions: of many examples, stacked."""
     if state is not None:
         data.restore(state)
     examples = iter(data.examples(start))
-    own = list(range(shares.rank, shares.batch, shares.world))
-    parts = [own[i : i + shares.rows] for i in range(0, len(own), shares.rows)]
+    own = list(range(layout.rank, layout.batch, layout.world))
+    parts = [own[i : i + layout.rows] for i in range(0, len(own), layout.rows)]
     while True:
-        batch = [example for _, example in zip(range(shares.batch), examples)]
-        if len(batch) < shares.batch:
+        batch = [example for _, example in zip(range(layout.batch), examples)]
+        if len(batch) < layout.batch:
             return
-        told = {name: torch.stack([example[name] for example in batch]) for name in ("labels", "valid")}
+        targets = {name: torch.stack([example[name] for example in batch]) for name in ("labels", "valid")}
         yield StepBatch(
             [stack_examples([batch[i] for i in part], [start + i for i in part]) for part in parts],
-            max(1, counted(told)),
-            data.tokens_of(told),
+            max(1, count_positions(targets)),
+            data.count_tokens(targets),
             data.state(),
         )
-        start += shares.batch
+        start += layout.batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
+from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 
 BEST = "best"
 

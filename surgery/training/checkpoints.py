@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, read_header, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, read_header, read_tensor, write_shard
 from surgery.core.errors import SurgeryError
 from surgery.core.files import checksum, read_json, write_json
 from surgery.training.sharded_tensors import MaybeSharded, copy_full_, full_tensor
@@ -55,13 +55,13 @@ class TorchOptimizerState:
     def states(self) -> dict[str, MaybeSharded]:
         """<state>.<parameter> -> tensor."""
         found: dict[str, MaybeSharded] = {}
-        for name, p in self._named():
+        for name, p in self._named_parameters():
             for key, value in self.optimiser.state.get(p, {}).items():
                 found[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return found
 
     def restore(self, stored: StoredStates) -> None:
-        for name, p in self._named():
+        for name, p in self._named_parameters():
             for key, info in stored.get(name, {}).items():
                 if info.shape not in ((), tuple(p.shape)):
                     raise SurgeryError(
@@ -70,7 +70,7 @@ class TorchOptimizerState:
                     )
                 self.optimiser.state[p][key] = _state_like(p, read_tensor(info, check=False))
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for group, names in zip(self.optimiser.param_groups, self.names):
             yield from zip(names, group["params"])
 
@@ -80,13 +80,13 @@ class TrainState:
     """What is saved, by name: parameters; what the optimiser remembers; the running mean."""
 
     parameters: dict[str, Tensor]
-    memory: Any = None
+    optimizer_state: Any = None
     ema: dict[str, Tensor] = field(default_factory=dict)
 
     def states(self) -> dict[str, MaybeSharded]:
         """<state>.<parameter> -> tensor, and ema.<parameter>."""
         means: dict[str, MaybeSharded] = {f"ema.{name}": t for name, t in self.ema.items()}
-        return {**means, **(self.memory.states() if self.memory is not None else {})}
+        return {**means, **(self.optimizer_state.states() if self.optimizer_state is not None else {})}
 
 
 class CheckpointManager:
@@ -95,62 +95,64 @@ class CheckpointManager:
     def __init__(self, folder: Path, keep: int, rank: int = 0, wait: Any = lambda: None):
         self.folder, self.keep, self.rank, self.wait = folder, keep, rank, wait
 
-    def all(self) -> list[Path]:
+    def list_all(self) -> list[Path]:
         """Whole ones, oldest first."""
         return sorted(
             p.parent for p in self.folder.glob(f"stage-*-step-*/{STATE_NAME}") if not p.parent.name.endswith(".tmp")
         )
 
     def latest(self) -> Path | None:
-        return self.all()[-1] if self.all() else None
+        return self.list_all()[-1] if self.list_all() else None
 
-    def save(self, position: TrainPosition, held: TrainState) -> Path:
+    def save(self, position: TrainPosition, train_state: TrainState) -> Path:
         """Every process calls; the first writes, each its own random state."""
         target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
         partial = target.with_name(target.name + ".tmp")
         try:
-            self._save(position, held, partial, target)
+            self._save(position, train_state, partial, target)
         except OSError:  # a full disk keeps nothing that is of no use
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         return target
 
-    def _save(self, position: TrainPosition, held: TrainState, partial: Path, target: Path) -> None:
+    def _save(self, position: TrainPosition, train_state: TrainState, partial: Path, target: Path) -> None:
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.wait()
         write_shard(partial / f"rng-{self.rank:05d}.safetensors", _rng_entries())
-        self._gathered(partial / WEIGHTS, held.parameters)
-        self._gathered(partial / "optimiser.safetensors", held.states())
+        self._write_tensors(partial / WEIGHTS, train_state.parameters)
+        self._write_tensors(partial / "optimiser.safetensors", train_state.states())
         self.wait()
         if self.rank == 0:
-            told = {**position.__dict__, "python": _python_rng(), DIGEST: file_sha256(partial / WEIGHTS)}
-            write_json(partial / STATE_NAME, {**told, CHECKSUM_KEY: checksum(told)})
+            record = {**position.__dict__, "python": _python_rng(), DIGEST: file_sha256(partial / WEIGHTS)}
+            write_json(partial / STATE_NAME, {**record, CHECKSUM_KEY: checksum(record)})
             _rename_durably(partial, target)
             self._prune()
         self.wait()
 
-    def _gathered(self, path: Path, tensors: Mapping[str, MaybeSharded]) -> None:
+    def _write_tensors(self, path: Path, tensors: Mapping[str, MaybeSharded]) -> None:
         entries = []
         for name in sorted(tensors):
             values = full_tensor(tensors[name])
             if self.rank == 0:
-                entries.append(TensorSource.of(name, values.cpu()))  # the device need not hold all of them at once
+                entries.append(
+                    TensorSource.from_tensor(name, values.cpu())
+                )  # the device need not hold all of them at once
         if self.rank == 0:
             write_shard(path, entries)
 
     def _prune(self) -> None:
-        for old in self.all()[: -self.keep]:
+        for old in self.list_all()[: -self.keep]:
             gone = old.with_name(old.name + ".tmp")
             os.replace(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     # -- back --------------------------------------------------------------------------------------
-    def position(self, folder: Path) -> TrainPosition:
-        told = _read_state(folder)
-        return TrainPosition(**{name: told[name] for name in TrainPosition.__dataclass_fields__})
+    def read_position(self, folder: Path) -> TrainPosition:
+        record = _read_state(folder)
+        return TrainPosition(**{name: record[name] for name in TrainPosition.__dataclass_fields__})
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
         """Names of what was restored."""
@@ -168,18 +170,18 @@ class CheckpointManager:
             raise _damaged_error(path)
         return read_header(path)
 
-    def restore(self, folder: Path, held: TrainState) -> None:
+    def restore(self, folder: Path, train_state: TrainState) -> None:
         """The optimiser, the running mean and the random states; weights are restored before they are spread."""
         stored = _group_by_parameter(read_header(folder / "optimiser.safetensors"))
-        for name, mean in held.ema.items():
+        for name, mean in train_state.ema.items():
             if (info := stored.get(name, {}).pop(EMA_KEY, None)) is None:
                 continue
             try:
                 copy_full_(mean, read_tensor(info))
             except RuntimeError:  # of another shape
                 raise _damaged_error(info.file) from None
-        if held.memory is not None:
-            held.memory.restore(stored)
+        if train_state.optimizer_state is not None:
+            train_state.optimizer_state.restore(stored)
         self._restore_rng(folder)
 
     def _restore_rng(self, folder: Path) -> None:
@@ -200,12 +202,12 @@ class CheckpointManager:
 def _read_state(folder: Path) -> dict[str, Any]:
     """state.json, as it was written."""
     try:
-        told = read_json(folder / STATE_NAME)
+        record = read_json(folder / STATE_NAME)
     except SurgeryError:
-        told = None
-    if not isinstance(told, dict) or told.pop(CHECKSUM_KEY, None) != checksum(told):
+        record = None
+    if not isinstance(record, dict) or record.pop(CHECKSUM_KEY, None) != checksum(record):
         raise _damaged_error(folder / STATE_NAME)
-    return told
+    return record
 
 
 def _damaged_error(path: Path) -> SurgeryError:
@@ -234,7 +236,7 @@ def _rng_entries() -> list[TensorSource]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return [TensorSource.of(name, state) for name, state in states.items()]
+    return [TensorSource.from_tensor(name, state) for name, state in states.items()]
 
 
 def _python_rng() -> list[Any]:

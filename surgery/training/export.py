@@ -21,7 +21,7 @@ from torch import Tensor
 
 from surgery.checkpoint.meta_model import _parameter_keys
 from surgery.checkpoint.rewrite import rewrite_checkpoint
-from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, TensorInfo, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.device import device_name
@@ -40,9 +40,9 @@ from surgery.training.validation import perplexity
 def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
     """tokens: trained on, exactly; positions: rows times length."""
     speed = at.notes["positions"] / max(at.notes["seconds"], 1e-9)
-    told = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
-    told |= {"first_loss": at.notes["first_loss"], "last_loss": at.notes["last_loss"]}
-    return {**told, "seconds": round(at.notes["seconds"], 2), "tokens_per_second": round(speed, 1)}
+    record = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
+    record |= {"first_loss": at.notes["first_loss"], "last_loss": at.notes["last_loss"]}
+    return {**record, "seconds": round(at.notes["seconds"], 2), "tokens_per_second": round(speed, 1)}
 
 
 def delivered(recipe: HealingRecipe, start: float | None, notes: dict[str, Any]) -> dict[str, Any]:
@@ -51,35 +51,35 @@ def delivered(recipe: HealingRecipe, start: float | None, notes: dict[str, Any])
     whether it handed back something worse than it began with. notes: of the last checkpoint."""
     chosen, loss, last = notes["delivered"], notes["after"], notes["last"]
     worse = start is not None and loss is not None and better(start, loss)
-    told = {"asked": recipe.deliver, "state": chosen, "start": start, "loss": loss, "last": last, "worse": worse}
+    record = {"asked": recipe.deliver, "state": chosen, "start": start, "loss": loss, "last": last, "worse": worse}
     if chosen not in ("start", "last"):
         number, step = (int(part) for part in chosen.split("-")[1::2])
-        told["state"] = f"step {step:,} of stage {number + 1}" if step else f"end of stage {number}"
-    return {**told, "says": _sentence(told)}
+        record["state"] = f"step {step:,} of stage {number + 1}" if step else f"end of stage {number}"
+    return {**record, "says": _sentence(record)}
 
 
-def _sentence(told: dict[str, Any]) -> str:
-    if told["loss"] is None:
+def _sentence(record: dict[str, Any]) -> str:
+    if record["loss"] is None:
         return (
             "the state after the last step: there is no validation text to judge states by; keep some with data.validation, "
             "for example 0.02"
         )
-    figures = f"{told['loss']:.4f} nats per token of validation text"
-    began = "" if told["start"] is None else f"the start {told['start']:.4f}, "
-    if told["state"] == "start":
+    figures = f"{record['loss']:.4f} nats per token of validation text"
+    began = "" if record["start"] is None else f"the start {record['start']:.4f}, "
+    if record["state"] == "start":
         return (
             f"the start, unchanged: no state of this run was better than its {figures} (the last step "
-            f"{told['last']:.4f}); lower the rate, or train on other text"
+            f"{record['last']:.4f}); lower the rate, or train on other text"
         )
-    if told["worse"]:
-        why = "deliver: last was asked for; " if told["asked"] == "last" else ""
+    if record["worse"]:
+        why = "deliver: last was asked for; " if record["asked"] == "last" else ""
         return (
-            f"the state after the last step, WORSE than what the run began with: {figures}, the start {told['start']:.4f}; {why}"
+            f"the state after the last step, WORSE than what the run began with: {figures}, the start {record['start']:.4f}; {why}"
             "lower the rate, or train on other text"
         )
-    if told["state"] == "last":
+    if record["state"] == "last":
         return f"the state after the last step: {figures} ({began.removesuffix(', ')})".replace(" ()", "")
-    return f"the best state, {told['state']}: {figures} ({began}the last step {told['last']:.4f})"
+    return f"the best state, {record['state']}: {figures} ({began}the last step {record['last']:.4f})"
 
 
 def loss_records(losses: dict[str, float | None]) -> dict[str, Any]:
@@ -128,12 +128,20 @@ def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], sour
         tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
 
 
-def write_result(source: CheckpointSource, new: dict[str, TensorInfo], work: Path, record: dict[str, Any], adapter: bool) -> Path:
+def write_result(
+    source: CheckpointSource, new: dict[str, TensorInfo], work: Path, record: dict[str, Any], adapter: bool
+) -> Path:
     """A whole checkpoint in WORK/healed, in the dtypes of the student's file. new: name of a tensor in that file -> where
     the trained numbers are stored; adapter: whether WORK/adapter belongs to it."""
     target = work / "healed"
     shutil.rmtree(target, ignore_errors=True)
-    rewrite_checkpoint(source, target, lambda folder: _write_shards(source, new, folder), source.config, beside=(SHIM_NAME, REPORT_NAME))
+    rewrite_checkpoint(
+        source,
+        target,
+        lambda folder: _write_shards(source, new, folder),
+        source.config,
+        extra_files=(SHIM_NAME, REPORT_NAME),
+    )
     write_json(target / REPORT_NAME, _append_record(target / REPORT_NAME, record))
     logs = target / "training"
     logs.mkdir()
@@ -159,8 +167,8 @@ def _write_shards(source: CheckpointSource, new: dict[str, TensorInfo], folder: 
 
 def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
     if trained is None:
-        return TensorSource.copy(info.name, info)
-    return TensorSource.of(info.name, read_tensor(trained, DTYPES[info.dtype]))
+        return TensorSource.from_file(info.name, info)
+    return TensorSource.from_tensor(info.name, read_tensor(trained, DTYPES[info.dtype]))
 
 
 def refuse_difference(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:

@@ -18,7 +18,7 @@ from surgery.core.files import explain_disk_errors, partial_path
 from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
-from surgery.training import models as opening
+from surgery.training import models as model_loading
 from surgery.training.checkpoints import CheckpointManager
 from surgery.training.logging import LOG_NAME, end_trackers
 from surgery.training.recipe import HealingRecipe, stage_data_config
@@ -46,7 +46,7 @@ def finetune(
     launch` calls this; the first one writes."""
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
     check_run(out, name, recipe, teacher, resume)
-    source = opening.open_trainable(name, trust_remote_code)
+    source = model_loading.open_trainable(name, trust_remote_code)
     run = StageRunner(
         source, recipe, out, teacher, trust_remote_code, skip_bad_steps, track, device, progress or Progress(), show
     )
@@ -57,16 +57,16 @@ def finetune(
                 run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
                 check_absent(out)  # another run may have ended there meanwhile
             run.accelerator.wait_for_everyone()
-            return run.everything()
+            return run.run()
     except KeyboardInterrupt:
         if run.main:
             latest = CheckpointManager(work / "checkpoints", 1).latest()
-            kept = f"the last checkpoint is {latest}" if latest else "there is no checkpoint yet"
-            run.progress.say(f"interrupted; {kept}, and the same command with --resume goes on")
+            status = f"the last checkpoint is {latest}" if latest else "there is no checkpoint yet"
+            run.progress.say(f"interrupted; {status}, and the same command with --resume goes on")
         raise
     except SurgeryError:
-        begun = any((work / name).exists() for name in ("checkpoints", LOG_NAME))
-        if run.journal is not None and run.journal.made and not begun:
+        has_output = any((work / name).exists() for name in ("checkpoints", LOG_NAME))
+        if run.journal is not None and run.journal.created and not has_output:
             shutil.rmtree(work, ignore_errors=True)  # refused before anything was trained
         raise
     finally:
@@ -93,9 +93,9 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
 
 
 def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
-    begun = {
+    fingerprint = {
         "source": source.fingerprint(),
         "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher"}),
         "version": __version__,
     }
-    return Journal(work, begun, resume, what="run")
+    return Journal(work, fingerprint, resume, what="run")

@@ -28,21 +28,21 @@ from surgery.training.sharded_tensors import any_sharded
 
 
 @contextmanager
-def defer_interrupt(alone: bool) -> Iterator[list[int]]:
+def defer_interrupt(single_process: bool) -> Iterator[list[int]]:
     """A list that is empty until somebody interrupts."""
-    heard: list[int] = []
-    if not alone or threading.current_thread() is not threading.main_thread():
-        yield heard
+    signals: list[int] = []
+    if not single_process or threading.current_thread() is not threading.main_thread():
+        yield signals
         return
 
-    def hear(number: int, frame: object) -> None:
-        if heard:
+    def handler(number: int, frame: object) -> None:
+        if signals:
             raise KeyboardInterrupt
-        heard.append(number)
+        signals.append(number)
 
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        yield heard
+        yield signals
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -55,18 +55,18 @@ class NonFiniteGuard:
 
     def __init__(self, optimiser: Any, skip: bool, device: torch.device):
         self.inner = getattr(optimiser, "optimizer", optimiser)
-        self.skip, self.sticking = skip, torch.zeros((), device=device)
+        self.skip, self.sticky_flag = skip, torch.zeros((), device=device)
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         # With parameters spread over devices the fused kernels take no such flag; those runs ask at each step.
-        self.asks = any_sharded(parameters)
+        self.checks_each_step = any_sharded(parameters)
 
-    def see(self, norm: Tensor) -> bool:
+    def check_step(self, norm: Tensor) -> bool:
         """Before the optimiser's step; whether it may be taken at all."""
         bad = (~torch.isfinite(norm.detach())).to(torch.float32).reshape(())
-        if self.asks:
+        if self.checks_each_step:
             return not bool(bad)
         if not self.skip:
-            bad = self.sticking = torch.maximum(self.sticking, bad.to(self.sticking.device))
+            bad = self.sticky_flag = torch.maximum(self.sticky_flag, bad.to(self.sticky_flag.device))
         self.inner.found_inf = bad
         return True
 
@@ -75,14 +75,14 @@ class DivergenceDetector:
     """Looks at mean losses; the state is a few numbers, kept in checkpoints."""
 
     def __init__(self, factor: float, patience: int, best: float | None = None):
-        self.factor, self.patience, self.best, self.over = factor, patience, best, 0
+        self.factor, self.patience, self.best, self.num_over = factor, patience, best, 0
 
-    def diverged(self, loss: float) -> bool:
+    def update(self, loss: float) -> bool:
         if self.best is None or loss < self.best:
             self.best = loss
         limit = self.best + max((self.factor - 1) * abs(self.best), 1.0)
-        self.over = self.over + 1 if loss > limit else 0
-        return self.over >= self.patience
+        self.num_over = self.num_over + 1 if loss > limit else 0
+        return self.num_over >= self.patience
 
 
 def bad_step_error(what: str, stage: str, step: int, loss: float, blame: str, latest: Any, rate: float) -> SurgeryError:
@@ -101,7 +101,7 @@ def record_activations(model: nn.Module) -> Iterator[dict[str, tuple[str, float]
     seen: dict[str, tuple[str, float]] = {}
     handles = []
 
-    def after(path: str) -> Callable[..., None]:
+    def make_forward_hook(path: str) -> Callable[..., None]:
         def hook(_: Any, args: Any, output: Any) -> None:
             size = _max_abs(output)
             if size is None:
@@ -113,19 +113,19 @@ def record_activations(model: nn.Module) -> Iterator[dict[str, tuple[str, float]
 
         return hook
 
-    def back(path: str) -> Callable[..., None]:
-        def hook(_: Any, gave: Any, got: Any) -> None:
-            size, whole = _max_abs(gave), _max_abs(got)
-            if size is not None and not _is_finite(size) and (whole is None or _is_finite(whole)):
+    def make_backward_hook(path: str) -> Callable[..., None]:
+        def hook(_: Any, grad_input: Any, grad_output: Any) -> None:
+            size, size_out = _max_abs(grad_input), _max_abs(grad_output)
+            if size is not None and not _is_finite(size) and (size_out is None or _is_finite(size_out)):
                 seen.setdefault("back", (path, size))
 
         return hook
 
     for path, module in model.named_modules():
         if path:
-            handles.append(module.register_forward_hook(after(path)))
+            handles.append(module.register_forward_hook(make_forward_hook(path)))
             if not next(module.children(), None):
-                handles.append(module.register_full_backward_hook(back(path)))
+                handles.append(module.register_full_backward_hook(make_backward_hook(path)))
     try:
         yield seen
     finally:
@@ -146,7 +146,7 @@ def _max_abs(value: Any) -> float | None:
     return float(value.detach().abs().amax())
 
 
-def diagnose_bad_step(model: nn.Module, again: Callable[[], None]) -> str:
+def diagnose_bad_step(model: nn.Module, rerun_batch: Callable[[], None]) -> str:
     """A sentence on the module that blew up, after running the batch again."""
     lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
     if lost:
@@ -154,7 +154,7 @@ def diagnose_bad_step(model: nn.Module, again: Callable[[], None]) -> str:
     with record_activations(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on hooks of modules whose inputs need no gradient
         try:
-            again()
+            rerun_batch()
         except RuntimeError as error:
             return f"Running the batch again fails: {' '.join(str(error).split())[:150]}."
     if "first" in seen:

@@ -19,7 +19,7 @@ from typing import Any
 from surgery.core.errors import SurgeryError
 from surgery.core.files import is_disk_error
 from surgery.core.progress import Progress
-from surgery.core.tables import new_table, format_count
+from surgery.core.tables import format_count, new_table
 from surgery.training.checkpoints import TrainPosition
 from surgery.training.optim import ParameterGroup
 from surgery.training.recipe import HealingRecipe
@@ -39,12 +39,12 @@ def tracker_names(name: str | None) -> list[str]:
         return []
     from accelerate.utils import imports
 
-    here = {n: getattr(imports, f"is_{n}_available", lambda: False)() for n in TRACKERS}
+    available = {n: getattr(imports, f"is_{n}_available", lambda: False)() for n in TRACKERS}
     if name is None:
-        return ["tensorboard"] if here["tensorboard"] else []
+        return ["tensorboard"] if available["tensorboard"] else []
     if name not in TRACKERS:
         raise SurgeryError(f"--track {name!r}: choose one of {', '.join(TRACKERS)}, none")
-    if not here[name]:
+    if not available[name]:
         raise SurgeryError(f"--track {name}: the package {name} is not installed; pip install {name}, or --track none")
     return [name]
 
@@ -54,15 +54,15 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Train
     if not accelerator.log_with:
         return
     (chosen,) = (str(getattr(name, "value", name)) for name in accelerator.log_with)
-    begun = sum(stage.steps for stage in recipe.stages[: at.stage]) + at.step
+    steps_done = sum(stage.steps for stage in recipe.stages[: at.stage]) + at.step
     options = {
-        "tensorboard": {"purge_step": begun + 1} if begun else {},
+        "tensorboard": {"purge_step": steps_done + 1} if steps_done else {},
         "wandb": {"name": out.name, "dir": str(accelerator.project_dir)},
         "trackio": {"name": out.name},
     }
     try:
         accelerator.init_trackers(
-            PROJECT, config=None if begun else tracker_config(recipe), init_kwargs={chosen: options[chosen]}
+            PROJECT, config=None if steps_done else tracker_config(recipe), init_kwargs={chosen: options[chosen]}
         )
     except Exception as error:  # of many kinds, from many libraries
         accelerator.trackers = []
@@ -76,8 +76,8 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Train
 
 def end_trackers(accelerator: Any) -> None:
     """What was logged is written out; a second call does nothing."""
-    for one in accelerator.trackers:
-        one.finish()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     accelerator.trackers = []
 
 
@@ -95,7 +95,12 @@ def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
     for row in (group.row() for group in groups):
         fans = (str(row.get(key, "")) for key in ("fan_in", "fan_out"))
         table.add_row(
-            row["kind"], str(row["tensors"]), format_count(row["numbers"]), *fans, f"{row['rate']:.3g}", f"{row['decay']:g}"
+            row["kind"],
+            str(row["tensors"]),
+            format_count(row["numbers"]),
+            *fans,
+            f"{row['rate']:.3g}",
+            f"{row['decay']:g}",
         )
     return [table]
 
@@ -188,12 +193,12 @@ LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
 
 
 class TrainingLog:
-    """Lines of log.jsonl; `going_on` first drops those of steps that will be taken again."""
+    """Lines of log.jsonl; `truncate_after` first drops those of steps that will be taken again."""
 
     def __init__(self, folder: Path, accelerator: Any = None):
         self.path, self.accelerator = folder / LOG_NAME, accelerator
 
-    def going_on(self, stage: int, step: int) -> None:
+    def truncate_after(self, stage: int, step: int) -> None:
         if not self.path.is_file():
             return
         kept = [line for line in self.lines() if (line["stage"], line["step"]) <= (stage, step)]

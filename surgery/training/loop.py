@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.training.batches import StepBatch, to_device, iter_steps
-from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
+from surgery.training.batches import StepBatch, iter_steps, to_device
+from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
-from surgery.training.distributed.accelerator import optimizer_step_class, batch_layout
-from surgery.training.guard import MAX_CONSECUTIVE_SKIPS, DivergenceDetector, diagnose_bad_step, defer_interrupt, bad_step_error
+from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class
+from surgery.training.guard import (
+    MAX_CONSECUTIVE_SKIPS,
+    DivergenceDetector,
+    bad_step_error,
+    defer_interrupt,
+    diagnose_bad_step,
+)
 from surgery.training.logging import TrainingLog
 from surgery.training.optim import ParameterGroup, WeightEMA
 from surgery.training.recipe import HealingRecipe
-from surgery.training.stages import Batch, StageModels, Stage
+from surgery.training.stages import Batch, Stage, StageModels
 
 
 @dataclass
@@ -46,110 +52,116 @@ class LoopContext:
 
 class TrainingLoop:
     def __init__(
-        self, setting: LoopContext, stage: Stage, models: StageModels, groups: list[ParameterGroup], optimiser: Any, at: TrainPosition
+        self,
+        context: LoopContext,
+        stage: Stage,
+        models: StageModels,
+        groups: list[ParameterGroup],
+        optimiser: Any,
+        at: TrainPosition,
     ):
-        self.setting, self.stage, self.models, self.at = setting, stage, models, at
-        self.accelerator, self.config = setting.accelerator, stage.config
-        self.shares = batch_layout(self.accelerator, self.config)
-        self.descent = optimizer_step_class(self.accelerator)(
-            self.accelerator, models.run, optimiser, groups, self.shares, self.config.clip, setting.skip_bad_steps
+        self.context, self.stage, self.models, self.at = context, stage, models, at
+        self.accelerator, self.config = context.accelerator, stage.config
+        self.layout = batch_layout(self.accelerator, self.config)
+        self.optimizer_step = optimizer_step_class(self.accelerator)(
+            self.accelerator, models.run, optimiser, groups, self.layout, self.config.clip, context.skip_bad_steps
         )
-        parameters = self.descent.parameters
+        parameters = self.optimizer_step.parameters
         self.ema = WeightEMA(parameters, self.config.ema) if self.config.ema else None
         means = self.ema.means if self.ema else {}
-        self.held = TrainState({**setting.earlier, **parameters}, self.descent.memory, means)
-        guard = setting.recipe.guard
+        self.train_state = TrainState({**context.earlier, **parameters}, self.optimizer_step.optimizer_state, means)
+        guard = context.recipe.guard
         self.divergence = DivergenceDetector(guard.diverged, guard.patience, at.notes.get("best"))
         self.losses: list[dict[str, Tensor]] = []
         self.norms: list[Tensor] = []
         self.seconds, self.waited, self.positions, self.skipped = 0.0, 0.0, 0, 0
-        self.last: list[StepBatch] = []
-        self.saved = at.step  # the step of the latest checkpoint
+        self.recent_steps: list[StepBatch] = []
+        self.due_save = at.step  # the step of the latest checkpoint
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> TrainPosition:
         """To the stage's end."""
         self._resume()
         state = self.at.notes.get("data")
-        steps = lambda: iter_steps(self.setting.data, self.at.examples, self.shares, self.stage.counted, state)  # noqa: E731
+        steps = lambda: iter_steps(self.context.data, self.at.examples, self.layout, self.stage.count_positions, state)  # noqa: E731
         ahead = max(4, PREFETCH_TOKENS // (self.config.batch * self.config.length))
         self.models.run.train()
-        alone = self.accelerator.num_processes == 1
+        single_process = self.accelerator.num_processes == 1
         with ExitStack() as stack:
             ready = stack.enter_context(prefetch(steps, min(ahead, self.config.steps), self.accelerator.device))
-            interrupted = stack.enter_context(defer_interrupt(alone))
+            interrupted = stack.enter_context(defer_interrupt(single_process))
             began = time.perf_counter()
             while self.at.step < self.config.steps:
                 self._step(self._next(ready))
-                if self._due(self.setting.recipe.log):
-                    self._look(began)
+                if self._is_due(self.context.recipe.log):
+                    self._log_steps(began)
                     began = time.perf_counter()
-                began = self._pause(began)
+                began = self._validate_and_save(began)
                 if interrupted:
-                    self._interrupted(began)
-        self._end()
+                    self._save_and_stop(began)
+        self._apply_ema()
         return self.at
 
     def _next(self, ready: Iterator[StepBatch]) -> StepBatch:
-        asked = time.perf_counter()
+        start = time.perf_counter()
         step = next(ready, None)
-        self.waited += time.perf_counter() - asked
+        self.waited += time.perf_counter() - start
         if step is None:
-            raise self._data_ended()
+            raise self._data_ended_error()
         return step
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         return bool(every) and (self.at.step % every == 0 or self.at.step == self.config.steps)
 
     def _step(self, step: StepBatch) -> None:
-        self.descent.rates(self.config.schedule.factor(self.at.step, self.config.steps))
+        self.optimizer_step.set_rates(self.config.schedule.factor(self.at.step, self.config.steps))
         totals: dict[str, Any] = {}
         for number, batch in enumerate(step.batches, 1):
-            with self.descent.forward(number == len(step.batches)):
-                parts = self._losses(to_device(batch, self.accelerator.device), step.counted)
+            with self.optimizer_step.forward(number == len(step.batches)):
+                parts = self._losses(to_device(batch, self.accelerator.device), step.num_counted)
                 for name, part in parts.items():
                     totals[name] = totals.get(name, 0) + part.detach()
-        norm = self.descent.step()
+        norm = self.optimizer_step.step()
         if norm is not None:
             self.norms.append(norm)
         self.losses.append(totals)
-        self.last.append(step)
+        self.recent_steps.append(step)
         if self.ema is not None:
             self.ema.update(self.at.step)
         self.positions += self.config.batch * self.config.length
         self.at.step, self.at.examples = self.at.step + 1, self.at.examples + self.config.batch
         self.at.tokens += step.tokens
-        self.at.notes["data"] = step.after
+        self.at.notes["data"] = step.data_state
 
-    def _losses(self, batch: Batch, counted: int) -> dict[str, Tensor]:
+    def _losses(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
         """Shares of the step's mean over all that counts; backwards too."""
         sums = self.stage.losses(self.models, batch)
-        parts = {name: part / counted for name, part in sums.items()}
-        self.descent.backward(parts["total"])
+        parts = {name: part / num_counted for name, part in sums.items()}
+        self.optimizer_step.backward(parts["total"])
         return parts
 
     # -- looking -------------------------------------------------------------------------------------
-    def _look(self, began: float) -> None:
+    def _log_steps(self, began: float) -> None:
         """Read what has gathered on the device, write it down, stop where it is bad."""
         names = list(self.losses[0])
         table = torch.stack([torch.stack([parts[n].float() for n in names]) for parts in self.losses])
         table = self.accelerator.reduce(table, reduction="sum")
         norms = torch.stack([n.float() for n in self.norms]).tolist() if self.norms else [0.0] * len(table)
-        rows, steps = table.tolist(), self.last
-        self.losses, self.norms, self.last = [], [], []
+        rows, steps = table.tolist(), self.recent_steps
+        self.losses, self.norms, self.recent_steps = [], [], []
         self.seconds += time.perf_counter() - began
-        good = self._judged(rows, norms, steps, names.index("total"))
-        line = self._line({n: _mean(row[i] for row in good) for i, n in enumerate(names)}, norms)
-        self._remember(line)
+        good = self._check_losses(rows, norms, steps, names.index("total"))
+        line = self._log_entry({n: _mean(row[i] for row in good) for i, n in enumerate(names)}, norms)
+        self._update_notes(line)
         if self.accelerator.is_main_process:
-            self.setting.log.add(line)
-        self.setting.report(line)
-        if self.divergence.diverged(line["loss"]):
+            self.context.log.add(line)
+        self.context.report(line)
+        if self.divergence.update(line["loss"]):
             what = f"the loss runs away from {self.divergence.best:g}"
-            raise self._stopped(what, self.at.step, line["loss"], steps[-1])
+            raise self._stop_error(what, self.at.step, line["loss"], steps[-1])
         self.at.notes["best"] = self.divergence.best
 
-    def _remember(self, line: dict[str, Any]) -> None:
+    def _update_notes(self, line: dict[str, Any]) -> None:
         notes = self.at.notes
         notes.setdefault("first_loss", line["loss"])
         notes["last_loss"] = line["loss"]
@@ -157,22 +169,28 @@ class TrainingLoop:
         notes["positions"] = notes.get("positions", 0) + self.positions
         self.positions, self.seconds, self.waited = 0, 0.0, 0.0
 
-    def _judged(self, rows: list[list[float]], norms: list[float], steps: list[StepBatch], total: int) -> list[list[float]]:
+    def _check_losses(
+        self, rows: list[list[float]], norms: list[float], steps: list[StepBatch], total: int
+    ) -> list[list[float]]:
         """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
-        bad = [i for i, (row, norm) in enumerate(zip(rows, norms)) if not _is_finite(row[total]) or not _is_finite(norm)]
-        if self.descent.scaled:  # infinite norms are how a scaler finds its scale
+        bad = [
+            i for i, (row, norm) in enumerate(zip(rows, norms)) if not _is_finite(row[total]) or not _is_finite(norm)
+        ]
+        if self.optimizer_step.uses_loss_scale:  # infinite norms are how a scaler finds its scale
             bad = [i for i in bad if not _is_finite(rows[i][total])]
-        if bad and not self.setting.skip_bad_steps:
+        if bad and not self.context.skip_bad_steps:
             first = self.at.step - len(rows) + bad[0] + 1
-            raise self._stopped("the loss or its gradient is no number", first, rows[bad[0]][total], steps[bad[0]])
+            raise self._stop_error("the loss or its gradient is no number", first, rows[bad[0]][total], steps[bad[0]])
         self.skipped = self.skipped + len(bad) if len(bad) == len(rows) else 0
         if self.skipped >= MAX_CONSECUTIVE_SKIPS:
-            raise self._stopped(f"{self.skipped} bad steps one after the other", self.at.step, float("nan"), steps[-1])
+            raise self._stop_error(
+                f"{self.skipped} bad steps one after the other", self.at.step, float("nan"), steps[-1]
+            )
         if bad and self.accelerator.is_main_process:
-            self.setting.report({"skipped": [self.at.step - len(rows) + i + 1 for i in bad]})
+            self.context.report({"skipped": [self.at.step - len(rows) + i + 1 for i in bad]})
         return [row for i, row in enumerate(rows) if i not in bad] or rows[:1]
 
-    def _line(self, means: dict[str, float], norms: list[float]) -> dict[str, Any]:
+    def _log_entry(self, means: dict[str, float], norms: list[float]) -> dict[str, Any]:
         parts = {name: value for name, value in means.items() if name != "total"}
         device = self.accelerator.device
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -181,11 +199,11 @@ class TrainingLoop:
             "kind": self.config.kind,
             "step": self.at.step,
             "steps": self.config.steps,
-            "total_steps": self.setting.steps_before + self.at.step,
+            "total_steps": self.context.steps_before + self.at.step,
             "tokens": self.at.tokens,
             "loss": means["total"],
             **parts,
-            "rate": self.descent.rate,
+            "rate": self.optimizer_step.rate,
             "gradient_norm": _mean(norms),
             "tokens_per_second": round(self.positions / max(self.seconds, 1e-9), 1),
             "waited": round(self.waited / max(self.seconds, 1e-9), 4),
@@ -193,76 +211,78 @@ class TrainingLoop:
             "memory": memory,
         }  # fmt: skip
 
-    def _stopped(self, what: str, step: int, loss: float, bad: StepBatch) -> Exception:
-        self.descent.forget_bad()
+    def _stop_error(self, what: str, step: int, loss: float, bad: StepBatch) -> Exception:
+        self.optimizer_step.clear_found_inf()
 
-        def again() -> None:
+        def rerun_batch() -> None:
             for batch in bad.batches:
                 self.stage.losses(self.models, to_device(batch, self.accelerator.device))["total"].backward()
 
-        alone = self.accelerator.num_processes == 1 and self.descent.again
-        blame = diagnose_bad_step(self.models.student, again) if alone else ""
-        return bad_step_error(what, self.config.kind, step, loss, blame, self.setting.checkpoints.latest(), self.config.rate)
+        can_rerun = self.accelerator.num_processes == 1 and self.optimizer_step.can_rerun
+        blame = diagnose_bad_step(self.models.student, rerun_batch) if can_rerun else ""
+        return bad_step_error(
+            what, self.config.kind, step, loss, blame, self.context.checkpoints.latest(), self.config.rate
+        )
 
     # -- between steps -------------------------------------------------------------------------------
-    def _pause(self, began: float) -> float:
+    def _validate_and_save(self, began: float) -> float:
         """Validation and checkpoints; their time is not the loop's. When the clock starts again."""
-        recipe, done = self.setting.recipe, self.at.step == self.config.steps
-        every = self.setting.evaluate
-        checked = bool(every) and self.at.step % every == 0 and not done
-        saved = bool(recipe.checkpoint) and self.at.step % recipe.checkpoint == 0 and not done
-        if not (checked or saved):
+        recipe, done = self.context.recipe, self.at.step == self.config.steps
+        every = self.context.evaluate
+        due_validation = bool(every) and self.at.step % every == 0 and not done
+        due_save = bool(recipe.checkpoint) and self.at.step % recipe.checkpoint == 0 and not done
+        if not (due_validation or due_save):
             return began
-        if self.losses and saved:  # what is kept must be good
-            self._look(began)
+        if self.losses and due_save:  # what is kept must be good
+            self._log_steps(began)
         else:
             self.seconds += time.perf_counter() - began
-        if checked:
-            self._validated()
-        if saved:
+        if due_validation:
+            self._validate()
+        if due_save:
             self._save()
         return time.perf_counter()
 
-    def _interrupted(self, began: float) -> None:
+    def _save_and_stop(self, began: float) -> None:
         if self.losses:
-            self._look(began)
+            self._log_steps(began)
         self._save()
         raise KeyboardInterrupt
 
-    def _validated(self) -> None:
-        loss = self.setting.validate(self.models)
+    def _validate(self) -> None:
+        loss = self.context.validate(self.models)
         self.models.run.train()
         if loss is None:
             return
         line = {"stage": self.at.stage, "kind": self.config.kind, "step": self.at.step, "tokens": self.at.tokens}
-        line |= {"total_steps": self.setting.steps_before + self.at.step, "validation": loss}
+        line |= {"total_steps": self.context.steps_before + self.at.step, "validation": loss}
         if self.accelerator.is_main_process:
-            self.setting.log.add(line)
-        self.setting.report(line)
-        self.setting.judge(loss, self.at, self.held)
+            self.context.log.add(line)
+        self.context.report(line)
+        self.context.judge(loss, self.at, self.train_state)
 
     def _save(self) -> None:
-        if self.saved == self.at.step:  # a second one would remove the first before it takes its place
+        if self.due_save == self.at.step:  # a second one would remove the first before it takes its place
             return
-        if (scale := self.descent.scale()) is not None:
+        if (scale := self.optimizer_step.scaler_state()) is not None:
             self.at.notes["scaler"] = scale
-        self.setting.checkpoints.save(self.at, self.held)
-        self.saved = self.at.step
+        self.context.checkpoints.save(self.at, self.train_state)
+        self.due_save = self.at.step
 
     def _resume(self) -> None:
-        folder = self.setting.checkpoints.latest()
+        folder = self.context.checkpoints.latest()
         if folder is None or self.at.step == 0:
             return
-        self.setting.checkpoints.restore(folder, self.held)
+        self.context.checkpoints.restore(folder, self.train_state)
         if "scaler" in self.at.notes:
-            self.descent.restore_scale(self.at.notes["scaler"])
+            self.optimizer_step.restore_scale(self.at.notes["scaler"])
 
-    def _end(self) -> None:
+    def _apply_ema(self) -> None:
         """The running mean takes the weights' place."""
         if self.ema is not None:
             self.ema.swap()
 
-    def _data_ended(self) -> Exception:
+    def _data_ended_error(self) -> Exception:
         from surgery.core.errors import SurgeryError
 
         return SurgeryError(

@@ -9,9 +9,9 @@ from torch import nn
 
 from surgery.architectures.linears import find_linears
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import model_class, build_unconverted_model
+from surgery.checkpoint.meta_model import build_unconverted_model, model_class
 from surgery.checkpoint.remote_code import refuse_code
-from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, open_checkpoint
+from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD
 from surgery.checkpoint.tensor_names import load_complete
 from surgery.core.errors import SurgeryError
@@ -57,19 +57,19 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
 def load_teacher(
     name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False
 ) -> Any:
-    """Frozen, on its device; tokenizer: the student's; settings: recipe.Teacher."""
+    """Frozen, on its device; tokenizer: the student's; settings: recipe.TeacherConfig."""
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
-    place = torch.device(settings.device) if settings.device else device
-    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
+    target_device = torch.device(settings.device) if settings.device else device
+    auto = torch.float32 if target_device.type == "cpu" else torch.bfloat16
     teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
         raise SurgeryError(f"--teacher {name} has {theirs} words, the student {ours}; a teacher reads the same tokens")
     try:
-        return teacher.to(place).eval().requires_grad_(False)
+        return teacher.to(target_device).eval().requires_grad_(False)
     except (RuntimeError, AssertionError) as error:
-        raise SurgeryError(f"teacher.device {place}: {str(error).splitlines()[0]}") from None
+        raise SurgeryError(f"teacher.device {target_device}: {str(error).splitlines()[0]}") from None
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:
@@ -108,8 +108,8 @@ def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[s
 def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, ...]]:
     """Path of every linear, or of what stands in its place -> its roles."""
     converted = (source.config.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
-    body = find_linears(build_unconverted_model(source) if converted else model)
-    return {linear.path: linear.roles for linear in body.linears if linear.roles}
+    layout = find_linears(build_unconverted_model(source) if converted else model)
+    return {linear.path: linear.roles for linear in layout.linears if linear.roles}
 
 
 def check_length(model: Any, length: int) -> None:

@@ -140,14 +140,14 @@ class ParameterGroup:
     names: list[str] = field(default_factory=list)
 
     @property
-    def numbers(self) -> int:
+    def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters)
 
     def row(self) -> dict[str, Any]:
         """For the table shown before training, and the record."""
         fans = {"fan_in": self.fans[0], "fan_out": self.fans[1]} if self.fans else {}
-        told = {"tensors": len(self.names), "numbers": self.numbers, "rate": self.rate, "decay": self.decay}
-        return {"kind": self.kind, **told, **fans, "example": self.names[0]}
+        counts = {"tensors": len(self.names), "numbers": self.num_parameters, "rate": self.rate, "decay": self.decay}
+        return {"kind": self.kind, **counts, **fans, "example": self.names[0]}
 
 
 @dataclass(frozen=True)
@@ -236,20 +236,24 @@ def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, 
     return found
 
 
-def _no_match_message(word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool) -> str:
-    said = f"trains: {word!r} selects no parameter of {type(model).__name__}"
+def _no_match_message(
+    word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool
+) -> str:
+    message = f"trains: {word!r} selects no parameter of {type(model).__name__}"
     if word == "mixers" and bare:
         return (
-            f"{said}, whose mixers have no parameters of their own; trains: [new] takes the projections of their attention, as "
+            f"{message}, whose mixers have no parameters of their own; trains: [new] takes the projections of their attention, as "
             "--recipe standard and small-attention do"
         )
     if word == "mixers" and "structured" in there:
-        return f"{said}, whose attention was left alone; --recipe weights-only heals its structured linears"
+        return f"{message}, whose attention was left alone; --recipe weights-only heals its structured linears"
     if word == "structured" and (bare or "mixers" in there):
-        return f"{said}, whose linears were left alone; --recipe standard and small-attention heal its attention"
+        return f"{message}, whose linears were left alone; --recipe standard and small-attention heal its attention"
     if word in (*PARAMETER_KINDS, "new"):
-        return f"{said}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
-    return said + suggestion(word, [*PARAMETER_KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})])
+        return f"{message}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
+    return message + suggestion(
+        word, [*PARAMETER_KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})]
+    )
 
 
 def _role_matches(roles: tuple[str, ...], word: str) -> bool:
@@ -273,8 +277,8 @@ def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Parameter
         kind, fans = known[name].kind, known[name].fans
         rate = stage.rates.get(kind, stage.rate) * _rate_factor(settings, kind, fans)
         decay = settings.weight_decay if kind in DECAYED_KINDS else 0.0
-        shown = (fans.fan_in, fans.fan_out) if fans and _is_core(kind, fans) else None
-        group = groups.setdefault((kind, rate, decay, shown), ParameterGroup(kind, rate, decay, shown))
+        group_fans = (fans.fan_in, fans.fan_out) if fans and _is_core(kind, fans) else None
+        group = groups.setdefault((kind, rate, decay, group_fans), ParameterGroup(kind, rate, decay, group_fans))
         group.parameters.append(parameter)
         group.names.append(name)
     order = list(PARAMETER_KINDS)
@@ -299,12 +303,12 @@ def _rate_factor(settings: OptimizerConfig, kind: str, fans: Fans | None) -> flo
 def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Fused where torch has it, so that a step with a gradient that is no number is left out without asking the
     device (see guard.py)."""
-    told = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
+    param_groups = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
     if settings.name == "adamw":
-        return torch.optim.AdamW(told, betas=settings.betas, eps=settings.eps, fused=True)
+        return torch.optim.AdamW(param_groups, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "sgd":
-        return torch.optim.SGD(told, lr=groups[0].rate, momentum=settings.momentum, fused=True)
-    return SignSGD(told, momentum=settings.momentum)
+        return torch.optim.SGD(param_groups, lr=groups[0].rate, momentum=settings.momentum, fused=True)
+    return SignSGD(param_groups, momentum=settings.momentum)
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -323,7 +327,7 @@ class SignSGD(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 mean = state.setdefault("mean", torch.zeros_like(p))
-                go: Any = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+                step_scale: Any = 1.0 if self.found_inf is None else 1.0 - self.found_inf
                 gradient = p.grad if self.found_inf is None else torch.where(self.found_inf > 0, mean, p.grad)
                 mean.lerp_(gradient, 1 - group["momentum"])
-                p.sub_((mean.sign() + group["weight_decay"] * p) * (group["lr"] * go))
+                p.sub_((mean.sign() + group["weight_decay"] * p) * (group["lr"] * step_scale))

@@ -16,7 +16,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from surgery.core.config import MAX_BYTES, Count, Real, StrictModel, deep_merge, set_by_path, apply_override, read_yaml, validation_error
+from surgery.core.config import (
+    MAX_BYTES,
+    Count,
+    Real,
+    StrictModel,
+    apply_override,
+    deep_merge,
+    read_yaml,
+    set_by_path,
+    validation_error,
+)
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.recipe import recipes_folder
 from surgery.training.data.recipe import DataConfig
@@ -65,7 +75,9 @@ class HealingRecipe(StrictModel):
 
 def shipped_healing_recipes() -> dict[str, str]:
     """Name -> description of the healing recipes in the package."""
-    return {path.stem: _read_yaml_mapping(path).get("description", "") for path in sorted(_healing_folder().glob("*.yaml"))}
+    return {
+        path.stem: _read_yaml_mapping(path).get("description", "") for path in sorted(_healing_folder().glob("*.yaml"))
+    }
 
 
 def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
@@ -76,7 +88,7 @@ def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), 
 def read_recipe(
     name: str, folder: Path, kind: str, overrides: list[str] | tuple[str, ...], tiny: bool
 ) -> tuple[dict[str, Any], str]:
-    """(its keys, what to call it) of a recipe shipped in `pretrain_folder`, or of a file."""
+    """(its keys, what to call it) of a recipe shipped in `folder`, or of a file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
@@ -132,9 +144,9 @@ def _parse_stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
     config_type: Any = STAGES.config_type(data["kind"])
     shared = {k: v for k, v in common.items() if k in config_type.model_fields}
     every: list[Any] = list(STAGES)
-    strangers = [k for k in common if not any(k in t.model_fields for t in every)]
-    if strangers:
-        raise SurgeryError(f"{where}: common has {strangers[0]!r}, which is a key of no stage")
+    unknown_keys = [k for k in common if not any(k in t.model_fields for t in every)]
+    if unknown_keys:
+        raise SurgeryError(f"{where}: common has {unknown_keys[0]!r}, which is a key of no stage")
     try:
         return config_type.model_validate(deep_merge(shared, data))
     except ValidationError as error:

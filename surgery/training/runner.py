@@ -14,36 +14,50 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress
-from surgery.training import models as opening
-from surgery.training.batches import to_device, stack_examples
+from surgery.training import models as model_loading
+from surgery.training.batches import stack_examples, to_device
 from surgery.training.best_state import BEST, Best, better
-from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
+from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.data.dataset import make_data
 from surgery.training.data.packing import check_packed_attention
 from surgery.training.data.shared_tokens import SharedTokens
-from surgery.training.distributed.accelerator import make_accelerator, prepare, batch_layout, sharding_name, unwrap_model
+from surgery.training.distributed.accelerator import (
+    batch_layout,
+    make_accelerator,
+    prepare,
+    sharding_name,
+    unwrap_model,
+)
 from surgery.training.export import (
     ADAPTER,
     adapter_digests,
-    run_environment,
     delivered,
-    tensor_keys,
-    refuse_difference,
-    round_to_stored_dtype,
     loss_records,
     publish_result,
+    refuse_difference,
+    round_to_stored_dtype,
+    run_environment,
     stage_record,
+    tensor_keys,
     write_result,
 )
-from surgery.training.logging import CURVE_NAME, TrainingLog, LogReporter, draw_curve, end_trackers, groups_table, start_trackers
-from surgery.training.loop import TrainingLoop, LoopContext
-from surgery.training.optim import make_groups, make_optimizer, check_parameter_kinds
+from surgery.training.logging import (
+    CURVE_NAME,
+    LogReporter,
+    TrainingLog,
+    draw_curve,
+    end_trackers,
+    groups_table,
+    start_trackers,
+)
+from surgery.training.loop import LoopContext, TrainingLoop
+from surgery.training.optim import check_parameter_kinds, make_groups, make_optimizer
 from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.sharded_tensors import copy_full_, reshard_modules
-from surgery.training.stages import STAGES, StageModels, Stage
+from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.lora import LoraStage
 from surgery.training.validation import Validation
-from surgery.training.weight_norm import fold_core_norms, add_core_norms
+from surgery.training.weight_norm import add_core_norms, fold_core_norms
 
 
 def parameters_without_adapters(model: Any) -> dict[str, Tensor]:
@@ -58,8 +72,8 @@ def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tupl
     for number, config in enumerate(recipe.stages):
         stage = STAGES[config](config)
         check_parameter_kinds(config.rates)
-        found |= stage.changes(models, roles)
-        if isinstance(stage, LoraStage) and stage.keeps(models, roles) and number + 1 < len(recipe.stages):
+        found |= stage.changed_parameters(models, roles)
+        if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
                 f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
                 "keep), which later stages would not see; make it the last"
@@ -81,12 +95,12 @@ class StageRunner:
         self.reporter = LogReporter(self.progress, self.main)
         self.trained: set[str] = set()
         self.stages: list[dict[str, Any]] = []
-        self.spread = bool(sharding_name(self.accelerator))
+        self.is_sharded = bool(sharding_name(self.accelerator))
 
-    def everything(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         began = time.perf_counter()
         torch.manual_seed(self.recipe.seed)
-        self.tokenizer = opening.load_source_tokenizer(self.source, self.trust)
+        self.tokenizer = model_loading.load_source_tokenizer(self.source, self.trust)
         self.checkpoints = CheckpointManager(
             self.work / "checkpoints",
             self.recipe.keep,
@@ -95,41 +109,41 @@ class StageRunner:
         )
         self.best = Best(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = TrainingLog(self.work, self.accelerator)
-        student = opening.load_student(self.source, self.trust)
-        self.roles = opening.linear_roles(self.source, student)
-        at = self._position()
+        student = model_loading.load_student(self.source, self.trust)
+        self.roles = model_loading.linear_roles(self.source, student)
+        at = self._restore_position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
-        models = self._models(student)
+        models = self._load_models(student)
         if at.stage == len(self.recipe.stages):
-            self._restored(models)
-        self.validation = self._validation()
-        self.measured = self._measured(models)
+            self._restore_weights(models)
+        self.validation = self._make_validation()
+        self.baseline_losses = self._measure_baseline(models)
         for number in range(at.stage, len(self.recipe.stages)):
-            self._stage(models, number, at if number == at.stage else TrainPosition(number))
+            self._run_stage(models, number, at if number == at.stage else TrainPosition(number))
         latest = self.checkpoints.latest()
         assert latest is not None, "every stage ends with a checkpoint"
-        ended = self.checkpoints.position(latest)
+        ended = self.checkpoints.read_position(latest)
         record = self._record(ended.notes, time.perf_counter() - began)
-        self._write(models, record, latest, ended.notes)
+        self._write_result(models, record, latest, ended.notes)
         return record
 
     # -- what is there ---------------------------------------------------------------------------------
-    def _position(self) -> TrainPosition:
+    def _restore_position(self) -> TrainPosition:
         latest = self.checkpoints.latest()
-        at = self.checkpoints.position(latest) if latest else TrainPosition()
+        at = self.checkpoints.read_position(latest) if latest else TrainPosition()
         self.trained = set(at.notes.get("trained", []))
         self.stages = list(at.notes.get("stages", []))
         if self.main:
-            self.log.going_on(at.stage, at.step)
+            self.log.truncate_after(at.stage, at.step)
         if latest:
             self.progress.say(f"going on from {latest.name}")
         self.accelerator.wait_for_everyone()
         return at
 
-    def _models(self, student: Any) -> StageModels:
+    def _load_models(self, student: Any) -> StageModels:
         recipe, wants = self.recipe, {STAGES[stage](stage).needs_teacher for stage in self.recipe.stages}
         for stage in recipe.stages:
-            opening.check_length(student, stage.length)
+            model_loading.check_length(student, stage.length)
         cache = None
         if recipe.teacher.cache is not None and "logits" in wants:
             from surgery.training.teacher_cache.write_read import TeacherCache
@@ -137,33 +151,33 @@ class StageRunner:
             cache = TeacherCache(recipe.teacher.cache)
         teacher = None
         if self.teacher_name is not None:
-            teacher = opening.load_teacher(
+            teacher = model_loading.load_teacher(
                 self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust
             )
-        if not self.spread:
+        if not self.is_sharded:
             student.to(self.accelerator.device)
         models = StageModels(student, student, teacher, cache)
-        changing = self._changing(models)
-        if teacher is not None and not self.spread:
-            saved = opening.share_frozen_tensors(student, teacher, changing)
+        changing = self._changed_parameters(models)
+        if teacher is not None and not self.is_sharded:
+            saved = model_loading.share_frozen_tensors(student, teacher, changing)
             if saved:
                 self.progress.say(f"teacher and student share {size_text(saved)} of weights that nothing changes")
         return models
 
-    def _changing(self, models: StageModels) -> set[str]:
+    def _changed_parameters(self, models: StageModels) -> set[str]:
         """Names of what any stage will change; what one of them refuses is refused here."""
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
         return changed_by(self.recipe, models, self.roles)
 
-    def _validation(self) -> Validation:
+    def _make_validation(self) -> Validation:
         last = self.recipe.stages[-1]
         data = make_data(stage_data_config(self.recipe, last), self.tokenizer, last.length, self.recipe.seed)  # type: ignore[arg-type]
         return Validation(data.validation(), last.rows, self.accelerator)
 
-    def _measured(self, models: StageModels) -> dict[str, float | None]:
+    def _measure_baseline(self, models: StageModels) -> dict[str, float | None]:
         """Losses of the original and of the converted, before anything is trained; once, and then from the journal."""
-        lines = [line for line in self.journal.lines if line["step"] == "measured"] if self.journal else []
+        lines = [line for line in self.journal.entries if line["step"] == "measured"] if self.journal else []
         found: dict[str, float | None] = {"original": None, "before": None}
         for line in lines:
             found |= {key: line[key] for key in found if key in line}
@@ -174,35 +188,35 @@ class StageRunner:
         if not lines and self.validation:
             if models.teacher is not None and models.teacher.device.type == self.accelerator.device.type:
                 found["original"] = self.validation.loss(models.teacher)
-            if not self.spread:
+            if not self.is_sharded:
                 found["before"] = self.validation.loss(models.student)
-            self._note(found)
+            self._record_baseline(found)
         return found
 
-    def _note(self, found: dict[str, float | None]) -> None:
-        self.measured = found
+    def _record_baseline(self, found: dict[str, float | None]) -> None:
+        self.baseline_losses = found
         if self.journal:
             self.journal.add("measured", **found)
 
-    def _measured_now(self, models: StageModels, number: int, at: TrainPosition) -> None:
+    def _measure_sharded_baseline(self, models: StageModels, number: int, at: TrainPosition) -> None:
         """The converted model, where it had to be spread over devices first."""
-        if self.spread and self.validation and (number, at.step) == (0, 0):
-            self._note({**self.measured, "before": self.validation.of_models(models)})
+        if self.is_sharded and self.validation and (number, at.step) == (0, 0):
+            self._record_baseline({**self.baseline_losses, "before": self.validation.student_loss(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
-    def _stage(self, models: StageModels, number: int, at: TrainPosition) -> None:
+    def _run_stage(self, models: StageModels, number: int, at: TrainPosition) -> None:
         """Train one stage, and leave a checkpoint after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
-        if self.spread and number:
+        if self.is_sharded and number:
             # What is spread over devices is not spread anew: opened again, filled from the checkpoint.
-            models.student = models.run = opening.load_student(self.source, self.trust)
+            models.student = models.run = model_loading.load_student(self.source, self.trust)
         torch.manual_seed(self.recipe.seed + 1000 * number)  # every process makes the same new parameters
         if at.step == 0:
-            self._restored(models)
-        own = self._prepared(models, stage)
+            self._restore_weights(models)
+        own = self._prepare_stage(models, stage)
         if at.step:
-            self._restored(models)
+            self._restore_weights(models)
         parameters = dict(models.student.named_parameters())
         models.student.requires_grad_(False)
         for name in own:
@@ -212,7 +226,7 @@ class StageRunner:
         if self.main:
             self.show(groups_table(f"{number + 1}. {config.kind}", groups))
         if config.memory == "checkpoint":
-            opening.enable_gradient_checkpointing(models.student)
+            model_loading.enable_gradient_checkpointing(models.student)
         models.run, optimiser = prepare(self.accelerator, models.student, optimiser, config, self.recipe.precision)
         torch.manual_seed(self.recipe.seed + 1000 * number + 1 + self.accelerator.process_index)
         data = make_data(stage_data_config(self.recipe, config), self.tokenizer, config.length, self.recipe.seed)  # type: ignore[arg-type]
@@ -220,95 +234,97 @@ class StageRunner:
             data.tokens = SharedTokens(
                 self.work / "tokens" / data.fingerprint()[:16], self.accelerator.is_local_main_process
             )
-        self._check(models, stage, data)
-        self._measure(models, stage, data)
-        self._measured_now(models, number, at)
+        self._check_stage(models, stage, data)
+        self._measure_scales(models, stage, data)
+        self._measure_sharded_baseline(models, number, at)
         at.notes["trained"], at.notes["stages"] = sorted(self.trained), self.stages
         now = parameters_without_adapters(models.student)
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
-        setting = LoopContext(
-            self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.of_models,
+        context = LoopContext(
+            self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.student_loss,
             self.skip, self.recipe.evaluates, self._judge, earlier, sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
-        loop = TrainingLoop(setting, stage, models, groups, optimiser, at)
+        loop = TrainingLoop(context, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
-        self._over(models, stage, loop)
+        self._finish_stage(models, stage, loop)
 
-    def _judge(self, loss: float | None, at: TrainPosition, held: TrainState) -> None:
+    def _judge(self, loss: float | None, at: TrainPosition, train_state: TrainState) -> None:
         """Keep the state if it is the best so far."""
         if self.recipe.deliver == "best":
-            self.best.see(loss, self.measured["before"], at, held)
+            self.best.see(loss, self.baseline_losses["before"], at, train_state)
 
-    def _restored(self, models: StageModels) -> None:
+    def _restore_weights(self, models: StageModels) -> None:
         if latest := self.checkpoints.latest():
             self.checkpoints.restore_weights(latest, parameters_without_adapters(models.student))
 
-    def _prepared(self, models: StageModels, stage: Stage) -> set[str]:
+    def _prepare_stage(self, models: StageModels, stage: Stage) -> set[str]:
         """Names of what trains, as they are once the stage has brought its new parameters."""
         stage.prepare(models, self.roles)
-        own = stage.trains(models, self.roles)
+        own = stage.trained_parameters(models, self.roles)
         return add_core_norms(models.student, own) if stage.config.weight_norm == "cores" else own
 
-    def _measure(self, models: StageModels, stage: Stage, data: Any) -> None:
+    def _measure_scales(self, models: StageModels, stage: Stage, data: Any) -> None:
         config = stage.config
         rows = [example for example, _ in zip(data.examples(0), range(config.rows))]
         if rows:
             stage.measure(models, to_device(stack_examples(rows, list(range(len(rows)))), self.accelerator.device))
 
-    def _check(self, models: StageModels, stage: Stage, data: Any) -> None:
+    def _check_stage(self, models: StageModels, stage: Stage, data: Any) -> None:
         check_packed_attention(models.student, data.config.packing, stage.config.rows)
         if models.cache is not None and stage.needs_teacher == "logits":
             models.cache.check(data)
 
-    def _over(self, models: StageModels, stage: Stage, loop: TrainingLoop) -> None:
+    def _finish_stage(self, models: StageModels, stage: Stage, loop: TrainingLoop) -> None:
         """The wrappers off, and a checkpoint between the stages; after the last one it is of what is delivered, in numbers
         as they will be stored. Its notes hold the loss on validation text, and digests of the adapter's files."""
         self.accelerator.wait_for_everyone()
-        adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
-        after = self.validation.of_models(models) if adapter else None
+        adapter = isinstance(stage, LoraStage) and stage.keeps_adapter(models, self.roles)
+        after = self.validation.student_loss(models) if adapter else None
         reshard_modules(models.student)
         models.student = models.run = unwrap_model(self.accelerator, models.run)
         if stage.config.memory == "checkpoint":
-            opening.disable_gradient_checkpointing(models.student)
+            model_loading.disable_gradient_checkpointing(models.student)
         if stage.config.weight_norm == "cores":
             fold_core_norms(models.student)
         stage.finish(models, self.roles, self.work if self.main else None)
-        self.trained |= stage.changes(models, self.roles)
-        held = TrainState({n: p for n, p in models.student.named_parameters() if n in self.trained})
+        self.trained |= stage.changed_parameters(models, self.roles)
+        train_state = TrainState({n: p for n, p in models.student.named_parameters() if n in self.trained})
         over = loop.at.stage + 1 == len(self.recipe.stages)
         if over:
-            round_to_stored_dtype(held.parameters, tensor_keys(models.student, self.source, self.trained), self.source)
-        after = after if adapter else self.validation.of_models(models)
+            round_to_stored_dtype(
+                train_state.parameters, tensor_keys(models.student, self.source, self.trained), self.source
+            )
+        after = after if adapter else self.validation.student_loss(models)
         reshard_modules(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
         position = TrainPosition(
             loop.at.stage + 1, notes={"trained": sorted(self.trained), "stages": self.stages, "after": after}
         )
         if over:
-            position.notes |= self._delivered(models, held, after)
+            position.notes |= self._delivered(models, train_state, after)
         else:
-            self._judge(after, position, held)
+            self._judge(after, position, train_state)
         position.notes["adapter"] = adapter_digests(self.work) if self.main else {}
-        self.checkpoints.save(position, held)
+        self.checkpoints.save(position, train_state)
 
     # -- what is delivered -----------------------------------------------------------------------------
-    def _delivered(self, models: StageModels, held: TrainState, last: float | None) -> dict[str, Any]:
+    def _delivered(self, models: StageModels, train_state: TrainState, last: float | None) -> dict[str, Any]:
         """Put the state to be delivered in the model's place; notes about it. last: the loss of the state after the last
         step, which is there now."""
-        start, saved = self.measured["before"], self.best.latest()
+        start, saved = self.baseline_losses["before"], self.best.latest()
         chosen, after = "last", last
         if self.recipe.deliver == "best" and last is not None:
             if saved is not None and better(self.best.loss(saved), last):
-                chosen, after = saved.name, self._put(models, held, saved)
+                chosen, after = saved.name, self._put(models, train_state, saved)
             if start is not None and after is not None and better(start, after):
-                chosen, after = "start", self._put(models, held, None)
+                chosen, after = "start", self._put(models, train_state, None)
         return {"after": after, "last": last, "delivered": chosen}
 
-    def _put(self, models: StageModels, held: TrainState, saved: Path | None) -> float | None:
+    def _put(self, models: StageModels, train_state: TrainState, saved: Path | None) -> float | None:
         """The best state, or the start (None), in the place of the trained numbers, as they will be stored; its loss. The
         student is opened again and made what it was at that step, as when a run goes on after a kill."""
-        student = opening.load_student(self.source, self.trust)
+        student = model_loading.load_student(self.source, self.trust)
         adapter = False
         if self.main:
             shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # that of the state after the last step
@@ -316,24 +332,24 @@ class StageRunner:
             adapter = self._as_saved(StageModels(student, student, models.teacher, models.cache), saved)
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
         round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
-        for name, p in held.parameters.items():
+        for name, p in train_state.parameters.items():
             copy_full_(p, parameters[name].detach().to(p.device))
         if saved is None:
-            return self.measured["before"]
-        loss = self.best.loss(saved) if adapter else self.validation.of_models(models)
+            return self.baseline_losses["before"]
+        loss = self.best.loss(saved) if adapter else self.validation.student_loss(models)
         reshard_modules(models.student)
         return loss
 
     def _as_saved(self, models: StageModels, saved: Path) -> bool:
         """The student as it was saved, without what its stage had brought; whether an adapter is left beside it."""
-        at = self.best.position(saved)
+        at = self.best.read_position(saved)
         if at.step == 0:  # after a stage
             self.best.restore_weights(saved, parameters_without_adapters(models.student))
             return False
         config = self.recipe.stages[at.stage]
         stage: Stage = STAGES[config](config)
-        adapter = isinstance(stage, LoraStage) and stage.keeps(models, self.roles)
-        self._prepared(models, stage)
+        adapter = isinstance(stage, LoraStage) and stage.keeps_adapter(models, self.roles)
+        self._prepare_stage(models, stage)
         self.best.restore_weights(saved, parameters_without_adapters(models.student))
         if config.weight_norm == "cores":
             fold_core_norms(models.student)
@@ -343,18 +359,18 @@ class StageRunner:
     # -- the end ---------------------------------------------------------------------------------------
     def _record(self, notes: dict[str, Any], seconds: float) -> dict[str, Any]:
         """notes: of the last checkpoint."""
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "out": str(self.out),
             "teacher": self.teacher_name,
             "stages": self.stages,
             "trained": len(self.trained),
         }
-        told["validation"] = loss_records({**self.measured, "after": notes["after"]})
-        told["delivered"] = delivered(self.recipe, self.measured["before"], notes)
-        told["validation_rows"] = len(self.validation.examples)
-        return {**told, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
+        record["validation"] = loss_records({**self.baseline_losses, "after": notes["after"]})
+        record["delivered"] = delivered(self.recipe, self.baseline_losses["before"], notes)
+        record["validation_rows"] = len(self.validation.examples)
+        return {**record, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
-    def _write(self, models: StageModels, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
+    def _write_result(self, models: StageModels, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
         """The result from the last checkpoint, never from the model in memory; compared with it before the work goes."""
         if self.main:
             draw_curve(self.log.lines(), self.work / CURVE_NAME)

@@ -27,7 +27,7 @@ class Validation:
             return None
         run.eval()
         total = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
-        for batch in self._own():
+        for batch in self._own_batches():
             batch = to_device(batch, self.accelerator.device)
             _, next_BT = next_token_targets(batch)
             total[0] += cross_entropy(run(**model_inputs(batch)).logits, next_BT)
@@ -35,16 +35,16 @@ class Validation:
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         return summed / count if count else None
 
-    def of_models(self, models: StageModels) -> float | None:
+    def student_loss(self, models: StageModels) -> float | None:
         return self.loss(models.run)
 
-    def _own(self) -> list[Batch]:
+    def _own_batches(self) -> list[Batch]:
         """This process's batches, as many for each: rows of nothing fill up."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        blank = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORE_INDEX)}
+        padding_row = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORE_INDEX)}
         own = self.examples[rank::world]
         count = -(-len(self.examples) // world)
-        own = own + [blank] * (-(-count // self.rows) * self.rows - len(own))
+        own = own + [padding_row] * (-(-count // self.rows) * self.rows - len(own))
         parts = [own[i : i + self.rows] for i in range(0, len(own), self.rows)]
         return [{k: torch.stack([e[k] for e in part]) for k in part[0]} for part in parts]
 

@@ -23,12 +23,14 @@ from surgery.structures import StructuredLinear
 class CoreNorm(nn.Module):
     """size is a parameter that never trains, so that it is kept in checkpoints."""
 
-    def __init__(self, core: Tensor, blank: float):
-        """blank: size of a core of zeros."""
+    def __init__(self, core: Tensor, default_size: float):
+        """default_size: size of a core of zeros."""
         super().__init__()
         own = rms(core.detach())
         self.gamma = nn.Parameter(torch.ones(1, dtype=core.dtype, device=core.device))  # numbers alone cannot be spread
-        self.size = nn.Parameter(torch.where(core.detach().any(), own, blank).to(own).reshape(1), requires_grad=False)
+        self.size = nn.Parameter(
+            torch.where(core.detach().any(), own, default_size).to(own).reshape(1), requires_grad=False
+        )
 
     def forward(self, core: Tensor) -> Tensor:
         return self.gamma * (self.size / rms(core)).clamp(max=1.0) * core

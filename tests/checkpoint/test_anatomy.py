@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small import FAMILIES, GENERATIVE_FAMILIES, model_outputs, make_recipe, tiny_inputs
+from helpers.small import FAMILIES, GENERATIVE_FAMILIES, make_recipe, model_outputs, tiny_inputs
 
 import surgery  # noqa: F401
 from surgery.checkpoint.meta_model import model_class
@@ -104,13 +104,13 @@ def test_what_auto_chose_densified_computes_the_same(family, checkpoints, calibr
 
 
 def test_unknown_family_by_path(tmp_path):
-    """A model without an anatomy: its linears by path, and the user is told."""
+    """A model without an architecture: its linears by path, and the user is told."""
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96, word_embed_proj_dim=32, max_position_embeddings=64)  # fmt: skip
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     report = convert(str(tmp_path / "opt"), make_recipe(structure="low_rank", rank="full"), tmp_path / "out")
-    assert "no anatomy for model_type 'opt'" in report["notes"][0]
+    assert "no architecture for model_type 'opt'" in report["notes"][0]
     assert len(report["modules"]) == 12
     inputs = tiny_inputs("llama", 2)
     assert worst(model_outputs(load(tmp_path / "out"), inputs), model_outputs(load(tmp_path / "opt"), inputs)) < 1e-5

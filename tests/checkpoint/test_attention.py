@@ -10,7 +10,15 @@ import pytest
 import torch
 import transformers
 from helpers.small import FAMILIES, model_outputs, tiny_inputs
-from helpers.small_mixers import DecayedConfig, DecayedMixer, ExactConfig, ExactMixer, random_model, register_test_mixers, random_model_with_mixers
+from helpers.small_mixers import (
+    DecayedConfig,
+    DecayedMixer,
+    ExactConfig,
+    ExactMixer,
+    random_model,
+    random_model_with_mixers,
+    register_test_mixers,
+)
 from safetensors.torch import load_file
 
 from surgery.architectures.attention import attention_paths, attention_shape
@@ -133,7 +141,9 @@ def test_validity_out_of_every_mask():
 
 def test_rotary_embedding_is_left_out_where_a_mixer_says_so():
     inputs = tiny_inputs("gemma3", 2)
-    turned, plain = (model_outputs(random_model_with_mixers("gemma3", DecayedConfig(rotated=r)), inputs) for r in (True, False))
+    turned, plain = (
+        model_outputs(random_model_with_mixers("gemma3", DecayedConfig(rotated=r)), inputs) for r in (True, False)
+    )
     assert far(turned, plain) > 1e-3
     caught = []
     model = random_model_with_mixers("gemma3", DecayedConfig(rotated=False))
@@ -154,7 +164,7 @@ def test_models_that_cannot_be_given_mixers():
     cohere = transformers.CohereConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    with pytest.raises(SurgeryError, match="no anatomy of 'cohere'"):
+    with pytest.raises(SurgeryError, match="no architecture of 'cohere'"):
         attention_paths(transformers.CohereForCausalLM(cohere))
 
 

@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers.small import model_outputs, make_recipe, run_python, tiny_inputs
-from helpers.small_mixers import DecayedConfig, register_test_mixers, random_model_with_mixers
+from helpers.small import make_recipe, model_outputs, run_python, tiny_inputs
+from helpers.small_mixers import DecayedConfig, random_model_with_mixers, register_test_mixers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

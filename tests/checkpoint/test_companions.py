@@ -13,7 +13,7 @@ from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.companions import MAX_BYTES
-from surgery.checkpoint.source import open_converted_checkpoint, open_checkpoint
+from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError

@@ -8,7 +8,14 @@ import pickle
 import pytest
 import torch
 from helpers.small import GENERATIVE_FAMILIES, tiny_inputs
-from helpers.small_mixers import DecayedConfig, DecayedMixer, ExactConfig, random_model, register_test_mixers, random_model_with_mixers
+from helpers.small_mixers import (
+    DecayedConfig,
+    DecayedMixer,
+    ExactConfig,
+    random_model,
+    random_model_with_mixers,
+    register_test_mixers,
+)
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.core.errors import SurgeryError

@@ -14,7 +14,7 @@ from helpers.small import make_recipe
 
 from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.remote_code import named_code
-from surgery.checkpoint.source import open_converted_checkpoint, open_checkpoint
+from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
@@ -152,7 +152,9 @@ def test_2_2_with_leave_the_code_is_run_and_travels(place):
     )
     convert(str(place / "SRC"), recipe, place / "NEW", trust_remote_code=True)
     assert (place / "marker").read_text() == "ran"
-    assert (place / "NEW" / "tok.py").is_file() and named_code(place / "NEW", open_converted_checkpoint(str(place / "NEW")).config)
+    assert (place / "NEW" / "tok.py").is_file() and named_code(
+        place / "NEW", open_converted_checkpoint(str(place / "NEW")).config
+    )
 
 
 def test_2_2_a_tokenizer_to_train_with(place, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.safetensors_io import TensorSource, read_rows, read_header, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_rows, read_tensor, write_shard
 from surgery.checkpoint.source import open_checkpoint
 from surgery.core.errors import SurgeryError
 
@@ -37,9 +37,9 @@ def test_reads_what_safetensors_writes_and_writes_what_it_reads(tmp_path):
     save_file(tensors, tmp_path / "theirs.safetensors")
     header = read_header(tmp_path / "theirs.safetensors")
     assert all(torch.equal(read_tensor(header[k]), v) for k, v in tensors.items())
-    write_shard(tmp_path / "ours.safetensors", [TensorSource.of(k, v) for k, v in tensors.items()])
+    write_shard(tmp_path / "ours.safetensors", [TensorSource.from_tensor(k, v) for k, v in tensors.items()])
     assert all(torch.equal(load_file(tmp_path / "ours.safetensors")[k], v) for k, v in tensors.items())
-    write_shard(tmp_path / "copy.safetensors", [TensorSource.copy(k, header[k]) for k in reversed(list(tensors))])
+    write_shard(tmp_path / "copy.safetensors", [TensorSource.from_file(k, header[k]) for k in reversed(list(tensors))])
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "ours.safetensors").read_bytes()
 
 
@@ -121,7 +121,7 @@ def test_nan_is_named(tmp_path, bad, dtype):
     with pytest.raises(SurgeryError, match=r"'model.w' in x.safetensors holds 1 NaN or Inf of 25"):
         read_tensor(info)
     with pytest.raises(SurgeryError, match="NaN or Inf"):
-        write_shard(tmp_path / "y.safetensors", [TensorSource.copy("model.w", info)])
+        write_shard(tmp_path / "y.safetensors", [TensorSource.from_file("model.w", info)])
     assert not (tmp_path / "y.safetensors").exists()
 
 

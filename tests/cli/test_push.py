@@ -93,12 +93,12 @@ def test_what_broke_off_goes_on(hub, pushed, out):
     """Weights that arrived are not sent again; until the end the repository is as it was."""
     whole = (out / "model.safetensors").read_bytes()
     _split(out)
-    hub.breaks = 1
+    hub.fail_after = 1
     command = (out, "me/small", "--license", "mit")
     code, _, said = pushed(*command)
     assert code == 2 and "again" in said
     assert hub.files("me/small") == {} and len(hub.sent) == 1
-    hub.breaks = None
+    hub.fail_after = None
     code, _, _ = pushed(*command)
     assert code == 0 and len(hub.sent) == len(set(hub.sent)) == 2
     there = hub.files("me/small")
@@ -181,14 +181,14 @@ def test_the_licence_is_that_of_the_source(out, checkpoints):
     with pytest.raises(SurgeryError, match="names no licence"):
         prepare_upload(str(out), "me/small")
     (out / "LICENSE.txt").write_text("do what you like")
-    assert prepare_upload(str(out), "me/small").licence.metadata()["license_link"] == "LICENSE.txt"
+    assert prepare_upload(str(out), "me/small").license.metadata()["license_link"] == "LICENSE.txt"
     card = source / "README.md"
     card.write_text("---\nlicense: llama3.1\n---\nhello")
     try:
-        assert prepare_upload(str(out), "me/small").licence.id == "llama3.1"
+        assert prepare_upload(str(out), "me/small").license.id == "llama3.1"
     finally:
         card.unlink()
-    assert prepare_upload(str(out), "me/small", licence="mit").licence.id == "mit"
+    assert prepare_upload(str(out), "me/small", licence="mit").license.id == "mit"
 
 
 def test_the_card_says_what_the_report_says(out, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
-from surgery.planning.allocate import CostPoint, lower_hull, allocate_budget
+from surgery.planning.allocate import CostPoint, allocate_budget, lower_hull
 
 OPTION = st.builds(CostPoint, st.integers(1, 40), st.integers(0, 60).map(float))
 OPTIONS = st.lists(OPTION, min_size=1, max_size=6)

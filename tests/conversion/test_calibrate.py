@@ -148,12 +148,12 @@ def test_inputs_the_model_does_not_take(inputs, says, checkpoints, tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 40), holdout=st.floats(0.01, 0.99), share=st.floats(0.01, 1))
 def test_windows_to_fit_and_windows_to_check_never_meet(rows, holdout, share):
-    batch = CalibrationSet.of({"input_ids": torch.arange(rows)[:, None]}, holdout)
-    assert 1 <= batch.fit_rows < batch.rows == rows
-    few = batch.fewer(share)
-    fitted = set(few.fitted()["input_ids"].flatten().tolist())
-    held = set(few.inputs["input_ids"][few.fit_rows :].flatten().tolist())
-    assert held == set(range(batch.fit_rows, rows)) and fitted <= set(range(batch.fit_rows)) and fitted
+    batch = CalibrationSet.from_inputs({"input_ids": torch.arange(rows)[:, None]}, holdout)
+    assert 1 <= batch.n_fit < batch.rows == rows
+    few = batch.subset(share)
+    fitted = set(few.fit_inputs()["input_ids"].flatten().tolist())
+    held = set(few.inputs["input_ids"][few.n_fit :].flatten().tolist())
+    assert held == set(range(batch.n_fit, rows)) and fitted <= set(range(batch.n_fit)) and fitted
 
 
 # -- moments ---------------------------------------------------------------------------------------

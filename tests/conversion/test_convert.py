@@ -79,7 +79,7 @@ def test_killed_after_every_journal_line(deep, tmp_path, monkeypatch, lines):
     add = Journal.add
 
     def crash(self, step, **what):
-        if len(self.lines) == lines:
+        if len(self.entries) == lines:
             with open(self.path, "ab") as file:  # cut short in the middle of a line
                 file.write(b'{"step": "pie')
             raise Crash
@@ -102,7 +102,7 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
     monkeypatch.setattr(
         Journal,
         "add",
-        lambda self, step, **w: add(self, step, **w) if len(self.lines) < 4 else (_ for _ in ()).throw(Crash),
+        lambda self, step, **w: add(self, step, **w) if len(self.entries) < 4 else (_ for _ in ()).throw(Crash),
     )
     with pytest.raises(Crash):
         convert(str(source), recipe, tmp_path / "out")

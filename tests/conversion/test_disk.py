@@ -18,7 +18,15 @@ from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.core.errors import SurgeryError
-from surgery.core.files import exclusive_lock, atomic_path, explain_disk_errors, acquire_lock, partial_path, atomic_write, write_json
+from surgery.core.files import (
+    acquire_lock,
+    atomic_path,
+    atomic_write,
+    exclusive_lock,
+    explain_disk_errors,
+    partial_path,
+    write_json,
+)
 from surgery.publish.html.page import write_page
 
 
@@ -96,7 +104,7 @@ def test_a_page_and_results_stay_as_they_were(converted, tmp_path, monkeypatch):
     home.mkdir()
     store = ResultStore(home / "eval")
     store.open()
-    place = store.place("it", "0" * 64, "ppl")
+    place = store.result_folder("it", "0" * 64, "ppl")
     results = [SuiteResult([Sample("ppl", "1", {"nll": n})], {"nll": EvalMetric("nll")}) for n in (1.0, 2.0)]
 
     def all_of_it(result):
@@ -125,7 +133,7 @@ def test_a_healing_goes_on(monkeypatch, tmp_path):
     """Its checkpoints: the one before is there while the next is written."""
     import torch
 
-    from surgery.training.checkpoints import CheckpointManager, TrainState, TrainPosition
+    from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 
     disk = Disk(monkeypatch, tmp_path)
     where, held = CheckpointManager(tmp_path / "checkpoints", 1), TrainState({"w": torch.ones(3)})
@@ -137,7 +145,7 @@ def test_a_healing_goes_on(monkeypatch, tmp_path):
         with pytest.raises(OSError, match="No space left"):
             where.save(TrainPosition(0, 3), held)
         disk.left = 10**9
-        assert where.position(where.latest()).step == 2 and not list(tmp_path.rglob("*.tmp"))
+        assert where.read_position(where.latest()).step == 2 and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_the_command_ends_with_two(checkpoints, tmp_path, monkeypatch, capsys):
@@ -187,7 +195,7 @@ def test_spilt_states_are_refused_before_they_are_mapped(tmp_path, monkeypatch):
     stream = object.__new__(LayerRunner)
     stream.limit, stream.hidden_bytes, stream.scratch = 0, 0, tmp_path
     with pytest.raises(OSError, match="No space left"):
-        stream.kept(torch.ones(2, 2, 2))
+        stream.copy_hidden(torch.ones(2, 2, 2))
     assert not list(tmp_path.iterdir())
 
 

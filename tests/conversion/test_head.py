@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.small import model_outputs, make_recipe, tiny_config, tiny_inputs
+from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 
 import surgery  # noqa: F401

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from helpers.small import FAMILIES, GENERATIVE_FAMILIES, ROOT, model_outputs, make_recipe, tiny_config, tiny_inputs
+from helpers.small import FAMILIES, GENERATIVE_FAMILIES, ROOT, make_recipe, model_outputs, tiny_config, tiny_inputs
 from safetensors.torch import save_file
 
 from surgery.checkpoint.meta_model import MetaModel
@@ -187,7 +187,7 @@ def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
     convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
     import surgery.conversion.sequential as layerwise
 
-    seats, real = [], layerwise.SequentialConverter._seat
+    seats, real = [], layerwise.SequentialConverter._init_mixer
 
     def once(self, call, *rest):
         seats.append(call.path)
@@ -195,7 +195,7 @@ def test_resumed_and_whole_are_the_same_bytes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(self, call, *rest)
 
-    monkeypatch.setattr(layerwise.SequentialConverter, "_seat", once)
+    monkeypatch.setattr(layerwise.SequentialConverter, "_init_mixer", once)
     with pytest.raises(KeyboardInterrupt):
         convert(str(tmp_path / "source"), recipe, tmp_path / "out")
     convert(str(tmp_path / "source"), recipe, tmp_path / "out", resume=True)

@@ -14,14 +14,14 @@ from surgery.conversion.mixer_init.mlr_ranks import (
     ScoreSensitivity,
     allocate_ranks,
     balanced_basis,
-    candidate_extents,
     cache_prices,
-    loss_rise,
+    candidate_extents,
     choose_extents,
+    loss_rise,
 )
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs
-from surgery.mixers.mlr import MLR, slowest_first, rotary_units
+from surgery.mixers.mlr import MLR, rotary_units, slowest_first
 
 SHAPE = AttentionShape(dim=8, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=4)
 EXTENTS = (0, 2, 5, UNLIMITED)
@@ -134,7 +134,7 @@ def gathered(layers=2, shape=SHAPE):
 
 def key_share(arrangement, shape, length):
     mixer = MIXERS[MLR](arrangement.config, shape)
-    arrangement.fill(mixer)
+    arrangement.apply_to(mixer)
     inputs = drawn(1, length, shape)[0]
     tensors = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1].tensors
     return sum(t.numel() for n, t in tensors.items() if n.startswith("keys")) / (shape.groups * shape.key * length)
@@ -152,10 +152,11 @@ def test_budgets_are_kept_on_live_caches(shape):
         before = loss
         for layer in layers:
             assert [sorted(order) for order in layer.order_GK.tolist()] == [list(range(8))] * shape.groups
-            MIXERS[MLR].refuse(layer.config, shape)
+            MIXERS[MLR].check_config(layer.config, shape)
     assert before < 1e-12 and layers[0].config == MLR((8,))
     assert (
-        all(torch.tensor(0) in order[-2:] for order in allocate_ranks(damages, 0.8, length)[0].order_GK) or shape.rotary == 0
+        all(torch.tensor(0) in order[-2:] for order in allocate_ranks(damages, 0.8, length)[0].order_GK)
+        or shape.rotary == 0
     )
 
 
@@ -255,6 +256,6 @@ def test_a_turned_basis_changes_no_score_and_fewer_dims_of_it_lose_less():
     turned, own = ((out(MLR((4,), basis=basis)) - whole).norm() / whole.norm() for basis in ("turned", "own"))
     assert turned < 0.3 * own
     with pytest.raises(SurgeryError, match="basis: own"):
-        MIXERS[MLR](MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)).refuse(
+        MIXERS[MLR](MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)).check_config(
             MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)
         )

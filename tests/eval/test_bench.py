@@ -16,8 +16,16 @@ from surgery.eval.speed import run as runs
 from surgery.eval.speed import update_tables as publish
 from surgery.eval.speed.roofline import linear_work, softmax_work
 from surgery.eval.speed.run import KINDS, bench
-from surgery.eval.speed.tables import format_cell, crossovers, result_grids, markdown, format_ms, save_plot, result_tables
-from surgery.eval.speed.timer import BenchmarkCase, Benchmark, TimedImplementation, WorkEstimate, backward
+from surgery.eval.speed.tables import (
+    crossovers,
+    format_cell,
+    format_ms,
+    markdown,
+    result_grids,
+    result_tables,
+    save_plot,
+)
+from surgery.eval.speed.timer import Benchmark, BenchmarkCase, TimedImplementation, WorkEstimate, backward
 from surgery.kernels import tuning as measured
 from surgery.publish.speed_notes import plan_notes, report_notes
 
@@ -25,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def raced(*rivals, x=1, **options):
-    race = Benchmark(CPU, spend=1.0, patience=options.pop("patience", 1000.0), **options)
+    race = Benchmark(CPU, budget_ms=1.0, max_ms=options.pop("max_ms", 1000.0), **options)
     return race, race.run(BenchmarkCase("t", x, {}, list(rivals)))
 
 
@@ -54,19 +62,20 @@ def test_a_reference_is_not_timed_as_a_kernel():
 
 def test_the_slow_are_left_out_at_larger_sizes():
     slow = TimedImplementation("slow", lambda: lambda: time.sleep(0.02))
-    race, rows = raced(slow, x=10, patience=30.0)
+    race, rows = raced(slow, x=10, max_ms=30.0)
     assert rows[0]["ms"] > 19
     assert race.run(BenchmarkCase("t", 100, {}, [slow]))[0]["note"].startswith("left out")
 
 
 def test_time_is_over_at_once():
-    _, rows = raced(TimedImplementation("r", lambda: lambda: None), ends=time.monotonic() - 1)
+    _, rows = raced(TimedImplementation("r", lambda: lambda: None), deadline=time.monotonic() - 1)
     assert rows[0]["note"] == "time limit"
 
 
 def test_several_calls_in_a_run_count_as_several():
     _, rows = raced(
-        TimedImplementation("one", lambda: lambda: time.sleep(0.01)), TimedImplementation("ten", lambda: lambda: time.sleep(0.01), times=10)
+        TimedImplementation("one", lambda: lambda: time.sleep(0.01)),
+        TimedImplementation("ten", lambda: lambda: time.sleep(0.01), times=10),
     )
     assert rows[0]["ms"] > 5 * rows[1]["ms"]
 
@@ -171,7 +180,9 @@ def test_the_table_in_the_repository_is_well_formed():
     options = {"rank", "rows", "columns", "levels"}
     for row in (row for table in measured.tables() for row in table["rows"]):
         assert row["pass"] in get_args(measured.Pass) and set(row["sizes"]) <= {*publish.SIZE_NAMES, *options}
-        assert set(measured.IMPLEMENTATIONS) & row.keys() and all(row[way] > 0 for way in measured.IMPLEMENTATIONS if way in row)
+        assert set(measured.IMPLEMENTATIONS) & row.keys() and all(
+            row[way] > 0 for way in measured.IMPLEMENTATIONS if way in row
+        )
 
 
 @pytest.fixture
@@ -268,7 +279,10 @@ def test_between_rows_the_nearer_weighs_more(table):
         for n in (512, 600, 6000, 8192)
     ]
     assert ratios[0] == pytest.approx(math.log(2), abs=1e-3) and ratios[3] == pytest.approx(math.log(2), abs=1e-3)
-    few = [measured.log_ratio_to_kernel(measured.nearby_rows("btt", "forward", at(n), X1), "reference") for n in (1, 4, 100)]
+    few = [
+        measured.log_ratio_to_kernel(measured.nearby_rows("btt", "forward", at(n), X1), "reference")
+        for n in (1, 4, 100)
+    ]
     assert few[0] == pytest.approx(-math.log(2), abs=1e-3) and few[0] < few[1] < few[2] < math.log(2)
 
 

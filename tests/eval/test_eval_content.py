@@ -18,7 +18,7 @@ from surgery.eval import offline_data as mirror
 from surgery.eval import run as frame
 from surgery.eval import task_names as names
 from surgery.eval.model import open_model
-from surgery.eval.results.data_read import describe_data, record_reads, is_unchanged
+from surgery.eval.results.data_read import describe_data, is_unchanged, record_reads
 from surgery.eval.results.store import ResultStore
 from surgery.eval.run import evaluate
 from surgery.eval.suite import EvalOptions
@@ -198,14 +198,18 @@ def test_3_2_weights_changed_in_place_are_measured_again(model, tmp_path):
     first = perplexity(model, tmp_path / "out")
     sampled = open_converted_checkpoint(str(model)).fingerprint()
     (info,) = [
-        t for name, t in open_converted_checkpoint(str(model)).tensors.items() if name.endswith("layers.0.mlp.up_proj.weight")
+        t
+        for name, t in open_converted_checkpoint(str(model)).tensors.items()
+        if name.endswith("layers.0.mlp.up_proj.weight")
     ]
     stat = info.file.stat()
     with open(info.file, "r+b") as file:
         file.seek((info.start + info.stop) // 2)
         file.write(bytes(4096))
     os.utime(info.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert open_converted_checkpoint(str(model)).fingerprint() == sampled, "the place was not one that only a whole digest sees"
+    assert open_converted_checkpoint(str(model)).fingerprint() == sampled, (
+        "the place was not one that only a whole digest sees"
+    )
     assert perplexity(model, tmp_path / "out") != first
 
 
@@ -227,8 +231,8 @@ def test_3_2_sampled_answers_belong_to_their_seed():
 
     lm = BatchedLM()
     lm.options = EvalOptions(seed=3)
-    assert lm._drawn({"do_sample": True}) == lm._drawn({"temperature": 0.7}) == ["seed", 3]
-    assert lm._drawn({"do_sample": False, "temperature": 0.0}) == []
+    assert lm._sampling_key({"do_sample": True}) == lm._sampling_key({"temperature": 0.7}) == ["seed", 3]
+    assert lm._sampling_key({"do_sample": False, "temperature": 0.0}) == []
 
 
 def test_3_2_provenance_is_in_results_json(model, tmp_path):

@@ -19,7 +19,7 @@ from surgery.eval.batching import score_in_batches
 from surgery.eval.model import OpenedModel
 from surgery.eval.results.thresholds import parse_thresholds
 from surgery.eval.run import evaluate
-from surgery.eval.suite import EvalOptions, EvalMetric, Sample, EvalModel, Suite, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult
 
 ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, floor=0.1)
 LOSS = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
@@ -41,24 +41,24 @@ def models(monkeypatch, tmp_path):
         )
 
     def suite(name, metric, values):
-        def run(subject, options):
-            told.append((name, subject.name))
-            each = values(subject.name)
+        def run(eval_model, options):
+            told.append((name, eval_model.name))
+            each = values(eval_model.name)
             samples = [Sample(name, str(i), {metric.name: v}, {"length": 8}) for i, v in enumerate(each)]
             return SuiteResult(samples, {metric.name: metric}, arrays={"x": torch.arange(3)}, notes=["a note"])
 
         return Suite(name, f"the suite {name}", run)
 
-    def breaks(subject, options):
-        told.append(("broken", subject.name))
+    def breaks(eval_model, options):
+        told.append(("broken", eval_model.name))
         raise ValueError("no such thing")
 
-    def beside(subjects, options):
-        told.append(("both", " ".join(s.name for s in subjects)))
-        return [SuiteResult([Sample("both", "0", {"accuracy": 1})], {"accuracy": ACCURACY}) for _ in subjects]
+    def beside(eval_models, options):
+        told.append(("both", " ".join(s.name for s in eval_models)))
+        return [SuiteResult([Sample("both", "0", {"accuracy": 1})], {"accuracy": ACCURACY}) for _ in eval_models]
 
     made = {
-        "both": Suite("both", "side by side", lambda s, o: beside([s], o)[0], beside=beside),
+        "both": Suite("both", "side by side", lambda s, o: beside([s], o)[0], run_pair=beside),
         "right": suite("right", ACCURACY, lambda n: [1, 1, 1, 1 - (n == "worse")] * 5),
         "loss": suite("loss", LOSS, lambda n: [1.0 + 0.1 * (n == "worse") + 0.01 * i for i in range(20)]),
         "broken": Suite("broken", "breaks", breaks),
@@ -223,7 +223,7 @@ def test_a_text_counts_by_its_bytes(tmp_path):
 
 
 # -- batches -----------------------------------------------------------------------------------------
-def subject(told=None, ranks=None):
+def eval_model(told=None, ranks=None):
     say = SimpleNamespace(say=(told if told is not None else []).append, bar=Progress().bar)
     device = torch.device("cpu")
     return EvalModel("base", "m", None, "", None, None, device, torch.float32, None, ranks or DistContext(), say)
@@ -239,7 +239,9 @@ def test_out_of_memory_halves_the_batch_and_goes_on():
         return [10 * item for item in batch]
 
     items = list(range(1, 31))
-    found = score_in_batches(subject(told), EvalOptions(batch_size=16), items, score, lambda i: 8, "t", prepare=lambda i: i)
+    found = score_in_batches(
+        eval_model(told), EvalOptions(batch_size=16), items, score, lambda i: 8, "t", prepare=lambda i: i
+    )
     assert found == [10 * i for i in items]
     assert sizes[:5] == [1, 16, 8, 4, 2] and max(sizes[4:]) == 2
     assert told[0] == "out of memory at 16 rows: on with 8" and len(told) == 3
@@ -250,7 +252,7 @@ def test_one_row_that_does_not_fit_is_said():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with pytest.raises(SurgeryError, match="out of memory at one row of 4,096 tokens; use shorter --lengths"):
-        score_in_batches(subject(), EvalOptions(batch_size=2), [1, 2], score, lambda i: 4096, "t")
+        score_in_batches(eval_model(), EvalOptions(batch_size=2), [1, 2], score, lambda i: 4096, "t")
 
 
 def test_other_errors_are_not_memory():
@@ -258,7 +260,7 @@ def test_other_errors_are_not_memory():
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        score_in_batches(subject(), OPTIONS, [1, 2], score, lambda i: 4, "t")
+        score_in_batches(eval_model(), OPTIONS, [1, 2], score, lambda i: 4, "t")
 
 
 def test_batches_are_of_like_lengths_and_prepared_one_ahead():
@@ -271,12 +273,14 @@ def test_batches_are_of_like_lengths_and_prepared_one_ahead():
 
     items = [100, 3, 90, 2, 60, 40, 3]
     found = score_in_batches(
-        subject(), EvalOptions(batch_size=4), items, score, lambda i: i, "t", prepare=lambda i: made.append(i) or i
+        eval_model(), EvalOptions(batch_size=4), items, score, lambda i: i, "t", prepare=lambda i: made.append(i) or i
     )
     assert found == items and seen == [[100], [90, 60], [40], [3, 3, 2]] and sorted(made) == sorted(items)
 
 
 def test_auto_holds_as_many_tokens_at_every_length():
     seen = []
-    score_in_batches(subject(), OPTIONS, [512] * 40 + [64] * 40, lambda b: seen.append(b) or b, lambda i: i, "t", tokens=1024)
+    score_in_batches(
+        eval_model(), OPTIONS, [512] * 40 + [64] * 40, lambda b: seen.append(b) or b, lambda i: i, "t", tokens=1024
+    )
     assert [len(b) for b in seen] == [2] * 20 + [16, 16, 8]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
 from surgery.eval.results import statistics
-from surgery.eval.results.compare import compare_results, collect_units
-from surgery.eval.results.statistics import Units, estimate, paired_interval, mcnemar
+from surgery.eval.results.compare import collect_units, compare_results
+from surgery.eval.results.statistics import Units, estimate, mcnemar, paired_interval
 from surgery.eval.suite import EvalMetric, Sample, SuiteResult
 
 SIMULATIONS = 400
@@ -52,7 +52,9 @@ def test_documents_are_units():
     values = rng.normal(size=12)
     whole = [Sample("t", str(i), {"m": v}, weight=10, unit=str(i)) for i, v in enumerate(values)]
     cut = [Sample("t", f"{i} {j}", {"m": v}, unit=str(i)) for i, v in enumerate(values) for j in range(10)]
-    assert estimate(collect_units(cut, "m"), None, "mean") == pytest.approx(estimate(collect_units(whole, "m"), None, "mean"))
+    assert estimate(collect_units(cut, "m"), None, "mean") == pytest.approx(
+        estimate(collect_units(whole, "m"), None, "mean")
+    )
     assert len(collect_units([Sample("t", str(i), {"m": 0}) for i in range(5)], "m")) == 5
 
 
@@ -162,7 +164,9 @@ def test_order_does_not_matter():
 
 
 def test_one_model_is_itself_for_certain():
-    rows = compare_results("s", {"base": result({"a": [1, 0] * 10}), "converted": result({"a": [1, 0] * 10})}, same=True)
+    rows = compare_results(
+        "s", {"base": result({"a": [1, 0] * 10}), "converted": result({"a": [1, 0] * 10})}, same=True
+    )
     assert all((r.difference.change, r.difference.low, r.difference.high) == (0, 0, 0) for r in rows)
 
 

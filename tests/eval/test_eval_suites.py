@@ -22,8 +22,8 @@ from surgery.eval.run import evaluate, load
 from surgery.eval.suite import EvalOptions, find_suite
 from surgery.eval.suites import perplexity as ppl
 from surgery.eval.suites.mqar import POWER_LAW_EXPONENT, make_recall_sequence, sample_vocabulary
-from surgery.eval.suites.needle import MIN_LENGTH, Vocabulary, last_logits, score_rankings, make_ranking_question
-from surgery.eval.suites.per_position import running_mean, position_ranges
+from surgery.eval.suites.needle import MIN_LENGTH, Vocabulary, last_logits, make_ranking_question, score_rankings
+from surgery.eval.suites.per_position import position_ranges, running_mean
 from surgery.planning.recipe import load_recipe
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny" / "checkpoint"
@@ -92,9 +92,9 @@ def test_3_windows_that_are_shorter_than_asked_are_told(model, tokenizer, tmp_pa
 
 
 def test_3_lengths_that_a_task_was_not_asked_at_are_told(model, tokenizer):
-    from eval.test_eval_frame import subject
+    from eval.test_eval_frame import eval_model
 
-    asked = subject()
+    asked = eval_model()
     asked.model, asked.tokenizer = model, tokenizer
     chosen = EvalOptions(lengths=(MIN_LENGTH - 1, MIN_LENGTH), depths=(0.5,), limit=1, tasks=("needle-rank",))
     found = find_suite("needle").run(asked, chosen)
@@ -182,7 +182,7 @@ def test_a_ranking_is_what_it_says(tokenizer):
     vocabulary = Vocabulary(tokenizer)
     one = make_ranking_question(vocabulary, 200, 0.5, Random("x"), None)
     assert one == make_ranking_question(vocabulary, 200, 0.5, Random("x"), None) and len(one.ids) == 200
-    assert len(set(one.candidates)) == 16 and len(one.said) == 4 and one.answer in one.said
+    assert len(set(one.candidates)) == 16 and len(one.context_values) == 4 and one.answer in one.context_values
     text = tokenizer.decode(one.ids)
     key = tokenizer.decode(one.ids[-2:-1])
     value = tokenizer.decode([one.candidates[one.answer]])
@@ -190,7 +190,10 @@ def test_a_ranking_is_what_it_says(tokenizer):
     assert text.count(" The code of") == 5
     place = text.index(f" The code of{key} is{value}.") / len(text)
     assert 0.25 < place < 0.75
-    assert make_ranking_question(vocabulary, 200, 0.0, Random("x"), list(range(20, 400))).ids[0] == vocabulary.ids(" The code of")[0]
+    assert (
+        make_ranking_question(vocabulary, 200, 0.0, Random("x"), list(range(20, 400))).ids[0]
+        == vocabulary.ids(" The code of")[0]
+    )
     with pytest.raises(SurgeryError, match="leaves no text around the codes; use 96 or more"):
         make_ranking_question(vocabulary, 30, 0.5, Random("x"), None)
 
@@ -198,8 +201,8 @@ def test_a_ranking_is_what_it_says(tokenizer):
 def test_a_model_that_knows_ranks_first(tokenizer):
     """Stand-ins whose logits prefer one token: the right one, another that was said, one that was not."""
     one = make_ranking_question(Vocabulary(tokenizer), 128, 0.5, Random("x"), None)
-    wrong = next(i for i in one.said if i != one.answer)
-    never = next(i for i in range(16) if i not in one.said)
+    wrong = next(i for i in one.context_values if i != one.answer)
+    never = next(i for i in range(16) if i not in one.context_values)
 
     class Prefers(torch.nn.Module):
         device = torch.device("cpu")
@@ -275,9 +278,9 @@ def test_mqar_scores_a_model_that_looks_up(tokenizer, monkeypatch):
                         follows.setdefault(ids[i - 1], token)
             return type("Out", (), {"logits": logits})
 
-    from eval.test_eval_frame import subject
+    from eval.test_eval_frame import eval_model
 
-    asked = subject()
+    asked = eval_model()
     asked.model, asked.tokenizer = Looks(), tokenizer
     result = mqar.run(asked, EvalOptions(lengths=(64,), limit=4))
     assert len(result.samples) == 16 and all(s.metrics["accuracy"] == 1 for s in result.samples)

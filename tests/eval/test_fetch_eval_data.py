@@ -13,14 +13,14 @@ from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.eval import offline_data as mirror
-from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, fetch, dataset_sources
+from surgery.eval.fetch import SUITE_SOURCES, DatasetSource, dataset_sources, fetch
 
 MIRROR = Path(__file__).resolve().parents[2] / "eval" / "mirror"
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the Hub that holds what the small mirror holds; `tuning_query` says what was loaded, `broken` what fails."""
+    """A stand-in for the Hub that holds what the small mirror holds; `asked` says what was loaded, `broken` what fails."""
     import datasets
     import huggingface_hub
 

@@ -17,11 +17,11 @@ from surgery.eval import offline_data as mirror
 from surgery.eval.lm_eval.adapter import harness_model
 from surgery.eval.lm_eval.bridge import run_own_tasks
 from surgery.eval.lm_eval.tasks import OwnTask
-from surgery.eval.long_context import SCORE, prompt_token_counter, retrieval, default_lengths
+from surgery.eval.long_context import SCORE, default_lengths, prompt_token_counter, retrieval
 from surgery.eval.long_context.retrieval import TASKS as CLOZES
 from surgery.eval.long_context.retrieval import parse_field, parse_question, parse_sentence
 from surgery.eval.run import evaluate, load
-from surgery.eval.suite import EvalOptions, EvalModel, find_suite
+from surgery.eval.suite import EvalModel, EvalOptions, find_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIRROR = ROOT / "recipes" / "tiny" / "checkpoint", ROOT / "eval" / "mirror"
@@ -29,7 +29,7 @@ QUICK = {"max_gen_toks": 4}
 
 
 @pytest.fixture(scope="module")
-def subject() -> EvalModel:
+def eval_model() -> EvalModel:
     model, tokenizer = load(str(TINY), torch.device("cpu"), "float32", False)
     return EvalModel(
         "base", "tiny", TINY, "", model, tokenizer, torch.device("cpu"), torch.float32, 1024, DistContext(), Progress()
@@ -48,12 +48,12 @@ def requests(kind: str, *arguments):
 
 # -- its scores --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def both(subject):
+def both(eval_model):
     """(ours, lm-eval's own)."""
     from lm_eval.models.huggingface import HFLM
 
-    theirs = HFLM(pretrained=subject.model, tokenizer=load_tokenizer(TINY), max_length=128, batch_size=2)
-    return harness_model(subject, EvalOptions(batch_size=3), 128), theirs
+    theirs = HFLM(pretrained=eval_model.model, tokenizer=load_tokenizer(TINY), max_length=128, batch_size=2)
+    return harness_model(eval_model, EvalOptions(batch_size=3), 128), theirs
 
 
 def test_likelihoods_are_lm_eval_s(both):
@@ -83,20 +83,20 @@ def test_answers_are_lm_eval_s(both):
     assert ours == theirs and len(set(ours)) > 3 and not any("." in answer for answer in ours[::2])
 
 
-def test_the_tokenizer_is_left_as_it_is(subject):
-    before = subject.tokenizer.pad_token
-    harness_model(subject, EvalOptions()).tokenizer.pad_token = "x"
-    assert subject.tokenizer.pad_token == before
+def test_the_tokenizer_is_left_as_it_is(eval_model):
+    before = eval_model.tokenizer.pad_token
+    harness_model(eval_model, EvalOptions()).tokenizer.pad_token = "x"
+    assert eval_model.tokenizer.pad_token == before
 
 
-def test_batches_do_not_change_answers(subject):
-    found = [find_suite("zeroshot").run(subject, options(batch_size=size, tasks=("piqa",))) for size in (1, 4)]
+def test_batches_do_not_change_answers(eval_model):
+    found = [find_suite("zeroshot").run(eval_model, options(batch_size=size, tasks=("piqa",))) for size in (1, 4)]
     assert [s.id for s in found[0].samples] == [s.id for s in found[1].samples]
     for a, b in zip(found[0].samples, found[1].samples):
         assert a.metrics == b.metrics
 
 
-def test_out_of_memory_goes_on_with_less(subject, monkeypatch):
+def test_out_of_memory_goes_on_with_less(eval_model, monkeypatch):
     sizes = []
 
     def forward(*given, input_ids, **more):
@@ -105,60 +105,60 @@ def test_out_of_memory_goes_on_with_less(subject, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*given, input_ids=input_ids, **more)
 
-    real = subject.model.forward
-    whole = find_suite("zeroshot").run(subject, options(tasks=("arc_easy",), batch_size=8))
-    monkeypatch.setattr(subject.model, "forward", forward)
-    halved = find_suite("zeroshot").run(subject, options(tasks=("arc_easy",), batch_size=8))
+    real = eval_model.model.forward
+    whole = find_suite("zeroshot").run(eval_model, options(tasks=("arc_easy",), batch_size=8))
+    monkeypatch.setattr(eval_model.model, "forward", forward)
+    halved = find_suite("zeroshot").run(eval_model, options(tasks=("arc_easy",), batch_size=8))
     assert max(sizes) == 8 and sizes.count(8) == 1
     assert [s.metrics for s in halved.samples] == [s.metrics for s in whole.samples]
 
 
-def test_answers_are_kept(subject, tmp_path, monkeypatch):
+def test_answers_are_kept(eval_model, tmp_path, monkeypatch):
     """Asked again with the same folder nothing is computed, and a line that was being written does not matter; another
     number of examples is another question. The suite's results do not depend on it."""
     calls = []
-    real = subject.model.forward
-    monkeypatch.setattr(subject.model, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = eval_model.model.forward
+    monkeypatch.setattr(eval_model.model, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
     asked = options(tasks=("piqa", "lambada_openai"), use_cache=tmp_path / "kept")
-    first = find_suite("zeroshot").run(subject, asked)
+    first = find_suite("zeroshot").run(eval_model, asked)
     story = options(tasks=("niah_story",), lengths=(128,), limit=1, depths=(0.0, 1.0), use_cache=tmp_path / "kept")
-    needles = find_suite("niah").run(subject, story)
+    needles = find_suite("niah").run(eval_model, story)
     (path,) = (tmp_path / "kept").iterdir()
     path.write_text(path.read_text() + '\n{"key": "half a l')
     calls.clear()
-    assert find_suite("zeroshot").run(subject, asked).samples == first.samples
-    assert find_suite("niah").run(subject, story).samples == needles.samples
+    assert find_suite("zeroshot").run(eval_model, asked).samples == first.samples
+    assert find_suite("niah").run(eval_model, story).samples == needles.samples
     assert not calls
     assert options(use_cache=tmp_path).digest() == options().digest()
-    find_suite("zeroshot").run(subject, asked.model_copy(update={"num_fewshot": 1}))
+    find_suite("zeroshot").run(eval_model, asked.model_copy(update={"num_fewshot": 1}))
     assert calls
     with pytest.raises(SurgeryError, match=r"--use-cache .* is a file"):
-        find_suite("zeroshot").run(subject, asked.model_copy(update={"use_cache": path}))
+        find_suite("zeroshot").run(eval_model, asked.model_copy(update={"use_cache": path}))
 
 
-def test_documents_by_number(subject):
+def test_documents_by_number(eval_model):
     asked = options(tasks=("piqa", "arc_easy"), samples={"piqa": (3, 1)}, limit=2)
-    found = find_suite("zeroshot").run(subject, asked)
+    found = find_suite("zeroshot").run(eval_model, asked)
     assert [s.shown["doc_id"] for s in found.samples] == [1, 3, 0, 1]
     with pytest.raises(SurgeryError, match="piqa has documents 0 to 3, not 9"):
-        find_suite("zeroshot").run(subject, options(tasks=("piqa",), samples={"piqa": (9,)}))
+        find_suite("zeroshot").run(eval_model, options(tasks=("piqa",), samples={"piqa": (9,)}))
 
 
-def test_3_prompts_that_lose_their_beginning_are_told(subject):
+def test_3_prompts_that_lose_their_beginning_are_told(eval_model):
     """Few-shot examples that do not fit are cut from the left: the score is of another prompt than was asked."""
-    short = replace(subject, longest=24)
+    short = replace(eval_model, longest=24)
     asked = options(tasks=("piqa",), num_fewshot=1, limit=2)
     (note,) = find_suite("zeroshot").run(short, asked).notes
     assert note == "prompts longer than the model's input, scored without their beginning: 4 of piqa"
-    assert not find_suite("zeroshot").run(subject, asked).notes
+    assert not find_suite("zeroshot").run(eval_model, asked).notes
     asked = options(tasks=("niah_story",), lengths=(512,), depths=(0.5,), limit=1)
-    assert find_suite("niah").run(replace(subject, longest=256), asked).notes == [
+    assert find_suite("niah").run(replace(eval_model, longest=256), asked).notes == [
         "tiny was made for inputs of 256 tokens: what is longer is beyond its training"
     ]
 
 
-def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(subject):
-    found = find_suite("retrieval").run(subject, options(tasks=("nq",), lengths=(4096,), limit=1, gen_kwargs=QUICK))
+def test_3_texts_that_are_shorter_than_the_length_they_stand_for_are_told(eval_model):
+    found = find_suite("retrieval").run(eval_model, options(tasks=("nq",), lengths=(4096,), limit=1, gen_kwargs=QUICK))
     assert "nq at 4,096 tokens: its texts come cut to 2,048" in found.notes
 
 
@@ -168,9 +168,9 @@ def test_3_samples_of_a_task_that_was_not_run_are_refused():
 
 
 # -- every suite, offline ----------------------------------------------------------------------------
-def test_zeroshot(subject):
+def test_zeroshot(eval_model):
     """The log-linear paper's seven; wikitext's perplexity by words, chance where there are choices."""
-    found = find_suite("zeroshot").run(subject, options())
+    found = find_suite("zeroshot").run(eval_model, options())
     assert {s.task for s in found.samples} == {
         "wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge"
     }  # fmt: skip
@@ -188,35 +188,37 @@ def test_zeroshot(subject):
     json.dumps(found.info)
 
 
-def test_ruler(subject):
+def test_ruler(eval_model):
     asked = options(
         lengths=(512, 768), limit=1, gen_kwargs=QUICK, tasks=("niah_single_1", "niah_multivalue", "vt", "qa_1")
     )
-    found = find_suite("ruler").run(subject, asked)
+    found = find_suite("ruler").run(eval_model, asked)
     assert {(s.task, s.group["length"]) for s in found.samples} == {(t, n) for t in asked.tasks for n in (512, 768)}
     assert len(found.samples) == 8  # the limit is of each length
     assert found.metrics["score"].scale == 100 and found.metrics["score"].top == 1
     assert all(len(s.shown["prompt"]) < 4100 for s in found.samples)
 
 
-def test_longbench_all(subject):
-    found = find_suite("longbench").run(subject, options(tasks=("all",), gen_kwargs=QUICK, limit=1))
+def test_longbench_all(eval_model):
+    found = find_suite("longbench").run(eval_model, options(tasks=("all",), gen_kwargs=QUICK, limit=1))
     assert len({s.task for s in found.samples}) == 21 and found.metrics["score"].scale == 100
     assert all(0 <= s.metrics["score"] <= 1 for s in found.samples)
 
 
-def test_longbench_is_cut_to_lengths(subject):
-    found = find_suite("longbench").run(subject, options(tasks=("narrativeqa",), lengths=(256, 512), gen_kwargs=QUICK))
+def test_longbench_is_cut_to_lengths(eval_model):
+    found = find_suite("longbench").run(
+        eval_model, options(tasks=("narrativeqa",), lengths=(256, 512), gen_kwargs=QUICK)
+    )
     assert {s.group["length"] for s in found.samples} == {256, 512} and len(found.samples) == 4
     with pytest.raises(SurgeryError, match="leave no room"):
-        find_suite("longbench").run(subject, options(tasks=("gov_report",), lengths=(512,)))
+        find_suite("longbench").run(eval_model, options(tasks=("gov_report",), lengths=(512,)))
 
 
-def test_retrieval(subject):
-    found = find_suite("retrieval").run(subject, options(lengths=(128, 256), gen_kwargs=QUICK))
+def test_retrieval(eval_model):
+    found = find_suite("retrieval").run(eval_model, options(lengths=(128, 256), gen_kwargs=QUICK))
     assert {s.task for s in found.samples} == {"swde", "squad", "fda", "triviaqa", "drop", "nq"}
     assert found.metrics["score"].kind == "accuracy"
-    count = prompt_token_counter(subject.tokenizer, False)
+    count = prompt_token_counter(eval_model.tokenizer, False)
     for sample in found.samples:
         assert count(sample.shown["prompt"]) + 48 <= sample.group["length"]
         assert any(answer in sample.shown["prompt"] for answer in sample.shown["target"])
@@ -228,7 +230,7 @@ def test_an_empty_answer_is_never_said():
     assert retrieval.contains_answer("It is Rome.", ["", " ", "paris"]) == 0.0
 
 
-def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
+def test_a_task_of_lm_eval_by_name(eval_model, tmp_path, monkeypatch):
     """Of one's own, from a folder; few-shot examples; its data beside the mirror's."""
     place = tmp_path / "own" / "quiz"
     place.mkdir(parents=True)
@@ -253,36 +255,36 @@ def test_a_task_of_lm_eval_by_name(subject, tmp_path, monkeypatch):
     (tasks / "quizzes.yaml").write_text(
         "group: own_quizzes\ntask: [own_quiz]\naggregate_metric_list: [{metric: exact_match, weight_by_size: true}]\n"
     )
-    found = find_suite("lm-eval").run(subject, asked)
+    found = find_suite("lm-eval").run(eval_model, asked)
     assert len(found.samples) == 3 and found.metrics["exact_match"].kind == "accuracy"
     assert found.samples[0].shown["arguments"][0][0].count(" are") == 3  # two examples and the question
-    bare = find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_bare", "own_quiz")}))
+    bare = find_suite("lm-eval").run(eval_model, asked.model_copy(update={"tasks": ("own_bare", "own_quiz")}))
     assert bare.notes == ["--num-fewshot does not apply to own_bare: the task itself says 0"]
-    group = find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quizzes",)}))
+    group = find_suite("lm-eval").run(eval_model, asked.model_copy(update={"tasks": ("own_quizzes",)}))
     assert [s.id for s in group.samples] == [s.id for s in found.samples] and "own_quizzes" in group.info["groups"]
     with pytest.raises(SurgeryError, match="did you mean 'own_quiz"):
-        find_suite("lm-eval").run(subject, asked.model_copy(update={"tasks": ("own_quis",)}))
+        find_suite("lm-eval").run(eval_model, asked.model_copy(update={"tasks": ("own_quis",)}))
 
 
-def test_needles_of_the_story_are_found(subject):
+def test_needles_of_the_story_are_found(eval_model):
     """The embedded model answers what it was taught, at every depth, through generation with its cache."""
     asked = options(tasks=("niah_story",), lengths=(128, 512), depths=(0.0, 0.5, 1.0), limit=6)
-    found = find_suite("niah").run(subject, asked)
+    found = find_suite("niah").run(eval_model, asked)
     assert len(found.samples) == 36 and {s.group["depth"] for s in found.samples} == {0.0, 0.5, 1.0}
     assert sum(s.metrics["score"] for s in found.samples) / 36 > 0.95
     assert found.metrics["score"].kind == "accuracy"
 
 
-def test_a_window_loses_what_lies_before_it(subject, tmp_path):
+def test_a_window_loses_what_lies_before_it(eval_model, tmp_path):
     """Attention that sees 64 tokens finds needles at the end alone: the loss is told by depth and length."""
     from surgery.conversion.convert import convert
     from surgery.planning.recipe import load_recipe
 
     convert(str(TINY), load_recipe("sliding-window", ["attention.window=64"]), tmp_path / "near")
     model, tokenizer = load(str(tmp_path / "near"), torch.device("cpu"), "float32", False)
-    near = replace(subject, role="converted", model=model, tokenizer=tokenizer)
+    near = replace(eval_model, role="converted", model=model, tokenizer=tokenizer)
     asked = options(tasks=("niah_story",), lengths=(512,), depths=(0.0, 0.5, 1.0), limit=6)
-    base, converted = (find_suite("niah").run(each, asked).samples for each in (subject, near))
+    base, converted = (find_suite("niah").run(each, asked).samples for each in (eval_model, near))
     assert [s.id for s in base] == [s.id for s in converted]
     score = {
         depth: sum(s.metrics["score"] for s in converted if s.group["depth"] == depth) / 6 for depth in (0, 0.5, 1)
@@ -291,14 +293,14 @@ def test_a_window_loses_what_lies_before_it(subject, tmp_path):
 
 
 # -- what is asked -----------------------------------------------------------------------------------
-def test_prefixes_stand_after_the_chat_template(subject):
+def test_prefixes_stand_after_the_chat_template(eval_model):
     """The question in the user's turn, the beginning of the answer in the assistant's, and both are counted."""
     tokenizer = load_tokenizer(TINY)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}\n[assistant] {% endif %}"
     )
-    chat = replace(subject, tokenizer=tokenizer)
+    chat = replace(eval_model, tokenizer=tokenizer)
     asked = options(
         lengths=(512,), limit=1, tasks=("niah_single_1",), depths=(0.5,), apply_chat_template=True, gen_kwargs=QUICK
     )
@@ -320,12 +322,12 @@ def test_prefixes_stand_after_the_chat_template(subject):
     assert 0.98 * 512 <= seen[0].shape[1] + 128 <= 516
 
 
-def test_tasks_of_ours_keep_to_their_doc(subject):
+def test_tasks_of_ours_keep_to_their_doc(eval_model):
     docs = [
         {"id": f"d{i}", "task": "echo", "prompt": f"Story: {i}", "prefix": " Mia", "answers": ["x"]} for i in range(3)
     ]
     task = OwnTask("echo_1", docs, lambda doc, said: float(doc["id"] == "d1"), 2)
-    found = run_own_tasks(subject, [("echo", lambda: task), ("nothing", lambda: None)], options(), SCORE)
+    found = run_own_tasks(eval_model, [("echo", lambda: task), ("nothing", lambda: None)], options(), SCORE)
     assert {s.id: s.metrics["score"] for s in found.samples} == {"d0": 0, "d1": 1, "d2": 0}
     assert found.samples[0].shown["prompt"] == "Story: 0 Mia" and found.samples[0].task == "echo"
 
@@ -344,7 +346,7 @@ def test_cloze_prompts():
 
 
 def test_questions_on_nq_come_cut():
-    assert [CLOZES["nq"].of(n) for n in (256, 512, 1000, 2048, 16384)] == [
+    assert [CLOZES["nq"].path_for_length(n) for n in (256, 512, 1000, 2048, 16384)] == [
         f"hazyresearch/based_nq_{n}" for n in (512, 512, 1024, 2048, 2048)
     ]
 
@@ -358,25 +360,25 @@ def test_lengths_are_those_a_model_reaches():
     "suite, tasks, gone",
     [("niah", ("niah_story",), "niah_story_512"), ("zeroshot", ("piqa", "lambada_openai"), "lambada_openai")],
 )
-def test_the_rest_runs_where_a_task_breaks(subject, monkeypatch, tmp_path, suite, tasks, gone):
+def test_the_rest_runs_where_a_task_breaks(eval_model, monkeypatch, tmp_path, suite, tasks, gone):
     """What broke is said, the exit code tells, and it is measured again the next time; alone it is the answer."""
     from surgery.eval import run
 
-    real = subject.model.forward
+    real = eval_model.model.forward
 
     def forward(*given, input_ids, **more):
         if input_ids.shape[1] > 300 or (suite == "zeroshot" and input_ids.shape[1] > 36):
             raise ValueError("too much\nfor it")
         return real(*given, input_ids=input_ids, **more)
 
-    monkeypatch.setattr(type(subject.model), "forward", lambda self, **given: forward(**given))
-    monkeypatch.setattr(subject.model, "forward", forward)
+    monkeypatch.setattr(type(eval_model.model), "forward", lambda self, **given: forward(**given))
+    monkeypatch.setattr(eval_model.model, "forward", forward)
     asked = options(tasks=tasks, lengths=(128, 512), depths=(0.5,), limit=2, batch_size=1)
-    found = find_suite(suite).run(subject, asked)
+    found = find_suite(suite).run(eval_model, asked)
     assert set(found.broken) == {gone} and found.broken[gone] == "ValueError: too much for it"
     assert found.samples and not {s.task for s in found.samples if suite == "zeroshot"} & {gone}
     with pytest.raises(ValueError, match="too much"):
-        find_suite(suite).run(subject, asked.model_copy(update={"lengths": (512,), "tasks": tasks[1:] or tasks}))
+        find_suite(suite).run(eval_model, asked.model_copy(update={"lengths": (512,), "tasks": tasks[1:] or tasks}))
     done = run.evaluate(str(TINY), [suite], asked, out=tmp_path)
     assert done.exit_code == 2 and f"{suite} {gone}" in done.broken and done.rows
     assert not list(tmp_path.rglob("result.json"))
@@ -396,32 +398,32 @@ def test_the_rest_runs_where_a_task_breaks(subject, monkeypatch, tmp_path, suite
         ("zeroshot", {"apply_chat_template": True, "tasks": ("piqa",)}, "has no chat template"),
     ],
 )
-def test_what_is_wrong_is_said(subject, suite, given, said):
+def test_what_is_wrong_is_said(eval_model, suite, given, said):
     with pytest.raises(SurgeryError, match=said):
-        find_suite(suite).run(subject, options(**given))
+        find_suite(suite).run(eval_model, options(**given))
 
 
-def test_learned_positions_end_somewhere(subject):
+def test_learned_positions_end_somewhere(eval_model):
     from helpers.small import tiny_config
 
     kind, config = tiny_config("gpt2")
-    config.vocab_size = len(subject.tokenizer)
-    small = replace(subject, model=kind(config).eval(), longest=64)
+    config.vocab_size = len(eval_model.tokenizer)
+    small = replace(eval_model, model=kind(config).eval(), longest=64)
     with pytest.raises(SurgeryError, match=r"learned positions \(transformer.wpe\) for 64 tokens, and 512 are asked"):
         find_suite("niah").run(small, options(tasks=("niah_story",), lengths=(512,), limit=1))
 
 
-def test_nothing_is_downloaded(subject, monkeypatch):
+def test_nothing_is_downloaded(eval_model, monkeypatch):
     for name in mirror.OFFLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for suite in ("zeroshot", "longbench", "retrieval", "ruler"):
         with pytest.raises(SurgeryError, match=f"surgery fetch-eval-data DATA --suite {suite}"):
-            find_suite(suite).run(subject, EvalOptions())
+            find_suite(suite).run(eval_model, EvalOptions())
 
 
-def test_a_mirror_that_lacks_something(subject, tmp_path):
+def test_a_mirror_that_lacks_something(eval_model, tmp_path):
     with pytest.raises(SurgeryError, match=r"has no .*EleutherAI/lambada_openai.*fetch-eval-data"):
-        find_suite("zeroshot").run(subject, EvalOptions(data_root=tmp_path))
+        find_suite("zeroshot").run(eval_model, EvalOptions(data_root=tmp_path))
     broken = tmp_path / "baber" / "piqa"
     broken.mkdir(parents=True)
     with pytest.raises(SurgeryError, match="could not be read"):

@@ -11,7 +11,7 @@ import yaml
 
 from surgery.calibration.data import load_tokenizer
 from surgery.eval.long_context import truncate as cutting
-from surgery.eval.long_context.longbench import PAPER_TASKS, _one_line_generation, format_prompt, best_score
+from surgery.eval.long_context.longbench import PAPER_TASKS, _one_line_generation, best_score, format_prompt
 from surgery.eval.long_context.longbench.prompts import TASKS
 from surgery.eval.long_context.longbench.scores import SCORES, code, first_line, qa_f1_zh, rouge, rouge_zh
 from surgery.eval.long_context.ruler.prompt import prompt_counter
@@ -119,7 +119,7 @@ def test_only_the_first_line_of_examples_counts():
     assert best_score(TASKS["trec"], "\nFood\nNumber", ["Food"], ["Food", "Number"]) == 1.0
     assert best_score(TASKS["triviaqa"], "Lund\nPassage: more words", ["Lund"], []) == 1.0
     assert best_score(TASKS["hotpotqa"], "Lund\nPassage", ["Lund"], []) == pytest.approx(2 / 3)  # there all lines count
-    assert {name for name, task in TASKS.items() if task.line} == {"trec", "triviaqa", "samsum", "lsht"}
+    assert {name for name, task in TASKS.items() if task.first_line_only} == {"trec", "triviaqa", "samsum", "lsht"}
 
 
 def test_the_best_reference_counts():
@@ -130,7 +130,7 @@ def test_the_best_reference_counts():
 def test_the_paper_s_fourteen_and_all():
     assert len(TASKS) == 21 and len(PAPER_TASKS) == 14
     assert not {"passage_count", "multifieldqa_zh", "lsht", "dureader"} & set(PAPER_TASKS)
-    assert {name for name, task in TASKS.items() if task.bare} == {
+    assert {name for name, task in TASKS.items() if task.no_chat_template} == {
         "trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"
     }  # fmt: skip
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from surgery.calibration.data import load_tokenizer
 from surgery.eval import text as encoding
 from surgery.eval.long_context import _join_essays
-from surgery.eval.long_context.ruler import TASKS, TaskContext, LengthTooShortError
+from surgery.eval.long_context.ruler import TASKS, LengthTooShortError, TaskContext
 from surgery.eval.long_context.ruler.aggregation import COMMON, LONG, SHORT, _word_counts
 from surgery.eval.long_context.ruler.niah import NeedleTask
-from surgery.eval.long_context.ruler.prompt import prompt_counter, fill_prompt
+from surgery.eval.long_context.ruler.prompt import fill_prompt, prompt_counter
 from surgery.eval.long_context.ruler.qa import hotpot, squad
 from surgery.eval.long_context.ruler.scores import clean_prediction, score_answers
-from surgery.eval.long_context.ruler.words import NOISE, vocabulary, load_words
+from surgery.eval.long_context.ruler.words import NOISE, load_words, vocabulary
 from surgery.eval.long_context.story_needles import StoryNeedles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_prompts_are_as_long_as_they_say(tokenizer, texts, length):
     count = prompt_counter(tokenizer)
     for task in TASKS.values():
         try:
-            (question,) = task.ask(TaskContext(count, length, 0, texts), 1, ())
+            (question,) = task.make_questions(TaskContext(count, length, 0, texts), 1, ())
         except LengthTooShortError as error:
             needed = re.search(r"needs ([\d,]+) tokens", str(error))
             assert length == 512 and len(tokenizer) < 1000 and needed, f"{task.name}: {error}"
@@ -119,7 +119,9 @@ def test_few_counts_fill_a_prompt(texts):
     for name, task in TASKS.items():
         calls.clear()
         questions = list(
-            task.ask(TaskContext(counted, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ())
+            task.make_questions(
+                TaskContext(counted, 8192, 0, {**texts, "essays": "Some words make an essay. " * 50}), 2, ()
+            )
         )
         exact = {8192} if name != "cwe" else {8191, 8192}  # a word with its number is two
         assert {question.tokens for question in questions} <= exact, name
@@ -134,7 +136,7 @@ def test_a_wrong_estimate_is_counted_again(texts):
         lambda text: len(text) // 5 + text.count("t"),
     ):
         for name in ("niah_single_1", "niah_multikey_2", "qa_1"):
-            (question,) = TASKS[name].ask(TaskContext(count, 4096, 0, texts), 1, ())
+            (question,) = TASKS[name].make_questions(TaskContext(count, 4096, 0, texts), 1, ())
             assert question.tokens == count(question.prompt + question.prefix) + TASKS[name].answer_tokens
             assert 0.99 * 4096 <= question.tokens <= 4096, name
 
@@ -160,19 +162,19 @@ def test_what_cannot_fit_is_none():
 def test_samples_depend_on_task_length_and_number_alone(room):
     """Not on how many are asked, what ran before, or the global generator."""
     for name, task in TASKS.items():
-        many = list(task.ask(room(1024), 3, ()))
+        many = list(task.make_questions(room(1024), 3, ()))
         Random(5).random()
-        assert list(task.ask(room(1024), 2, ())) == many[:2], name
+        assert list(task.make_questions(room(1024), 2, ())) == many[:2], name
         assert len({q.prompt for q in many}) == 3, name
-        assert next(iter(task.ask(room(1024, seed=1), 1, ()))).prompt != many[0].prompt, name
+        assert next(iter(task.make_questions(room(1024, seed=1), 1, ()))).prompt != many[0].prompt, name
         assert len({q.id for q in many}) == 3
-    assert len({next(iter(task.ask(room(1024), 1, ()))).id for task in TASKS.values()}) == 13
+    assert len({next(iter(task.make_questions(room(1024), 1, ()))).id for task in TASKS.values()}) == 13
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("niah")])
 def test_needles_are_in_the_haystack(room, name):
     task = TASKS[name]
-    (question,) = task.ask(room(1024), 1, ())
+    (question,) = task.make_questions(room(1024), 1, ())
     kind = task.value
     for answer in question.answers:
         assert question.prompt.count(f"is: {answer}.") == 1
@@ -190,7 +192,7 @@ def test_needles_are_in_the_haystack(room, name):
 @pytest.mark.parametrize("haystack", ["noise", "essay", "needle"])
 def test_a_needle_lies_as_deep_as_asked(room, haystack):
     for depth in (0.0, 0.5, 1.0):
-        (question,) = NeedleTask("n", haystack).ask(room(2048), 1, (depth,))
+        (question,) = NeedleTask("n", haystack).make_questions(room(2048), 1, (depth,))
         body = question.prompt[question.prompt.index("afterwards.") :]
         place = body.index(f"is: {question.answers[0]}.") / len(body)
         assert question.depth == depth and abs(place - depth) < 0.12
@@ -199,7 +201,7 @@ def test_a_needle_lies_as_deep_as_asked(room, haystack):
 def test_depths_are_all_used(room):
     """Where none is asked for, needles lie anywhere."""
     places = []
-    for question in TASKS["niah_single_2"].ask(room(512), 24, ()):
+    for question in TASKS["niah_single_2"].make_questions(room(512), 24, ()):
         places.append(question.prompt.index(f"is: {question.answers[0]}.") / len(question.prompt))
     assert min(places) < 0.35 and max(places) > 0.65
 
@@ -212,7 +214,7 @@ def words(texts):
 
 def test_the_chain_can_be_followed(words):
     for length in (1024, 4096):
-        (question,) = TASKS["vt"].ask(words(length), 1, ())
+        (question,) = TASKS["vt"].make_questions(words(length), 1, ())
         asked = question.prompt[question.prompt.rindex("Memorize and track") :]
         value = re.search(r"assigned the value (\d+) in", asked)[1]
         held = set(re.findall(rf"VAR (\w+) = {value}\b", asked))
@@ -226,7 +228,7 @@ def test_the_chain_can_be_followed(words):
 
 def test_common_words_are_the_most_common(words):
     for length, shape in ((1024, SHORT), (4096, LONG)):
-        (question,) = TASKS["cwe"].ask(words(length), 1, ())
+        (question,) = TASKS["cwe"].make_questions(words(length), 1, ())
         assert question.prompt.count("Below is a numbered list") == 2  # the example is there
         example, asked = question.prompt.split("Below is a numbered list")[1:]
         counts = Counter(re.findall(r"\d+\. (\S+)", asked[: asked.rindex("Question")]))
@@ -239,12 +241,12 @@ def test_common_words_are_the_most_common(words):
 
 @pytest.mark.parametrize("length", [512, 1024])
 def test_common_words_below_4096(room, length):
-    found = list(TASKS["cwe"].ask(room(length), 2, ()))
+    found = list(TASKS["cwe"].make_questions(room(length), 2, ()))
     assert len(found) == 2 and "one-shot example" in found[0].note
 
 
 def test_frequent_words_are_the_most_frequent(room):
-    (question,) = TASKS["fwe"].ask(room(2048), 1, ())
+    (question,) = TASKS["fwe"].make_questions(room(2048), 1, ())
     body = question.prompt[question.prompt.index("coded words. ") + 13 : question.prompt.rindex("\nQuestion")]
     counts = Counter(body.split())
     assert counts.most_common(1)[0][0] == "..."
@@ -254,23 +256,23 @@ def test_frequent_words_are_the_most_frequent(room):
 
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
 def test_documents_hold_the_answer(room, name):
-    for question in TASKS[name].ask(room(1024), 3, ()):
+    for question in TASKS[name].make_questions(room(1024), 3, ()):
         assert any(answer in question.prompt for answer in question.answers[:1])
         assert question.rule == "any" and "Document 1:\n" in question.prompt and question.prefix == " Answer:"
 
 
 def test_questions_without_an_answer_are_left_out(texts):
-    assert all(asked.answers for asked in texts["squad"].asked)
-    assert "Who broke it?" not in {asked.question for asked in texts["squad"].asked}
+    assert all(asked.answers for asked in texts["squad"].questions)
+    assert "Who broke it?" not in {asked.question for asked in texts["squad"].questions}
 
 
 def test_documents_too_long_are_passed_over(room, texts):
     with pytest.raises(LengthTooShortError, match=r"needs \d+ tokens"):
-        list(TASKS["qa_2"].ask(room(128), 1, ()))
+        list(TASKS["qa_2"].make_questions(room(128), 1, ()))
 
 
 def test_story_needles(room):
-    for question in StoryNeedles().ask(room(256), 2, (0.5,)):
+    for question in StoryNeedles().make_questions(room(256), 2, (0.5,)):
         assert 200 < question.tokens <= 256 and f"is {question.answers[0]}." in question.prompt
         assert question.prompt.endswith("Answer:") and question.prefix == ""
 

@@ -64,7 +64,7 @@ def fuzz_randomly(name: str, seconds: float, seed: int) -> int:
     target, rng = TARGETS[name], random.Random(seed)
     pool = target.seeds()
     for data in pool:
-        target.accepts(data)
+        target.check_seed(data)
     seen: Counter[str] = Counter()
     began, count = time.monotonic(), 0
     while time.monotonic() - began < seconds:
@@ -101,7 +101,7 @@ def fuzz_with_atheris(atheris: object, name: str, seconds: float, seed: int) -> 
 
     target = TARGETS[name]
     for data in target.seeds():
-        target.accepts(data)
+        target.check_seed(data)
     corpus = target.folder.with_name(target.folder.name + "-corpus")
     corpus.mkdir()
     for number, data in enumerate(target.seeds()):

@@ -65,7 +65,7 @@ class FuzzTarget:
             except SurgeryError as error:
                 assert 0 < len(str(error)) < 20_000, "a message nobody reads"
 
-    def accepts(self, data: bytes) -> None:
+    def check_seed(self, data: bytes) -> None:
         """Without the fence: what is imported late is imported now."""
         if self.file is not None:
             (self.folder / self.file).write_bytes(data)
@@ -75,7 +75,9 @@ class FuzzTarget:
 TARGETS: dict[str, FuzzTarget] = {}
 
 
-def fuzz_target(file: str | None, *seeds: Any, setup: Callable[[Path], Any] = lambda folder: None, also: Any = ()) -> Any:
+def fuzz_target(
+    file: str | None, *seeds: Any, setup: Callable[[Path], Any] = lambda folder: None, also: Any = ()
+) -> Any:
     """seeds: text, JSON values, or functions of no arguments that give bytes."""
 
     def add(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -142,7 +144,11 @@ def header(path: Path) -> None:
         read_tensor(info)
 
 
-@fuzz_target("model.safetensors", _read_file_of(converted_checkpoint, "model.safetensors"), setup=_copy_into(converted_checkpoint))
+@fuzz_target(
+    "model.safetensors",
+    _read_file_of(converted_checkpoint, "model.safetensors"),
+    setup=_copy_into(converted_checkpoint),
+)
 def weights(path: Path) -> None:
     """Of a converted checkpoint, multiplied out."""
     from surgery.conversion.densify import densify
@@ -199,7 +205,11 @@ def _load(folder: Path) -> None:
         mixer_config(spec)
 
 
-@fuzz_target("surgery_report.json", _read_file_of(converted_checkpoint, "surgery_report.json"), setup=_copy_into(converted_checkpoint))
+@fuzz_target(
+    "surgery_report.json",
+    _read_file_of(converted_checkpoint, "surgery_report.json"),
+    setup=_copy_into(converted_checkpoint),
+)
 def report(path: Path) -> None:
     """All that reads it: inspect with its tables, the page, a push."""
     from surgery.cli.console import show
@@ -280,7 +290,7 @@ HEAL = {
 
 @fuzz_target("r.yaml", *(_read_repository_file(f"recipes/healing/{name}.yaml") for name in HEALING), HEAL)
 def healing(path: Path) -> None:
-    from surgery.training.recipe import stage_data_config, load_healing_recipe
+    from surgery.training.recipe import load_healing_recipe, stage_data_config
 
     for tiny in (False, True):
         try:
@@ -407,12 +417,18 @@ def _read_targets(path: Path) -> None:
             cache.targets(row)
 
 
-@fuzz_target("index.json", lambda: (_teacher_cache() / "index.json").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f))
+@fuzz_target(
+    "index.json", lambda: (_teacher_cache() / "index.json").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f)
+)
 def teacher_index(path: Path) -> None:
     _read_targets(path)
 
 
-@fuzz_target("shard", lambda: (_teacher_cache() / "targets-00000.safetensors").read_bytes(), setup=lambda f: _copy_into(_teacher_cache)(f))
+@fuzz_target(
+    "shard",
+    lambda: (_teacher_cache() / "targets-00000.safetensors").read_bytes(),
+    setup=lambda f: _copy_into(_teacher_cache)(f),
+)
 def teacher_shard(path: Path) -> None:
     """With an index that says what its checksum is."""
     import hashlib
@@ -438,8 +454,8 @@ class _TrainedParameters:
             parameter.grad = torch.ones_like(parameter)
         self.optimiser.step()
 
-    def held(self) -> Any:
-        from surgery.training.checkpoints import TrainState, TorchOptimizerState
+    def train_state(self) -> Any:
+        from surgery.training.checkpoints import TorchOptimizerState, TrainState
 
         means = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         return TrainState(dict(self.parameters), TorchOptimizerState(self.optimiser, [list(self.parameters)]), means)
@@ -451,7 +467,10 @@ def _saved_checkpoint() -> Path:
 
     folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-checkpoints-"))
     where = CheckpointManager(folder, 2)
-    return where.save(TrainPosition(0, 5, 20, 1280, {"trained": ["weight"], "stages": [], "best": 1.5}), _TrainedParameters().held())
+    return where.save(
+        TrainPosition(0, 5, 20, 1280, {"trained": ["weight"], "stages": [], "best": 1.5}),
+        _TrainedParameters().train_state(),
+    )
 
 
 def _read_saved(path: Path) -> None:
@@ -465,11 +484,11 @@ def _read_saved(path: Path) -> None:
     shutil.copy(path, folder / path.name)
     latest = where.latest()
     assert latest is not None
-    position = where.position(latest)
+    position = where.read_position(latest)
     assert isinstance(position.step, int) and isinstance(position.notes.get("trained", []), list)
     trained = _TrainedParameters()
     where.restore_weights(latest, dict(trained.parameters))
-    where.restore(latest, trained.held())
+    where.restore(latest, trained.train_state())
 
 
 @fuzz_target("state.json", lambda: (_saved_checkpoint() / "state.json").read_bytes())
@@ -498,7 +517,7 @@ def training_log(path: Path) -> None:
     from surgery.training.logging import TrainingLog, draw_curve
 
     log = TrainingLog(path.parent)
-    log.going_on(0, 1)
+    log.truncate_after(0, 1)
     draw_curve(log.lines(), path.parent / "curve.png")
 
 
@@ -529,11 +548,11 @@ def cache_file(path: Path) -> None:
 @functools.cache
 def _result_store() -> tuple[Any, Path, dict[str, Any]]:
     from surgery.eval.results.store import ResultStore, result_key
-    from surgery.eval.suite import EvalOptions, EvalMetric, Sample, SuiteResult
+    from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
 
     store = ResultStore(Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-results-")))
     key = result_key("0" * 64, "ppl", EvalOptions(), "cpu", "float32")
-    place = store.place("it", "0" * 64, "ppl")
+    place = store.result_folder("it", "0" * 64, "ppl")
     assert place is not None
     samples = [Sample("ppl", str(n), {"nll": 2.0 + n}, {"length": 8}, 8.0, shown={"text": "a"}) for n in range(3)]
     store.save(place, key, SuiteResult(samples, {"nll": EvalMetric("nll", "ppl", False)}, arrays={"a": torch.ones(2)}))
@@ -595,8 +614,10 @@ def eval_answers(path: Path) -> None:
     from surgery.core.distributed import DistContext
     from surgery.eval.lm_eval.answer_cache import AnswerCache
 
-    subject: Any = SimpleNamespace(fingerprint="", dtype=torch.float32, device=torch.device("cpu"), ranks=DistContext())
-    kept = AnswerCache(subject, path.parent)
+    eval_model: Any = SimpleNamespace(
+        fingerprint="", dtype=torch.float32, device=torch.device("cpu"), ranks=DistContext()
+    )
+    kept = AnswerCache(eval_model, path.parent)
     assert all(isinstance(key, str) for key in kept.answers)
 
 
@@ -606,7 +627,7 @@ def mirror(path: Path) -> None:
     from surgery.eval.fetch import DatasetSource, _read_readme
 
     head = _read_readme(path.parent)
-    assert not any(head.lacks(DatasetSource("a/b", name)) for name in head.whole or ())
+    assert not any(head.lacks(DatasetSource("a/b", name)) for name in head.complete or ())
     for name in [config["config_name"] for config in head.configs]:
         head.lacks(DatasetSource("a/b", name, ("test",)))
 
@@ -641,7 +662,9 @@ def measured(path: Path) -> None:
     times.fastest_measured.cache_clear()
     try:
         place = times.DeviceKey((9, 0), "bfloat16")
-        times.fastest_measured("btt", "forward", times.named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), place)
+        times.fastest_measured(
+            "btt", "forward", times.named_sizes(tokens=512, inputs=4096, outputs=4096, rank=4), place
+        )
     finally:
         times.TABLE = before
         times.tables.cache_clear()
@@ -655,7 +678,7 @@ def ready_inputs(path: Path) -> None:
 
     inputs = calibration_inputs(str(path), path.parent, None, 64, 8)
     check_model_inputs(inputs, _meta_model().model)
-    CalibrationSet.of(inputs, 0.125).digest()
+    CalibrationSet.from_inputs(inputs, 0.125).digest()
 
 
 def _input_bytes() -> bytes:

@@ -32,30 +32,32 @@ class Overrun(AssertionError):
 
 class GuardedBuffers:
     def __init__(self) -> None:
-        self.made: list[tuple[Tensor, int, int, str]] = []  # bytes, guard, bytes of the tensor, where it was allocated
+        self.allocations: list[
+            tuple[Tensor, int, int, str]
+        ] = []  # bytes, guard, bytes of the tensor, where it was allocated
 
-    def like(self, x: Tensor, zeros: bool = False) -> Tensor:
+    def empty_like(self, x: Tensor, zeros: bool = False) -> Tensor:
         """An empty tensor of x's shape, strides and dtype between guards."""
         size, guard = x.element_size(), GUARD[x.device.type]
         numbers = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-        inner = -(-numbers * size // 512) * 512  # behind the last number guards begin within 512 bytes: see `check_datasets`
+        inner = -(-numbers * size // 512) * 512  # behind the last number guards begin within 512 bytes: see `check`
         raw = _ORIGINAL[torch, "empty"](inner + 2 * guard, dtype=torch.uint8, device=x.device)
         raw.fill_(0xFF)
         if zeros:
             raw[guard : guard + numbers * size] = 0
-        self.made.append((raw, guard, numbers * size, _caller()))
+        self.allocations.append((raw, guard, numbers * size, _caller()))
         made = _ORIGINAL[torch, "empty"](0, dtype=x.dtype, device=x.device)
         return made.set_(raw.untyped_storage(), guard // size, x.shape, x.stride())
 
     def copy(self, x: Tensor) -> Tensor:
         """x between guards, laid out as it is; axes that it is expanded along are one number wide."""
-        made = self.like(x)
+        made = self.empty_like(x)
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())
         made.detach()[once].copy_(x.detach()[once])
         return made
 
     def check(self) -> None:
-        for raw, guard, size, where in self.made:
+        for raw, guard, size, where in self.allocations:
             before, behind = raw[:guard] != 0xFF, raw[guard + size :] != 0xFF
             for side, hit in (("before", before.flip(0)), ("behind", behind)):
                 if bool(hit.any()):
@@ -80,19 +82,19 @@ def guard_allocations() -> Iterator[GuardedBuffers]:
     """For all threads, so that gradients are guarded too."""
     buffers = GuardedBuffers()
 
-    def stand_in(original: Callable[..., Tensor], zeros: bool) -> Callable[..., Tensor]:
+    def guarded_allocator(original: Callable[..., Tensor], zeros: bool) -> Callable[..., Tensor]:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:
             made = original(*args, **kwargs)
             plain = type(made) is Tensor and made.layout == torch.strided and not made.requires_grad
             if not plain or made.numel() == 0 or made.device.type not in GUARD:
                 return made
-            return buffers.like(made, zeros)
+            return buffers.empty_like(made, zeros)
 
         return allocate
 
     inherited = [(owner, name) for owner, name in PATCHED if name not in vars(owner)]
     for owner, name in PATCHED:
-        setattr(owner, name, stand_in(_ORIGINAL[owner, name], "zeros" in name))
+        setattr(owner, name, guarded_allocator(_ORIGINAL[owner, name], "zeros" in name))
     try:
         yield buffers
     finally:

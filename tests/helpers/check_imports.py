@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def copy_package(folder: Path) -> None:
-    """Copy every Python file of the package into `pretrain_folder`/surgery as an installation would have it."""
+    """Copy every Python file of the package into `folder`/surgery as an installation would have it."""
     for name in ("surgery", "kernels", "eval", "recipes"):
         target = folder / "surgery" / ("" if name == "surgery" else name)
         for path in (ROOT / name).rglob("*.py"):

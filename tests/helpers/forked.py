@@ -48,7 +48,7 @@ def _set_group_environment(rank: int, count: int, port: int) -> None:
 
 
 def run_command(count: int, folder: Path, words: list[str]) -> str:
-    """`surgery WORDS` in so many processes, run in `pretrain_folder`; what the first of them said."""
+    """`surgery WORDS` in so many processes, run in `folder`; what the first of them said."""
     from surgery.cli.main import main
 
     def run(rank: int) -> None:

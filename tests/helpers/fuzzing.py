@@ -180,7 +180,15 @@ WRITE_EVENTS = {
     "os.chmod",
     "os.utime",
 }
-FORBIDDEN_EVENTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class"}
+FORBIDDEN_EVENTS = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+}
 _allowed_folders: list[Path] = []
 _violations: list[str] = []
 

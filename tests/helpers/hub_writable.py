@@ -3,7 +3,7 @@
 with WritableHub(token) as hub:
     hub.files("me/model")            # path -> bytes of the last commit on main
     hub.stored                       # sha256 -> bytes of large files, whether committed or not
-    hub.breaks = 1                   # so many large files are taken, then the next breaks off
+    hub.fail_after = 1                   # so many large files are taken, then the next breaks off
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
 class WritableHub(LocalServer):
-    """taken: organisations that the token may not write to."""
+    """forbidden_owners: organizations that the token may not write to."""
 
     def __init__(self, token: str):
         self.token = token
@@ -33,8 +33,8 @@ class WritableHub(LocalServer):
         self.messages: list[str] = []
         self.stored: dict[str, bytes] = {}
         self.sent: list[str] = []
-        self.breaks: int | None = None
-        self.taken = {"others"}
+        self.fail_after: int | None = None
+        self.forbidden_owners = {"others"}
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         return self.repos[repo][branch]
@@ -80,7 +80,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
         """A large file, to an address that was signed for it."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         oid = urlparse(self.path).path.rsplit("/", 1)[-1]
-        if self.hub.breaks is not None and len(self.hub.sent) >= self.hub.breaks:
+        if self.hub.fail_after is not None and len(self.hub.sent) >= self.hub.fail_after:
             self._send(403, {"error": "connection lost"})
             return
         assert hashlib.sha256(body).hexdigest() == oid
@@ -91,7 +91,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
     def _create(self, told: dict[str, Any]) -> None:
         owner = told.get("organization") or "me"
         repo = f"{owner}/{told['name']}"
-        if owner in self.hub.taken:
+        if owner in self.hub.forbidden_owners:
             self._send(403, {"error": f"You don't have the rights to create a model under the namespace {owner}"})
         elif repo in self.hub.repos:
             self._send(409, {"error": "You already created this model repo", "url": f"{self.hub.endpoint}/{repo}"})

@@ -57,7 +57,7 @@ def random_tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates=
 
 
 def relative_errors(ours: Callable, exact: Callable, leaves: list[torch.Tensor]) -> list[float]:
-    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `accumulation_dtype` in float64."""
+    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `exact` in float64."""
     torch.manual_seed(1)
     results = []
     for call, dtype in ((ours, None), (exact, torch.float64)):

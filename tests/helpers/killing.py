@@ -43,7 +43,9 @@ def _wait_or_kill(pid: int, seconds: float | None) -> bool:
     return False
 
 
-def convert_with_kills(convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0) -> list[Path]:
+def convert_with_kills(
+    convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0
+) -> list[Path]:
     """Every finished output; the first was not interrupted, the others were, `kills` times in all."""
     chance, began = random.Random(seed), time.monotonic()
     outs = [folder / "whole"]
@@ -69,7 +71,7 @@ CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os
 
 
 def states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
-    """What a SIGKILL would leave of `home` before each of its file operations: copies in `pretrain_folder`, one for each that
+    """What a SIGKILL would leave of `home` before each of its file operations: copies in `folder`, one for each that
     differs from the one before. `work` runs in a child, once; since: how the path ends whose renaming it begins after."""
     pid = _fork(lambda: watched(work, home, folder, since))
     assert _wait_or_kill(pid, None)

@@ -105,12 +105,12 @@ class FakeHopperDriver:
     """Triton's driver of a GPU that is not there: loads nothing, launches nothing, and keeps machine code."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[str, bytes]] = []
+        self.binaries: list[tuple[str, bytes]] = []
         properties = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
         self.utils = SimpleNamespace(get_device_properties=lambda _: properties, load_binary=self.load)
 
     def load(self, name: str, cubin: bytes, *_: Any) -> tuple[int, int, int, int, int]:
-        self.made.append((name, cubin))
+        self.binaries.append((name, cubin))
         return 0, 0, 0, 0, 1024
 
     def launcher_cls(self, *_: Any) -> Any:
@@ -186,10 +186,10 @@ def main(names: list[str]) -> None:
     with use_kernels("kernel"):
         for name in names:
             {"two": compile_two, "mixing": compile_mixing, "mlr": compile_mlr}[name]()
-    for name, cubin in gpu.made:
+    for name, cubin in gpu.binaries:
         for what in unwritten_reads(disassemble(cubin)):
             print(f"{name}: {what}")
-    print(f"{len(gpu.made)} kernels, ptxas {nvidia.ptxas.version}")
+    print(f"{len(gpu.binaries)} kernels, ptxas {nvidia.ptxas.version}")
 
 
 if __name__ == "__main__":

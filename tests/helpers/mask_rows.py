@@ -25,8 +25,10 @@ def make_mask(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.
     return mask
 
 
-def random_rows(mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3) -> MaskInputs:
-    """Packed rows: what is written behind their `format_count` tokens is zero."""
+def random_rows(
+    mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3
+) -> MaskInputs:
+    """Packed rows: what is written behind their `count` tokens is zero."""
     torch.manual_seed(length)
     shape, batch, dtype = mask.shape, len(start), torch.float64
     groups = shape.groups
@@ -36,7 +38,7 @@ def random_rows(mask: Mask, scores: str, length: int, start: list[int], count: l
     k = F.normalize(k, dim=-1) if beta is not None else k
     real_BT = torch.arange(length) < torch.tensor(count).unsqueeze(1)
     signals = mask.signals(torch.randn(batch, length, shape.dim, dtype=dtype))
-    for name in mask.written:
+    for name in mask.written_signals:
         signals[name] = signals[name] * real_BT.view(batch, length, *[1] * (signals[name].dim() - 2))
     k, v = (x * real_BT[:, None, :, None] for x in (k, v))
     beta = None if beta is None else beta * real_BT[:, None]
@@ -72,9 +74,11 @@ def dense_output(mask: Mask, rows: MaskInputs) -> torch.Tensor:
 def run_in_pieces(mask: Mask, rows: MaskInputs, cuts: list[int], chunk: int, state=None) -> tuple[torch.Tensor, dict]:
     """chunk 0: by single steps."""
     batch, features, values = len(rows.start_B), rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1]
-    state, outs = state or mask.empty(batch, features, values, "cpu"), []
+    state, outs = state or mask.empty_state(batch, features, values, "cpu"), []
     for a, b in itertools.pairwise(cuts):
-        out, state = mask.chunked(slice_rows(rows, a, b), state, chunk) if chunk else mask.step(slice_rows(rows, a, b), state)
+        out, state = (
+            mask.chunked(slice_rows(rows, a, b), state, chunk) if chunk else mask.step(slice_rows(rows, a, b), state)
+        )
         outs.append(out)
     return torch.cat(outs, 3), state
 

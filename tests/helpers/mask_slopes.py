@@ -1,6 +1,6 @@
 """How the masks' cost grows, on one thread: `python tests/helpers/mask_slopes.py [mask ..]`.
 
-Prints seconds of `print_chunked` at T = 2K .. 64K with the slope of log time over log T, and for the hierarchical mask
+Prints seconds of `chunked` at T = 2K .. 64K with the slope of log time over log T, and for the hierarchical mask
 the time of a step and the bytes of the state after 2^10 .. 2^20 tokens. One head of 16 features and 16 values.
 """
 
@@ -36,7 +36,9 @@ def random_rows(mask: Mask, length: int, scores: str, start: int = 0) -> MaskInp
     q, k, v = torch.randn(1, 1, 1, length, 16), torch.randn(1, 1, length, 16), torch.randn(1, 1, length, 16)
     beta = torch.rand(1, 1, length) if scores == "delta" else None
     k = torch.nn.functional.normalize(k, dim=-1)
-    return MaskInputs(q, k, v, beta, torch.tensor([start]), torch.tensor([length]), mask.signals(torch.randn(1, length, 8)))
+    return MaskInputs(
+        q, k, v, beta, torch.tensor([start]), torch.tensor([length]), mask.signals(torch.randn(1, length, 8))
+    )
 
 
 def print_chunked(mask: Mask, scores: str) -> None:
@@ -61,7 +63,7 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     for name in sys.argv[1:] or ["ones", "gates", "toeplitz_blocks", "hierarchical", "toeplitz"]:
         mask = MASKS[MASKS.config_type(name)](MASKS.config_type(name)(), SHAPE)
-        for scores in ["kernel", "delta"] if mask.bounded else ["kernel"]:
+        for scores in ["kernel", "delta"] if mask.has_bounded_state else ["kernel"]:
             print_chunked(mask, scores)
             if name == "hierarchical":
                 print_steps(mask, scores)

@@ -73,7 +73,9 @@ def shard_shapes(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
     yield rest if config["tie_word_embeddings"] else {**rest, "lm_head.weight": table}
 
 
-def write_checkpoint(out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0) -> None:
+def write_checkpoint(
+    out: Path, shape: str, tokens: int = 8192, length: int = 1024, seed: int = 0, layers: int = 0
+) -> None:
     """Weights of variance 1/in with a spectrum that decays, as trained ones do; norms of one. layers: other
     than the shape's."""
     config = make_config(shape)
@@ -83,7 +85,7 @@ def write_checkpoint(out: Path, shape: str, tokens: int = 8192, length: int = 10
 
     def write(i: int, shapes: dict[str, tuple[int, ...]]) -> int:
         generator = torch.Generator().manual_seed(seed * 1000 + i)
-        entries = [TensorSource.of(k, random_weight(s, generator)) for k, s in shapes.items()]
+        entries = [TensorSource.from_tensor(k, random_weight(s, generator)) for k, s in shapes.items()]
         write_shard(out / shard_name(i), entries)
         return sum(e.nbytes for e in entries)
 
@@ -99,7 +101,7 @@ def write_checkpoint(out: Path, shape: str, tokens: int = 8192, length: int = 10
     (out / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, config["vocab_size"], (tokens // length, length), generator=generator)
-    write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [TensorSource.of("input_ids", ids)])
+    write_shard(out.with_name(f"{out.name}-calibration.safetensors"), [TensorSource.from_tensor("input_ids", ids)])
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -42,7 +42,7 @@ if not CUDA:
 
 from helpers.canaries import guard_allocations  # noqa: E402
 
-from surgery.core.dispatch import use_kernels, load_kernels, record_dispatch  # noqa: E402
+from surgery.core.dispatch import load_kernels, record_dispatch, use_kernels  # noqa: E402
 
 Leaves = dict[str, torch.Tensor]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -92,7 +92,11 @@ def run(
         x = x.detach()
         x = x.double() if exact and x.is_floating_point() else copy(x)
         given[name] = x.requires_grad_(case.gradients and x.is_floating_point())
-    with torch.set_grad_enabled(case.gradients), use_kernels("reference" if exact else "kernel"), record_dispatch() as taken:
+    with (
+        torch.set_grad_enabled(case.gradients),
+        use_kernels("reference" if exact else "kernel"),
+        record_dispatch() as taken,
+    ):
         outs = (case.call if exact or case.kernel is None else case.kernel)(given)
     assert exact or declined or set(case.names) <= taken, f"no kernel stood in for {set(case.names) - taken}"
     outs = [x for x in outs if x is not None]
@@ -771,7 +775,10 @@ def _(grid: str) -> Iterator[Case]:
                     return [blocks_bidirectional(x["q"], x["k"], x["v"], x["matrix"], block)]
                 out, sums = blocks_from_zero(x["q"], x["k"], x["v"], x["matrix"].tril(), block, block, True)
                 assert sums is not None
-                return [out, pad_blocks(sums, count)]  # one may hold the empty block behind the last token, the other not
+                return [
+                    out,
+                    pad_blocks(sums, count),
+                ]  # one may hold the empty block behind the last token, the other not
 
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', both ways' if both else ''}", dtype,
                        B * G * J * count, block_rows(B, G, J, T, F, V, dtype), call,

@@ -61,7 +61,7 @@ def test_the_same_tokens(config, graphs):
     assert len(graphs) == 1 and torch.equal(tokens, right)
     assert (ours - logits).abs().max() < 1e-5 * logits.abs().max()
     for one, other in zip(cache.layers, plain.layers):
-        assert type(one) is MixerCacheLayer and one.seen == other.seen and one.state.most == other.state.most
+        assert type(one) is MixerCacheLayer and one.seen == other.seen and one.state.max_seen == other.state.max_seen
         assert torch.equal(one.state.seen_B, other.state.seen_B)
 
 

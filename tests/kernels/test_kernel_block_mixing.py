@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.kernel_rows import patch_tensor_loops
-from helpers.mask_rows import dense_output, make_mask, relative_error, slice_rows, random_rows, to_dtype
+from helpers.mask_rows import dense_output, make_mask, random_rows, relative_error, slice_rows, to_dtype
 
-from surgery.core.dispatch import use_kernels, load_kernels, record_dispatch
+from surgery.core.dispatch import load_kernels, record_dispatch, use_kernels
 from surgery.mixers.masks.block_mixing import Blocks, blocks_bidirectional, blocks_from_zero
 from surgery.mixers.masks.toeplitz_block_mixing import (
     ToeplitzBlocks,
@@ -107,7 +107,9 @@ def test_scan_of_extreme_rates(rates, both):
     inputs = [x.to(DEVICE) for x in sums_of(1, 1, 1, 40, 4, 5, 3, rates)]
     rounding = 2**-24 * float(inputs[1].max()) * 40  # of rate x blocks, whose differences are exponents
     if both:
-        judged(lambda *given: [block_scan_bidirectional(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding)
+        judged(
+            lambda *given: [block_scan_bidirectional(*given)], inputs[:3], torch.float32, kept=(1, 2), rounding=rounding
+        )
     else:
         judged(block_scan, inputs, torch.float32, kept=(1, 2, 3), rounding=rounding)
 
@@ -246,7 +248,7 @@ def test_masks_take_them(config):
     with use_kernels("reference"):
         expected = dense_output(mask, rows)
     mask, quick = mask.float().to(DEVICE), on_device(to_dtype(rows, torch.float32))
-    state = mask.empty(2, 5, 17, DEVICE)
+    state = mask.empty_state(2, 5, 17, DEVICE)
     with torch.no_grad(), use_kernels("kernel"), record_dispatch() as names:
         first, state = mask.chunked(slice_rows(quick, 0, 21), state, 8)
         second, state = mask.chunked(slice_rows(quick, 21, 36), state, 8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.kernel_rows import patch_tensor_loops
 
-from surgery.core.dispatch import use_kernels, load_kernels
+from surgery.core.dispatch import load_kernels, use_kernels
 from surgery.kernels.launch import CachedLaunch
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
@@ -42,7 +42,7 @@ def drawn(N, c, d, b, a, s, in_=None, out=None, dtype=torch.float32, bias=True):
 
 def judged(x, right, left, bias, dy, tolerance, way="kernel"):
     """y and the gradients of x, the cores and the bias by a kernel, within `tolerance` of the reference in float64."""
-    out, kernel = dy.shape[-1], next(k for k in btt_linear.kernels if k.way == way)
+    out, kernel = dy.shape[-1], next(k for k in btt_linear.kernels if k.implementation == way)
     assert kernel.accepts(x, right, left, bias, out)
 
     def run(function, dtype):
@@ -180,7 +180,7 @@ def test_high_ranks_are_multiplied_out():
             torch.zeros(64, d // 64, 64, s),
             torch.zeros(64, 64, s, d // 64),
         )
-        return next(k.way for k in btt_linear.kernels if k.wins(x, right, left, None, d))
+        return next(k.implementation for k in btt_linear.kernels if k.is_faster(x, right, left, None, d))
 
     assert [chosen(8192, 4096, s) for s in (1, 4, 16)] == ["kernel", "kernel", "dense"]
     assert chosen(1, 4096, 16) == "kernel"
@@ -231,6 +231,6 @@ def test_a_launch_that_triton_refuses_is_found_again():
 def test_what_it_declines():
     x, right, left, bias, _ = drawn(4, 2, 16, 2, 16, 1)
     with use_kernels("kernel"):
-        assert btt_linear.stand_in(x.double(), right, left, bias, 32) is None
-        assert btt_linear.stand_in(x[:0], right, left, bias, 32) is None
+        assert btt_linear.select_kernel(x.double(), right, left, bias, 32) is None
+        assert btt_linear.select_kernel(x[:0], right, left, bias, 32) is None
         assert btt_linear(x[:0], right, left, bias, 32).shape == (0, 32)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE
 
-from surgery.core.dispatch import use_kernels, record_dispatch
+from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers.masks.log_linear import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -68,7 +68,10 @@ def nodes():
     yield ssd.SSD_OP.node, (*tokens, gates, first, start.int(), None, 32, True)
     yield log_linear.LOG_LINEAR_OP.node, (*tokens, gates, level, start, 1, start, None, 16, False)
     yield gated_delta.GATED_DELTA_OP.node, (*tokens, beta, gates, first, None, 32)
-    yield log_linear_delta.LOG_LINEAR_DELTA_OP.node, (*tokens, beta, gates, level, None, None, None, start, None, 32, 2, 1)
+    yield (
+        log_linear_delta.LOG_LINEAR_DELTA_OP.node,
+        (*tokens, beta, gates, level, None, None, None, start, None, 32, 2, 1),
+    )
 
 
 @pytest.mark.parametrize("which", range(4))

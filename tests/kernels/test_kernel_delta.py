@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE, SIZES, gpu
 
-from surgery.core.dispatch import use_kernels, record_dispatch
+from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers.masks.log_linear import log_linear
 from surgery.mixers.masks.semiseparable import semiseparable
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from surgery.core.dispatch import use_kernels, load_kernels
+from surgery.core.dispatch import load_kernels, use_kernels
 from surgery.kernels import tuning as measured
 from surgery.kernels.mlr_attention import sdpa as attend_library
 from surgery.mixers.base import AttentionShape
@@ -89,7 +89,9 @@ def test_it_is_taken_where_it_was_measured_to_win(monkeypatch):
         rows[0]["original"] = original
         monkeypatch.setattr(measured, "device_rows", lambda place, rows=rows: rows)
         measured.fastest_measured.cache_clear()
-        wins = measured.is_fastest("mlr", measured.CallReader(attend_library.tuning_query, attend_library.tuning_key), "original")
+        wins = measured.is_fastest(
+            "mlr", measured.CallReader(attend_library.tuning_query, attend_library.tuning_key), "original"
+        )
         assert wins(terms, v, frame(), shape()) == (way == "original")
     measured.fastest_measured.cache_clear()
 
@@ -97,4 +99,4 @@ def test_it_is_taken_where_it_was_measured_to_win(monkeypatch):
 def test_asked_for_a_kernel_it_is_ours():
     terms, v = drawn()
     with use_kernels("kernel"):
-        assert attend.stand_in(terms, v, frame(), shape()).way == "kernel"
+        assert attend.select_kernel(terms, v, frame(), shape()).implementation == "kernel"

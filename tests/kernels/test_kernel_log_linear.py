@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.canaries import guard_allocations
-from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, relative_errors, random_tokens
+from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, random_tokens, relative_errors
 
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
@@ -50,7 +50,7 @@ def worst(case, dtype=torch.float32, gates="mild", state=True, levels=12, chunk=
 
     def ours(*given):
         with use_kernels("kernel"):
-            assert log_linear.stand_in(*given[:3], None, *given[3:5], start_B, None, count_B, chunk)
+            assert log_linear.select_kernel(*given[:3], None, *given[3:5], start_B, None, count_B, chunk)
             return call(*given)
 
     def exact(*given):

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 import itertools
 
-from surgery.core.dispatch import use_kernels, record_dispatch
+from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.kernels.mlr_attention.plan import MLRPlan
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs
 from surgery.mixers.common import kv_layout as slots
-from surgery.mixers.common.kv_layout import KVLayout, KVBuffer, append_slots, last_slots
+from surgery.mixers.common.kv_layout import KVBuffer, KVLayout, append_slots, last_slots
 from surgery.mixers.common.softmax import ScoreTerm, attend
 from surgery.mixers.mlr import MLR
 from surgery.mixers.sliding_window import Window
@@ -83,7 +83,7 @@ class Case:
         leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
         q, k, v, bias = leaves
         with use_kernels(choice):
-            assert choice == "reference" or attend.stand_in(self.terms(q, k, bias), v, self.frame, self.shape)
+            assert choice == "reference" or attend.select_kernel(self.terms(q, k, bias), v, self.frame, self.shape)
             out = attend(self.terms(q, k, bias), v, self.frame, self.shape)
         grads = torch.autograd.grad(out, [x for x in leaves if x is not None], self.weight.to(dtype).to(out.dtype))
         return [out * self.real, *grads]
@@ -160,11 +160,11 @@ def test_far_scores_of_any_size():
 
 def test_levels_that_all_pairs_have_are_one():
     plan = MLRPlan((32, 8, 6, 2), (64, 30, 12), False, None, None, 1.0, False)
-    assert plan.merged(30)[0][:2] == ((46, 2), (12,)) and plan.merged(65) == (plan, 0)
+    assert plan.merge_levels(30)[0][:2] == ((46, 2), (12,)) and plan.merge_levels(65) == (plan, 0)
     windowed = plan._replace(window=12)
-    assert windowed.merged(1000) == (windowed._replace(ranks=(48,), extents=()), 3)
+    assert windowed.merge_levels(1000) == (windowed._replace(ranks=(48,), extents=()), 3)
     nested = plan._replace(nested=True)
-    assert nested.merged(64)[1] == 1 and nested._replace(holes=True).merged(64)[1] == 0
+    assert nested.merge_levels(64)[1] == 1 and nested._replace(holes=True).merge_levels(64)[1] == 0
 
 
 def test_more_heads_than_a_grid_holds(monkeypatch):
@@ -189,7 +189,7 @@ def test_more_heads_than_a_grid_holds(monkeypatch):
     assert grids and max(grid[1] for grid in grids) == 2
     monkeypatch.setattr(mlr_attention, "LANES", 1)  # one row alone has more
     with use_kernels("kernel"):
-        assert attend.stand_in(case.terms(case.q, case.k, case.bias), case.v, case.frame, case.shape) is None
+        assert attend.select_kernel(case.terms(case.q, case.k, case.bias), case.v, case.frame, case.shape) is None
 
 
 @GPU
@@ -282,7 +282,7 @@ def test_steps_into_rooms(monkeypatch):
     monkeypatch.setattr(slots, "MIN_BUFFER_SLOTS", 3)
     with record_dispatch() as taken:
         test_steps(*MODELS[0], False)
-    assert "placed" in taken
+    assert "write_slots" in taken
 
 
 @GPU
@@ -330,7 +330,7 @@ def test_what_is_left_to_the_reference(options):
     terms = case.terms(case.q.to(dtype), case.k.to(dtype), None)
     cut = torch.zeros(1, 1, 9, 9, device=DEVICE) if mask else None
     with use_kernels("kernel"):
-        assert attend.stand_in(terms, case.v.to(dtype), case.frame, shape, cut, p) is None
+        assert attend.select_kernel(terms, case.v.to(dtype), case.frame, shape, cut, p) is None
 
 
 # -- rooms -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, log_gates, relative_errors, random_tokens
+from helpers.kernel_rows import DEVICE, HALF_DTYPES, SIZES, TOLERANCE, gpu, log_gates, random_tokens, relative_errors
 
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.ssd import layout as ssd_launch
@@ -36,7 +36,7 @@ def worst(sizes, dtype=torch.float32, gates="mild", first=True, weight=False, ch
 
     def ours(*given):
         with use_kernels("kernel"):
-            assert semiseparable.stand_in(given[0], *given[1:3], None, given[3].unsqueeze(1), None, None, chunk)
+            assert semiseparable.select_kernel(given[0], *given[1:3], None, given[3].unsqueeze(1), None, None, chunk)
             return call(*given)
 
     def exact(*given):

@@ -27,7 +27,7 @@ def token(B, G, J, F, V, delta, shared):
 
 def close(op, *args):
     with use_kernels("kernel"):
-        assert op.stand_in(*args)
+        assert op.select_kernel(*args)
         ours = op(*args)
     exact = op.reference(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args))
     for a, b in zip(ours, exact):

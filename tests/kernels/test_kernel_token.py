@@ -36,7 +36,7 @@ def tokens(batch: int, length: int, valid_BT=None, dtype=torch.float64) -> Mixer
 
 
 def narrowed(state: MixerState) -> MixerState:
-    return MixerState(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.most)
+    return MixerState(state.seen_B, {n: t.float() for n, t in state.tensors.items()}, state.max_seen)
 
 
 def miss(a, b) -> float:
@@ -59,12 +59,12 @@ def test_token(mask, scores):
             right, after = one_token.reference(inputs.q_BHTK, mixer, inputs, state)
             with use_kernels("kernel"):
                 given = tokens(3, 1, step_B1, torch.float32)
-                assert one_token.stand_in(given.q_BHTK, mixer.float(), given, narrowed(state))
+                assert one_token.select_kernel(given.q_BHTK, mixer.float(), given, narrowed(state))
                 ours, left = mixer.mix(given, narrowed(state))
             mixer.double()
             real_B = torch.tensor([True] * 3 if step_B1 is None else [b for (b,) in step_B1], device=DEVICE)
             assert miss(ours[real_B], right[real_B]) < 2e-6
-            assert torch.equal(left.seen_B, after.seen_B) and left.most == after.most
+            assert torch.equal(left.seen_B, after.seen_B) and left.max_seen == after.max_seen
             assert all(miss(left.tensors[n], t) < 1e-6 for n, t in after.tensors.items() if t.numel())
             state = after
 
@@ -91,4 +91,4 @@ def test_what_is_left_to_the_reference(options):
     inputs = tokens(1, 1, dtype=torch.float32)
     state = mixer.empty_state(1, DEVICE)
     with use_kernels("kernel"):
-        assert one_token.stand_in(inputs.q_BHTK, mixer, inputs, state) is None
+        assert one_token.select_kernel(inputs.q_BHTK, mixer, inputs, state) is None

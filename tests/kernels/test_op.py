@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from surgery.core.dispatch import use_kernels, register_kernel, dispatched, record_dispatch
+from surgery.core.dispatch import dispatched, record_dispatch, register_kernel, use_kernels
 
 
 @dispatched
@@ -12,7 +12,7 @@ def double(x, times=2):
     return x * times
 
 
-@register_kernel(double, accepts=lambda x, **_: x.dtype == torch.float32, wins=lambda x, **_: x.numel() > 4)
+@register_kernel(double, accepts=lambda x, **_: x.dtype == torch.float32, is_faster=lambda x, **_: x.numel() > 4)
 def double_quickly(x, times=2):
     return x + x + 0.5  # so that one sees who answered
 
@@ -46,7 +46,9 @@ def test_ways_that_are_not_ours_speak_first_and_are_no_kernels(monkeypatch):
         return 3 * x
 
     register_kernel(triple, accepts=lambda x: True)(lambda x: 3 * x + 0.5)
-    register_kernel(triple, accepts=lambda x: True, wins=lambda x: x.numel() > 4, way="original")(lambda x: 3 * x + 1)
+    register_kernel(triple, accepts=lambda x: True, is_faster=lambda x: x.numel() > 4, implementation="original")(
+        lambda x: 3 * x + 1
+    )
     with use_kernels("kernel"):
         assert torch.equal(triple(LARGE), 3 * LARGE + 0.5)
     monkeypatch.setattr("surgery.core.dispatch._on_gpu", lambda *_: True)

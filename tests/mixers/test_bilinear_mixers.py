@@ -336,7 +336,7 @@ def test_item_4_6_one_step_of_adam_moves_scores_alike_at_every_width_and_rank(ki
 def test_item_4_6_models_from_scratch_begin_and_are_normalised_by_the_fans_of_factors():
     """`pretrain` makes them with fresh_model; weight_norm cores holds the factors' size, as it does that of cores."""
     from surgery.recipes.papers.mup.bilinear_norms import FORMS, model_of
-    from surgery.training.weight_norm import fold_core_norms, add_core_norms, rms
+    from surgery.training.weight_norm import add_core_norms, fold_core_norms, rms
 
     for form, fans in (
         ("MLR 8|4|2, qk, C = 8", {"left1": 64, "right2": 32}),
@@ -423,7 +423,9 @@ def test_enough_rank_is_exact(config):
     if config.name == "bilinear_btt":  # J = 2 heads share right factors of rank 8 = K: exact too
         assert left < 1e-12
     assert (
-        relative_error(mixer.mix(replace(inputs, x_BTD=x_BTD))[0], attention_of(weight_q, weight_k, bias_q, x_BTD, inputs))
+        relative_error(
+            mixer.mix(replace(inputs, x_BTD=x_BTD))[0], attention_of(weight_q, weight_k, bias_q, x_BTD, inputs)
+        )
         < 1e-4
     )
 
@@ -488,7 +490,7 @@ def test_shapes_are_refused_with_the_reason():
         (BilinearBTT((5, 4)), r"blocks \(5, 4\) cannot tile 24 x 24"),
     ):
         with pytest.raises(SurgeryError, match=words):
-            MIXERS[config].refuse(config, SHAPE)
+            MIXERS[config].check_config(config, SHAPE)
     mixer = MIXERS[BilinearMLR](BilinearMLR((8, 2)), SHAPE)
     with pytest.raises(SurgeryError, match="use base 'kept', which starts exact"):
         fit_bilinear(mixer, *(torch.zeros(1),) * 3)

@@ -100,7 +100,9 @@ def row(inputs: MixerInputs, b: int) -> MixerInputs:
     return MixerInputs(q[None, :, real], k[None, :, real], v[None, :, real], x[None, real])
 
 
-def pieces(mixer: LinearMixer, inputs: MixerInputs, ends: list[int], state: MixerState | None = None) -> tuple[Tensor, MixerState]:
+def pieces(
+    mixer: LinearMixer, inputs: MixerInputs, ends: list[int], state: MixerState | None = None
+) -> tuple[Tensor, MixerState]:
     state, outs = state or mixer.empty_state(len(inputs.x_BTD), "cpu"), []
     for start, end in zip([0, *ends], ends):
         out, state = mixer.mix(piece(inputs, start, end), state)
@@ -145,7 +147,7 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     far_HTT = torch.zeros(SHAPE.heads, length, length, dtype=torch.float64)
     if count:
         signals = mixer.mask.signals(x_1TD)
-        signals = {n: t[:, write if n in mixer.mask.written else lag] for n, t in signals.items()}
+        signals = {n: t[:, write if n in mixer.mask.written_signals else lag] for n, t in signals.items()}
         m_HTT = mixer.mask.dense(torch.zeros(1, dtype=torch.long), count, signals)
         m_HTT = m_HTT.expand(1, SHAPE.groups, SHAPE.heads // SHAPE.groups, -1, -1).flatten(0, 2)
         beta_TG = None if beta_TG is None else beta_TG[write]
@@ -453,14 +455,14 @@ def test_how_recipes_write_it():
 )
 def test_refusals(options, said):
     with pytest.raises(SurgeryError, match=said):
-        LinearMixer.refuse(LinearAttention(**options), SHAPE)
+        LinearMixer.check_config(LinearAttention(**options), SHAPE)
 
 
 def test_refused_shapes():
     with pytest.raises(SurgeryError, match="window 4 and sinks 0 delay the linear part"):
-        LinearMixer.refuse(LinearAttention(window=4), ENCODER)
+        LinearMixer.check_config(LinearAttention(window=4), ENCODER)
     with pytest.raises(SurgeryError, match="4 query heads cannot share 3"):
-        LinearMixer.refuse(LinearAttention(), replace(SHAPE, groups=3))
+        LinearMixer.check_config(LinearAttention(), replace(SHAPE, groups=3))
 
 
 def test_checkpoints():

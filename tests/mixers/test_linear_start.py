@@ -10,7 +10,14 @@ import torch
 
 from surgery.calibration.attention_samples import AttentionSample
 from surgery.conversion.mixer_init.base import relative_error
-from surgery.conversion.mixer_init.linear import SHARPNESS, WEIGHTS, LinearInit, sharpened_by, solve_least_squares, weighed
+from surgery.conversion.mixer_init.linear import (
+    SHARPNESS,
+    WEIGHTS,
+    LinearInit,
+    sharpened_by,
+    solve_least_squares,
+    weighed,
+)
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerInputs
 from surgery.mixers.features.base import FEATURES
@@ -103,7 +110,7 @@ def accepted():
     for options in configs():
         try:
             config = LinearAttention(**options)
-            LinearMixer.refuse(config, SHAPE)
+            LinearMixer.check_config(config, SHAPE)
         except SurgeryError:
             continue
         yield config
@@ -149,6 +156,8 @@ def test_item_4_4_least_squares_does_not_depend_on_the_weight_before_it(mask):
     for weight in (1.0, 0.25):
         torch.manual_seed(0)
         errors.append(
-            relative_error(solve_least_squares(LinearMixer(LinearAttention(linear_weight=weight, **near), SHAPE), fit, 0), fit)
+            relative_error(
+                solve_least_squares(LinearMixer(LinearAttention(linear_weight=weight, **near), SHAPE), fit, 0), fit
+            )
         )
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.mask_rows import SHAPE, dense_output, run_in_pieces, make_mask, relative_error, slice_rows, random_rows, to_dtype
+from helpers.mask_rows import (
+    SHAPE,
+    dense_output,
+    make_mask,
+    random_rows,
+    relative_error,
+    run_in_pieces,
+    slice_rows,
+    to_dtype,
+)
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import from_options
@@ -149,7 +158,7 @@ def test_gradients_are_finite_differences(config, scores):
         q, k, v, x, *betas = inputs[: len(leaves)]
         signals = mask.signals(x)
         real = (torch.arange(7) < rest.count_B.unsqueeze(1)).unsqueeze(2)
-        signals.update({name: signals[name] * real for name in mask.written})
+        signals.update({name: signals[name] * real for name in mask.written_signals})
         here = replace(rest, q_BGJTF=q, k_BGTF=k, v_BGTV=v, beta_BGT=betas[0] if betas else None, signals=signals)
         out, after = mask.chunked(here, dict(zip(names, inputs[len(leaves) : len(leaves) + len(names)])), 4)
         one, last = mask.step(slice_rows(here, 6, 7), after)
@@ -191,7 +200,7 @@ def test_what_is_kept_is_counted(config):
     rows = random_rows(mask, "kernel", 70, [0, 0], [70, 70])
     _, state = run_in_pieces(mask, rows, [0, 70], 16)
     numbers = sum(x.numel() for x in state.values())
-    assert numbers == 2 * SHAPE.groups * type(mask).kept(config, SHAPE, 5, 3, 70)
+    assert numbers == 2 * SHAPE.groups * type(mask).state_size(config, SHAPE, 5, 3, 70)
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.name in ("blocks", "toeplitz_blocks")], ids=str)
@@ -203,7 +212,7 @@ def test_block_masks_both_ways(config):
         assert relative_error(mask.chunked(rows, None, 64)[0], dense_output(mask, rows), rows) < 1e-13
     assert not torch.equal(mask.dense(rows.start_B, 65, {}), mask.dense(rows.start_B, 65, {}).tril())
     with pytest.raises(SurgeryError, match="scores: kernel"):
-        type(mask).refuse(config, mask.shape, True)
+        type(mask).check_config(config, mask.shape, True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -216,7 +225,7 @@ def test_block_mixing_rows_sum_to_one_and_start_near(normalise, causal):
     torch.testing.assert_close(w_GJMM.sum(-1), torch.ones_like(w_GJMM.sum(-1)))
     assert (w_GJMM.diagonal(dim1=-2, dim2=-1) == w_GJMM.amax(-1)).all() and (w_GJMM >= 0).all()
     wanted = torch.rand_like(w_GJMM).tril() if causal else torch.rand_like(w_GJMM)
-    mask.start(wanted)
+    mask.initialize(wanted)
     torch.testing.assert_close(mask.matrix(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-6, atol=1e-9)
 
 

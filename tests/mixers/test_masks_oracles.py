@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.mask_rows import SHAPE, dense_output, run_in_pieces, make_mask, relative_error, random_rows
+from helpers.mask_rows import SHAPE, dense_output, make_mask, random_rows, relative_error, run_in_pieces
 
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.delta_rule import dense_scores
@@ -25,7 +25,9 @@ def both_forms(mask, rows, expected):
     """The mask's chunks and steps give what the equations do."""
     for chunk in (8, 64):
         assert relative_error(mask.chunked(rows, None, chunk)[0], expected, rows) < 1e-13
-    assert relative_error(run_in_pieces(mask, rows, list(range(rows.v_BGTV.shape[2] + 1)), 0)[0], expected, rows) < 1e-13
+    assert (
+        relative_error(run_in_pieces(mask, rows, list(range(rows.v_BGTV.shape[2] + 1)), 0)[0], expected, rows) < 1e-13
+    )
     assert relative_error(dense_output(mask, rows), expected, rows) < 1e-13
 
 
@@ -235,7 +237,7 @@ def test_toeplitz_entries_are_coefficients_of_distance():
 def test_a_start_is_what_was_asked_for():
     mask = chosen("toeplitz_blocks", components=2)
     a_RGJ, rate_RG = torch.rand(2, 2, 2).double() + 0.1, torch.tensor([[0.5, 0.1], [0.02, 0.0]]).double()
-    mask.start(a_RGJ, rate_RG)
+    mask.initialize(a_RGJ, rate_RG)
     distance = torch.arange(5.0).double()
     expected = torch.einsum("rgj,drg->dgj", a_RGJ, torch.exp(-distance[:, None, None] * rate_RG))
     torch.testing.assert_close(mask.kernel(distance), expected, rtol=1e-9, atol=1e-9)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.small_mixers import DecayedConfig, ExactConfig, register_test_mixers, random_model_with_mixers
+from helpers.small_mixers import DecayedConfig, ExactConfig, random_model_with_mixers, register_test_mixers
 
 from surgery.architectures.attention import attention_paths
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.mixers.common.packed_documents import PackedDocuments, DocumentMemo, document_borders
+from surgery.mixers.common.packed_documents import DocumentMemo, PackedDocuments, document_borders
 from surgery.modeling.attention import install
 
 LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row; with 32 tokens a row
@@ -147,7 +147,7 @@ def test_very_unequal_documents_are_laid_out_in_groups():
     """Never more than twice the tokens, and a few calls."""
     lengths = [(100, *[1] * 60, *[2] * 20), (3, 150, 40, 7)]
     model, (ids, positions) = model_of(CONFIGS["delta"], max_position_embeddings=256), packed(lengths)
-    documents = PackedDocuments.of(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
+    documents = PackedDocuments.from_borders(torch.nn.functional.pad(positions[:, 1:] == 0, (1, 0)))
     assert sum(group.index_DU.numel() for group in documents.groups) <= 2 * ids.numel()
     assert 1 < len(documents.groups) <= 8
     got = model(ids, position_ids=positions, use_cache=False).logits
@@ -204,19 +204,19 @@ def test_what_is_remembered_is_of_this_call():
     mask[..., 3:, :3] = False
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     known = DocumentMemo(PackedDocuments.of(document_borders(positions, mask, None, x))).remember(mask, positions)
-    assert known.documents is not None and DocumentMemo.recalled(mask, positions) is known
-    assert DocumentMemo.recalled(mask, positions.clone()) is None and DocumentMemo.recalled(None, positions) is None
+    assert known.documents is not None and DocumentMemo.recall(mask, positions) is known
+    assert DocumentMemo.recall(mask, positions.clone()) is None and DocumentMemo.recall(None, positions) is None
     positions += 1
-    assert DocumentMemo.recalled(mask, positions) is None
+    assert DocumentMemo.recall(mask, positions) is None
     alone = torch.arange(6)[None]
     DocumentMemo(None).remember(None, alone)
-    assert DocumentMemo.recalled(None, alone).documents is None
+    assert DocumentMemo.recall(None, alone).documents is None
     alone += 1
-    assert DocumentMemo.recalled(None, alone) is None
+    assert DocumentMemo.recall(None, alone) is None
     with torch.inference_mode():
         untracked = torch.arange(6)[None]
         DocumentMemo(None).remember(None, untracked)
-        assert DocumentMemo.recalled(None, untracked) is None
+        assert DocumentMemo.recall(None, untracked) is None
 
 
 def test_inference_mode_and_calls_one_after_the_other():

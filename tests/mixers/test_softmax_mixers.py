@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.pieces import slice_inputs, relative_error, run_in_pieces
+from helpers.pieces import relative_error, run_in_pieces, slice_inputs
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from surgery.core.errors import SurgeryError
@@ -151,7 +151,10 @@ def test_states_are_values():
     again = mixer.mix(
         replace(
             slice_inputs(inputs, 12, 23),
-            **{n: getattr(slice_inputs(inputs, 12, 23), n)[beams] for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD", "valid_BT")},
+            **{
+                n: getattr(slice_inputs(inputs, 12, 23), n)[beams]
+                for n in ("q_BHTK", "k_BGTK", "v_BGTV", "x_BTD", "valid_BT")
+            },
         ),
         state.rows(beams),
     )[0]
@@ -313,6 +316,6 @@ def test_configs_are_refused_with_the_reason(options, words):
 
 def test_shapes_are_refused_with_the_reason():
     with pytest.raises(SurgeryError, match="take 12 score dims and a head has 8"):
-        MIXERS[MLR].refuse(MLR((8, 4), (4,)), SHAPE)
-    MIXERS[MLR].refuse(SLIDING, SHAPE)
+        MIXERS[MLR].check_config(MLR((8, 4), (4,)), SHAPE)
+    MIXERS[MLR].check_config(SLIDING, SHAPE)
     assert mixer_config(SLIDING.to_dict()) == SLIDING

@@ -15,7 +15,12 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 import surgery
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_header, read_tensor
-from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, open_converted_checkpoint, open_checkpoint
+from surgery.checkpoint.source import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    open_checkpoint,
+    open_converted_checkpoint,
+)
 from surgery.cli.demo import demo
 from surgery.cli.teacher_cache import build_teacher_cache
 from surgery.conversion import convert as conversion
@@ -62,7 +67,10 @@ def test_an_index_points_beside_itself_only(source, shard):
         open_checkpoint(str(source))
 
 
-@pytest.mark.parametrize("name", [SAFE_WEIGHTS_NAME, "config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", SAFE_WEIGHTS_INDEX_NAME])
+@pytest.mark.parametrize(
+    "name",
+    [SAFE_WEIGHTS_NAME, "config.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", SAFE_WEIGHTS_INDEX_NAME],
+)
 @pytest.mark.parametrize("how", ["absolute", "relative"])
 def test_a_link_out_of_the_folder(source, name, how):
     """A companion is copied into OUT, and may be pushed from there."""
@@ -154,7 +162,9 @@ def halved(folder, names=("a.safetensors", "b.safetensors"), scale=1.0):
 def test_2_3_model_safetensors_beside_an_index(source):
     """transformers loads the single file. An index of that same file is no contradiction; any other is."""
     tensors = list(read_header(source / SAFE_WEIGHTS_NAME))
-    (source / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SAFE_WEIGHTS_NAME)}))
+    (source / SAFE_WEIGHTS_INDEX_NAME).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, SAFE_WEIGHTS_NAME)})
+    )
     assert {t.file.name for t in open_checkpoint(str(source)).tensors.values()} == {SAFE_WEIGHTS_NAME}
     halved(source, scale=2.0)
     for read in (open_checkpoint, open_converted_checkpoint):
@@ -257,7 +267,9 @@ def test_configs(source, changes):
 @pytest.mark.parametrize("named", [["os"], ["logging"], ["Trainer"], ["AutoTokenizer"], ["pipeline"], [5], 5, "x"])
 def test_an_architecture_is_a_model_class_or_nothing(source, named):
     """Another name of the library's is not called; the config's own type decides, as where none is named."""
-    assert type(MetaModel(open_checkpoint(str(with_config(source, architectures=named)))).model).__name__ == "LlamaModel"
+    assert (
+        type(MetaModel(open_checkpoint(str(with_config(source, architectures=named)))).model).__name__ == "LlamaModel"
+    )
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type":' * 50_000, "\ud800", "", "null", "\x00", "9" * 5000])

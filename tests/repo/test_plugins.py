@@ -30,14 +30,16 @@ def plugins(monkeypatch):
 
 
 def test_a_family_of_a_plugin(plugins, monkeypatch):
-    anatomy = Architecture(model_types=("plugged",), layers=("blocks",), attention=("attn",), mlp=("mlp",), query="wq")
+    architecture = Architecture(
+        model_types=("plugged",), layers=("blocks",), attention=("attn",), mlp=("mlp",), query="wq"
+    )
     module = ModuleType("plugged_family")
     monkeypatch.setitem(sys.modules, "plugged_family", module)
     plugins("plugged_family")
     assert get_architecture("plugged") is None
-    add_family(anatomy)
+    add_family(architecture)
     try:
-        assert get_architecture("plugged") is anatomy and get_architecture("llama") is not None
+        assert get_architecture("plugged") is architecture and get_architecture("llama") is not None
     finally:
         _plugin_families.clear()
 

@@ -166,7 +166,9 @@ def test_2_7_the_advice_given_there_works(changed, tmp_path):
 
 
 def test_2_7_activations_that_overflow_are_named(changed, tmp_path):
-    recipe = make_recipe(structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path))
+    recipe = make_recipe(
+        structure="low_rank", keep=0.5, curvature="none", allocate="uniform", calibration=text(tmp_path)
+    )
     with pytest.raises(SurgeryError, match=r"what reaches model\.layers\.0\.self_attn.q_proj.*overflows float32"):
         convert(changed("model.layers.0.input_layernorm.weight", 1e25), recipe, tmp_path / "out")
 

@@ -88,7 +88,7 @@ def test_exact_at_full_rank(name, dims, seed, how):
     if resolved(name, *dims) is None:
         return
     config = cls.fit(replace(cls.config_type(), rank="full"), *dims, budget=0)
-    assert Metric().error(weight, cls.project(weight, config, metric).dense()) < 2e-6
+    assert Metric().relative_error(weight, cls.project(weight, config, metric).dense()) < 2e-6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +99,7 @@ def test_projecting_twice_changes_nothing(name, dims, keep, seed):
         return
     weight, _ = moments(*dims, seed)
     once = STRUCTURES[config].project(weight, config).dense()
-    assert Metric().error(once, STRUCTURES[config].project(once, config).dense()) < 1e-3
+    assert Metric().relative_error(once, STRUCTURES[config].project(once, config).dense()) < 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,8 +110,8 @@ def test_a_larger_rank_never_fits_worse(name, dims, seed):
     weight, _ = moments(*dims, seed)
     if name == "monarch" or (start := resolved(name, *dims)) is None:  # monarch's grids are not nested
         return
-    ladder = cls.ladder(weight, start, Metric())
-    errors = [Metric().error(weight, cls.project(weight, config).dense()) for config, _ in ladder]
+    curve = cls.rank_error_curve(weight, start, Metric())
+    errors = [Metric().relative_error(weight, cls.project(weight, config).dense()) for config, _ in curve]
     assert all(b <= a + 1e-5 for a, b in itertools.pairwise(errors))
     assert errors[-1] < 2e-6
 
@@ -125,7 +125,7 @@ def test_the_ladder_estimates_the_plain_error(name, dims, seed):
     weight, _ = moments(*dims, seed)
     if (start := resolved(name, *dims)) is None:
         return
-    for config, square in cls.ladder(weight, start, Metric(), steps=4):
+    for config, square in cls.rank_error_curve(weight, start, Metric(), steps=4):
         left = weight - cls.project(weight, config).dense()
         assert float(left.square().sum()) == pytest.approx(square, rel=1e-2, abs=1e-3 * float(weight.square().sum()))
 
@@ -248,10 +248,10 @@ def test_low_rank_is_optimal_in_the_metric():
     right = linear.right.detach().clone().requires_grad_(True)
     gap = left[0] @ right - weight
     loss = (metric.apply(gap.detach()) * gap).sum()
-    scale = metric.square(weight)
+    scale = metric.squared_norm(weight)
     assert all(float(g.norm()) < 1e-3 * scale for g in torch.autograd.grad(loss, (left, right)))
     plain = STRUCTURES[config].project(weight, config)
-    assert metric.error(weight, linear.dense()) < metric.error(weight, plain.dense())
+    assert metric.relative_error(weight, linear.dense()) < metric.relative_error(weight, plain.dense())
 
 
 def test_als_reaches_the_stationary_point_of_each_core():
@@ -266,7 +266,7 @@ def test_als_reaches_the_stationary_point_of_each_core():
     blocks = torch.einsum("cdbs,bcsa->bacd", cores[1], cores[0]).reshape(30, 42)
     gap = blocks - weight
     grads = torch.autograd.grad((metric.apply(gap.detach()) * gap).sum(), cores)
-    assert all(float(g.norm()) < 2e-2 * metric.square(weight) ** 0.5 for g in grads)
+    assert all(float(g.norm()) < 2e-2 * metric.squared_norm(weight) ** 0.5 for g in grads)
 
 
 def test_monarch_chooses_the_squarest_full_grid():
@@ -296,7 +296,7 @@ def test_kronecker_recovers_a_sum_of_products():
     torch.manual_seed(0)
     weight = sum(torch.kron(torch.randn(4, 6), torch.randn(3, 5)) for _ in range(3))
     config = Kronecker(blocks=(4, 6), rank=3)
-    assert Metric().error(weight, STRUCTURES[config].project(weight, config).dense()) < 1e-5
+    assert Metric().relative_error(weight, STRUCTURES[config].project(weight, config).dense()) < 1e-5
 
 
 @pytest.mark.parametrize(

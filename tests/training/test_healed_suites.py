@@ -44,7 +44,18 @@ def test_a_column_for_each_conversion(tmp_path):
 
 def test_suites_run_part_after_part(tmp_path, monkeypatch, capsys):
     """One model beside itself, which is measured once."""
-    told = ["--text", TINY_CHECKPOINT / "heldout.txt", "--tokens", 256, "--length", 64, "--lengths", 128, "--samples", 1]
+    told = [
+        "--text",
+        TINY_CHECKPOINT / "heldout.txt",
+        "--tokens",
+        256,
+        "--length",
+        64,
+        "--lengths",
+        128,
+        "--samples",
+        1,
+    ]
     told += ["--sequences", 2, "--part", "reading", "--part", "needle", "--part", "mqar", "--device", "cpu"]
     words = ["suites", "run", TINY_CHECKPOINT, f"same={TINY_CHECKPOINT}", *told, "--out", tmp_path / "out"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])

@@ -19,7 +19,7 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.planning.recipe import load_recipe, shipped_recipes, validate_recipe
 from surgery.training.finetune import finetune
-from surgery.training.pretrain.initialize import plan_new_model, install_mixers, replace_linears
+from surgery.training.pretrain.initialize import install_mixers, plan_new_model, replace_linears
 from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
 from surgery.training.runner import changed_by
 from surgery.training.stages import StageModels

@@ -9,17 +9,17 @@ import torch
 from helpers.small_training import TINY_CHECKPOINT, read_losses
 
 from surgery.core.errors import SurgeryError
-from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, rate_factors, make_stage
+from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, make_gpt2, make_stage, rate_factors
 from surgery.recipes.papers.mup.run import make_data_config, stack_examples
-from surgery.recipes.papers.mup.tables import find_best, markdown, table_rows, parabola_vertex
-from surgery.recipes.papers.quality.mlr_linear import MLRLinearConfig, MLRLinear
+from surgery.recipes.papers.mup.tables import find_best, markdown, parabola_vertex, table_rows
+from surgery.recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig
 from surgery.recipes.papers.quality.stacked import StackedTraining
 from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
 from surgery.training.pretrain.initialize import zero_output
 from surgery.training.pretrain.model_config import load_config_keys
 from surgery.training.pretrain.pretrain import pretrain
-from surgery.training.pretrain.recipe import pretrain_folder, load_pretrain_recipe, parse_pretrain_recipe
+from surgery.training.pretrain.recipe import load_pretrain_recipe, parse_pretrain_recipe, pretrain_folder
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_curves")

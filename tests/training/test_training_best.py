@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small_training import TINY_CHECKPOINT, LM, LORA, healing_recipe, same, spread, tensors
+from helpers.small_training import LM, LORA, TINY_CHECKPOINT, healing_recipe, same, spread, tensors
 
 from surgery.cli.main import main
 from surgery.publish.hub.model_card import _training_section

@@ -178,9 +178,9 @@ def test_long_conversations_lose_their_end(tokenizer, tmp_path):
 def test_tokenizers_that_do_not_tell_characters(tokenizer):
     tokenizer.chat_template = CHATML
     writer = ChatEncoder(TextEncoder(tokenizer), SourceConfig(path="x", messages="talk"))
-    text = writer._rendered(TALK)
+    text = writer._render(TALK)
     spans = [writer._span(TALK, i, text) for i in (2, 4)]
-    piece = writer._piecewise(text, spans)
+    piece = writer._encode_piecewise(text, spans)
     assert tokenizer.decode(piece.ids_T) == text
     assert tokenizer.decode(piece.ids_T[piece.trained_T]) == "".join(a + END + "\n" for a in ANSWERS)
 

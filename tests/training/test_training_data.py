@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from surgery.core.errors import SurgeryError
 from surgery.training.data import documents
 from surgery.training.data.dataset import DataConfig, SourceConfig, make_data
-from surgery.training.data.packing import IGNORE_INDEX, pack_in_order, pack_best_fit, pack_stream, split_windows
+from surgery.training.data.packing import IGNORE_INDEX, pack_best_fit, pack_in_order, pack_stream, split_windows
 from surgery.training.data.tokenize import TokenSequence
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
@@ -118,11 +118,11 @@ def test_labels_are_what_follows_inside_a_document(packing, files, tokenizer):
         learnt = example["valid"] & (position > 0)
         assert torch.equal(labels, ids.where(learnt, IGNORE_INDEX))
         assert torch.equal(example["valid"], torch.arange(LENGTH) < int(example["valid"].sum()))
-        assert data.tokens_of(example) == int(learnt.sum())
+        assert data.count_tokens(example) == int(learnt.sum())
         assert all(example[name].shape == (LENGTH,) for name in example)
     if packing != "stream":
         read = sum(int(e["valid"].sum()) for e in examples)
-        (drawn,) = data.drawn()
+        (drawn,) = data.source_counts()
         assert drawn["documents"] == 200 and read <= drawn["tokens"] <= read + 200  # a window's lone last token
 
 
@@ -171,7 +171,7 @@ def test_a_long_text_is_read_in_parts(tmp_path, tokenizer, monkeypatch):
     ids = sorted(tuple(e["input_ids"].tolist()) for e in data.examples())
     assert all("�" not in tokenizer.decode(row[3:-3]).strip("�") for row in ids)
     table = documents.TextFiles([tmp_path / "long.txt"], None, "training", 0.0)
-    parts = list(table.unit(0))
+    parts = list(table.document_parts(0))
     assert len(parts) > 5 and "".join(part.content for part in parts) == text
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -288,7 +288,7 @@ def test_weights_are_shares_of_the_tokens(files, tokenizer):
     sources = [source(files, weight=3), {"path": str(few), "weight": 1}]
     data = data_of(tokenizer, sources, packing="stream", shuffle=32)
     first(data, 3000)
-    drawn = data.drawn()
+    drawn = data.source_counts()
     assert 2.7 < drawn[0]["tokens"] / drawn[1]["tokens"] < 3.3
 
 
@@ -394,20 +394,24 @@ def test_tokens_that_are_shared_are_the_same(tmp_path):
     from surgery.training.data.tokenize import TokenSequence
 
     marks = torch.tensor([False, True, True])
-    pieces = [[TokenSequence(torch.arange(4)), TokenSequence(torch.arange(3), marks, whole=True)], [], [TokenSequence(torch.arange(2))]]
+    pieces = [
+        [TokenSequence(torch.arange(4)), TokenSequence(torch.arange(3), marks, indivisible=True)],
+        [],
+        [TokenSequence(torch.arange(2))],
+    ]
     read = [[Document("a"), Document([{"role": "user", "content": "b"}])], [], [Document("c", ends=False)]]
     writer, reader = (SharedTokens(tmp_path / "tokens", writes) for writes in (True, False))
-    assert writer.of(read, lambda _: pieces) is pieces
-    again = reader.of(read, lambda _: pytest.fail("was to be read"))
+    assert writer.get_or_tokenize(read, lambda _: pieces) is pieces
+    again = reader.get_or_tokenize(read, lambda _: pytest.fail("was to be read"))
     assert [len(some) for some in again] == [2, 0, 1]
     for ours, theirs in zip((p for some in again for p in some), (p for some in pieces for p in some)):
-        assert torch.equal(ours.ids_T, theirs.ids_T) and ours.whole == theirs.whole
+        assert torch.equal(ours.ids_T, theirs.ids_T) and ours.indivisible == theirs.indivisible
         assert (ours.trained_T is None) == (theirs.trained_T is None)
     assert torch.equal(again[0][1].trained_T, marks)
     other = [[Document("a, but longer")], [], []]
     kept, shared_tokens.KEPT_TOKENS = shared_tokens.KEPT_TOKENS, 1
     try:
-        writer.of(other, lambda _: pieces)
+        writer.get_or_tokenize(other, lambda _: pieces)
     finally:
         shared_tokens.KEPT_TOKENS = kept
     assert len(list((tmp_path / "tokens").iterdir())) == 1

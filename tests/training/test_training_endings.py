@@ -105,7 +105,7 @@ def test_1b_sharded(student, words, tmp_path):
 def test_1b_teacher_cache(student, words, tmp_path):
     """The same files, from every state."""
     from surgery.training.data.dataset import make_data
-    from surgery.training.models import load_causal_lm, open_trainable, load_source_tokenizer
+    from surgery.training.models import load_causal_lm, load_source_tokenizer, open_trainable
     from surgery.training.recipe import stage_data_config
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 
@@ -133,7 +133,7 @@ def test_1b_a_result_of_other_numbers_gets_no_name(student, words, tmp_path, mon
     from surgery.training import export as result
 
     written, out = result._output_entry, tmp_path / "out"
-    monkeypatch.setattr(result, "_output_entry", lambda info, trained: TensorSource.copy(info.name, info))
+    monkeypatch.setattr(result, "_output_entry", lambda info, trained: TensorSource.from_file(info.name, info))
     with pytest.raises(SurgeryError, match=r"tensor '.*' is not the one in .*stage-01-step-0000000.*--resume"):
         finetune(str(student), healing_recipe(words, LM), out, **OPTIONS)
     assert not out.exists() and (tmp_path / "out.partial" / "checkpoints").is_dir()

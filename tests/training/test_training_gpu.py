@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
 
 from surgery.core.errors import SurgeryError
 from surgery.training.distributed.step import OptimizerStep
@@ -102,7 +102,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
     stage = {**STAGE, "schedule": {"name": "constant", "warmup": 0}}
     healed(btt, texts, tmp_path / "two", "fp16", {**stage, "tokens": 512})
     seen = []
-    clipped = OptimizerStep.clipped
+    clipped = OptimizerStep.clip_gradients
 
     def overflowing(self):
         if len(seen) == 2:
@@ -111,7 +111,7 @@ def test_a_scaler_lowers_its_scale_and_goes_on(btt, texts, tmp_path, monkeypatch
         seen.append(self.accelerator.scaler.get_scale())
         return clipped(self)
 
-    monkeypatch.setattr(OptimizerStep, "clipped", overflowing)
+    monkeypatch.setattr(OptimizerStep, "clip_gradients", overflowing)
     record = healed(btt, texts, tmp_path / "four", "fp16", {**stage, "tokens": 1024})
     assert seen[3] == seen[2] / 2 and record["stages"][0]["steps"] == 4
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "four").values())

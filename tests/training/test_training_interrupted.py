@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.forked import run_processes
-from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
 
 from surgery.training.checkpoints import CheckpointManager
 from surgery.training.finetune import finetune
@@ -32,7 +32,17 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     out = tmp_path / "out"
     told = ["--set", f"data.sources=[{{path: {texts}}}]", "--set", "stages.*.tokens=65536", "--set", "log=1"]
     told += ["--set", "stages.*.length=64", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
-    command = [sys.executable, "-m", "surgery", "finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "surgery",
+        "finetune",
+        str(btt),
+        "--teacher",
+        str(TINY_CHECKPOINT),
+        "--out",
+        str(out),
+    ]
     command += ["--recipe", "weights-only", "--tiny", *told, "--device", "cpu", "--track", "none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -46,7 +56,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(btt, texts, tmp_path):
     assert run.returncode == 130, said
     latest = CheckpointManager(out.with_name("out.partial") / "checkpoints", 1).latest()
     assert latest is not None and latest.name in " ".join(said.split()).replace(" ", "") and "--resume" in said
-    step = CheckpointManager(latest.parent, 1).position(latest).step
+    step = CheckpointManager(latest.parent, 1).read_position(latest).step
     assert step >= 2 and log.read_text().count('"loss"') == step
 
 
@@ -91,13 +101,13 @@ def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_pa
 
     def run(rank):
         if rank:
-            one, tokenise = [], TextEncoder.texts
+            one, tokenise = [], TextEncoder.encode_texts
 
             def counted(self, documents):
                 one.append(len(documents))
                 return tokenise(self, documents)
 
-            TextEncoder.texts = counted
+            TextEncoder.encode_texts = counted
         finetune(str(btt), told, out, device="cpu", track="none")
         assert not rank or sum(one) < 30, "the few for validation"
 

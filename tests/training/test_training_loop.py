@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 import torch
-from helpers.small_training import TINY_CHECKPOINT, read_losses, healing_recipe
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
 
 from surgery.core.errors import SurgeryError
 from surgery.training.finetune import finetune
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
     found = CheckpointManager(tmp_path / "checkpoints", 2)
     assert found.latest() == state.parent
     with pytest.raises(SurgeryError, match="damaged"):
-        found.position(state.parent)
+        found.read_position(state.parent)
 
 
 def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
@@ -271,7 +271,7 @@ def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
 def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):
     """The same losses, to the precision its targets are stored in."""
     from surgery.training.data.dataset import make_data
-    from surgery.training.models import load_causal_lm, open_trainable, load_source_tokenizer
+    from surgery.training.models import load_causal_lm, load_source_tokenizer, open_trainable
     from surgery.training.recipe import stage_data_config
     from surgery.training.teacher_cache.write_read import write_teacher_cache
 

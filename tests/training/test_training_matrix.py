@@ -62,7 +62,9 @@ def batch(rows=2, packed=False):
 
 
 def stage_of(student, teacher, **options):
-    config = AlignConfig(kind="align", tokens=64, rate=1e-3, of=["attention"], trains=["all"], matrix_weight=1.0, **options)
+    config = AlignConfig(
+        kind="align", tokens=64, rate=1e-3, of=["attention"], trains=["all"], matrix_weight=1.0, **options
+    )
     stage = AlignStage(config)
     roles = {f"model.layers.{i}.self_attn.{n}_proj": (r,) for i in (0, 1) for n, r in
              (("q", "attention.query"), ("k", "attention.key"), ("v", "attention.value"), ("o", "attention.output"))}  # fmt: skip
@@ -88,12 +90,12 @@ def read(model, inputs, place=PLACE):
     handle = module.register_forward_hook(lambda _, a, k, o: seen.append((a, k)), with_kwargs=True)
     model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
     handle.remove()
-    mixing, parts = MixingProbe.of(model, place), []
+    mixing, parts = MixingProbe.from_model(model, place), []
     for first in range(0, T, mixing.value):
         given = torch.zeros(T, mixing.value)
         for c in range(min(mixing.value, T - first)):
             given[first + c, c] = 1
-        parts.append(mixing.mixed(seen[0], given.expand(len(inputs["input_ids"]), -1, -1)))
+        parts.append(mixing.mix_values(seen[0], given.expand(len(inputs["input_ids"]), -1, -1)))
     return torch.cat(parts, dim=-1)[..., :T].transpose(1, 2)
 
 

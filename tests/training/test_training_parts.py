@@ -6,16 +6,16 @@ import json
 
 import pytest
 import torch
-from helpers.small_training import read_losses, healing_recipe
+from helpers.small_training import healing_recipe, read_losses
 
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
 from surgery.training.batches import BatchLayout
-from surgery.training.data.prefetch import ThreadPrefetcher, ProcessPrefetcher, limit_tokenizer_threads
+from surgery.training.data.prefetch import ProcessPrefetcher, ThreadPrefetcher, limit_tokenizer_threads
 from surgery.training.logging import TrainingLog, draw_curve, tracker_names
 from surgery.training.optim import WeightEMA
-from surgery.training.weight_norm import fold_core_norms, add_core_norms, rms
+from surgery.training.weight_norm import add_core_norms, fold_core_norms, rms
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -78,11 +78,11 @@ def test_the_running_mean_is_a_mean():
 
 
 def test_shares_of_a_batch():
-    assert BatchLayout.of(32, 8, 1, 2).forwards == 2
-    assert BatchLayout.of(4, 8, 0, 2).rows == 2
+    assert BatchLayout.create(32, 8, 1, 2).accumulation_steps == 2
+    assert BatchLayout.create(4, 8, 0, 2).rows == 2
     for batch, rows, world in ((5, 1, 2), (12, 5, 1)):
         with pytest.raises(SurgeryError, match="batch"):
-            BatchLayout.of(batch, rows, 0, world)
+            BatchLayout.create(batch, rows, 0, world)
 
 
 @pytest.mark.parametrize("way", [lambda items: ThreadPrefetcher(items(), 1), lambda items: ProcessPrefetcher(items, 1)])
@@ -130,7 +130,7 @@ def test_a_process_reads_what_a_thread_reads(texts):
     limit_tokenizer_threads()
     with ThreadPrefetcher(steps(), 2) as one, ProcessPrefetcher(steps, 2) as other:
         for _, a, b in zip(range(40), one, other):
-            assert (a.counted, a.tokens, a.after) == (b.counted, b.tokens, b.after)
+            assert (a.num_counted, a.tokens, a.data_state) == (b.num_counted, b.tokens, b.data_state)
             same = [torch.equal(x[n], y[n]) for x, y in zip(a.batches, b.batches) for n in x]
             assert len(same) == 10 and all(same)
 
@@ -141,7 +141,7 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
         log.add({"stage": stage, "step": step, "kind": "lm", "loss": float("nan"), "tokens": step})
     with open(log.path, "a") as file:
         file.write('{"stage": 1, "st')
-    log.going_on(1, 1)
+    log.truncate_after(1, 1)
     assert [(line["stage"], line["step"]) for line in map(json.loads, log.path.open())] == [(0, 1), (0, 2), (1, 1)]
     assert log.lines()[0]["loss"] is None
     assert draw_curve(log.lines(), tmp_path / "curve.png") and not draw_curve([], tmp_path / "none.png")
@@ -206,5 +206,5 @@ def test_the_engine_s_loss_scale_follows_torch_s():
         descent._rescale(overflow)
     assert told == [2.0**16, *[2.0**15] * 2000, 2.0**16]
     scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(descent.scale())
-    assert scaler.state_dict() == descent.scale() == INITIAL_SCALE
+    scaler.load_state_dict(descent.scaler_state())
+    assert scaler.state_dict() == descent.scaler_state() == INITIAL_SCALE

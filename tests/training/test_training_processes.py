@@ -47,7 +47,17 @@ def launched(btt, texts, folder, settings):
         port = free.getsockname()[1]
     (folder / "accelerate.yaml").write_text(yaml.safe_dump({**settings, "main_process_port": port}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "-m", "surgery"]
-    command += ["finetune", str(btt), "--teacher", str(TINY_CHECKPOINT), "--recipe", "recipe.yaml", "--out", "out", "--json"]
+    command += [
+        "finetune",
+        str(btt),
+        "--teacher",
+        str(TINY_CHECKPOINT),
+        "--recipe",
+        "recipe.yaml",
+        "--out",
+        "out",
+        "--json",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,7 +82,9 @@ def test_two_are_one(alone, btt, texts, tmp_path, how):
     else:
         record = forked(btt, texts, tmp_path)
     assert record["processes"] == 2 and (record["spread"] == "FSDP2") == (how == "fsdp2")
-    ours, theirs = (torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (tmp_path / "out", alone[0]))
+    ours, theirs = (
+        torch.tensor(read_losses(f / "training"), dtype=torch.float64) for f in (tmp_path / "out", alone[0])
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     for key in ("original", "before", "after"):
         pair = [r["validation"][key]["loss"] for r in (record, alone[1])]

@@ -30,7 +30,10 @@ def test_shipped_recipes_run_for_a_few_steps(name, btt, mixed, texts, tmp_path):
     record = finetune(str(student), tiny, tmp_path / "out", teacher=str(TINY_CHECKPOINT))
     assert [stage["steps"] for stage in record["stages"]] == [2] * len(tiny.stages)
     assert (tmp_path / "out" / "training" / "curve.png").stat().st_size > 1000
-    assert sum(stage.tokens for stage in load_healing_recipe(name).stages) >= (2 if name.startswith("small") else 20) * 10**6
+    assert (
+        sum(stage.tokens for stage in load_healing_recipe(name).stages)
+        >= (2 if name.startswith("small") else 20) * 10**6
+    )
 
 
 def test_numbers_as_people_write_them():

@@ -64,7 +64,7 @@ def test_align_is_each_module_on_the_teacher_s_inputs(btt):
     )[0]  # fmt: skip
     read = layer.post_attention_layernorm(attended)
     gap = (student.mlp(read) - layer.mlp(read)).square().mean(-1).sum()
-    assert list(stage.sizes) == stage.places and len(stage.places) == len(models.teacher.model.layers)
+    assert list(stage.sizes) == stage.paths and len(stage.paths) == len(models.teacher.model.layers)
     expected = gap / stage.sizes["model.layers.1.mlp"]
     assert expected > 0 and got["total"] > 0
     alone = staged(models, roles, kind="align", of=["mlp"], trains=["model.layers.1.mlp.*"])
@@ -80,7 +80,7 @@ def test_align_trains_modules_independently(btt):
         stage = staged(models, roles, kind="align", trains=trains)
         stage.losses(models, rows())["total"].backward()
         core = models.student.model.layers[2].mlp.up_proj.weight
-        gradients.append(core.grad * len(stage.places))
+        gradients.append(core.grad * len(stage.paths))
         models.student.zero_grad()
     torch.testing.assert_close(*gradients)
 
@@ -102,7 +102,9 @@ def test_top_k_lumps_the_rest():
     """The whole KL where k is the vocabulary, less or equal otherwise, by hand where k is two."""
     student, teacher = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).double().float()
     whole = kl_divergence(student, teacher, 1.0)
-    torch.testing.assert_close(top_k_kl_divergence(student, *top_k_log_probs(teacher, 11, 1.0), 1.0), whole, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        top_k_kl_divergence(student, *top_k_log_probs(teacher, 11, 1.0), 1.0), whole, rtol=1e-3, atol=1e-4
+    )
     for temperature in (1.0, 2.0):
         parts = top_k_kl_divergence(student, *top_k_log_probs(teacher, 2, temperature), temperature)
         p, q = (t.div(temperature).softmax(-1) for t in (teacher, student))

@@ -47,7 +47,7 @@ def grouped(stage):
 
 
 def healed(btt, recipe, out, stage, count, dies_at=None, **options):
-    """Exit codes of `format_count` processes; dies_at: (stage, step) at which they are gone."""
+    """Exit codes of `count` processes; dies_at: (stage, step) at which they are gone."""
     from surgery.training.finetune import finetune
     from surgery.training.loop import TrainingLoop
 

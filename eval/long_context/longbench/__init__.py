@@ -14,28 +14,30 @@ from surgery.eval.long_context import prompt_token_counter
 from surgery.eval.long_context.longbench.prompts import TASKS, LongBenchTask
 from surgery.eval.long_context.longbench.scores import SCORES, first_line
 from surgery.eval.long_context.truncate import truncate_middle
-from surgery.eval.suite import EvalOptions, EvalMetric, EvalModel, SuiteResult
+from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
 DATASET = "Xnhyacinth/LongBench"
 DEFAULT_LENGTH = 32768  # tokens of a prompt for a model without a longest input
-PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.paper)
+PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 
-def run_longbench(subject: EvalModel, options: EvalOptions) -> SuiteResult:
+def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
     """--tasks all: all twenty-one; --lengths: prompt and answer in so many tokens, each length by itself."""
     names = tuple(TASKS) if options.tasks == ("all",) else options.tasks or PAPER_TASKS
     if unknown := [name for name in names if name not in TASKS]:
         raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{suggestion(unknown[0], [*TASKS, 'all'])}")
     mirror.check_datasets(options.data_root, "longbench", [DATASET])
-    lengths = options.lengths or (subject.longest or DEFAULT_LENGTH,)
-    tasks = [(f"longbench_{name}", partial(_make_task, name, subject, options, n)) for n in lengths for name in names]
-    return run_own_tasks(subject, tasks, options, SCORE, max(*lengths, subject.longest or 0))
+    lengths = options.lengths or (eval_model.longest or DEFAULT_LENGTH,)
+    tasks = [
+        (f"longbench_{name}", partial(_make_task, name, eval_model, options, n)) for n in lengths for name in names
+    ]
+    return run_own_tasks(eval_model, tasks, options, SCORE, max(*lengths, eval_model.longest or 0))
 
 
 def best_score(task: LongBenchTask, output: str, answers: list[str], classes: list[str]) -> float:
     """The best over the references."""
-    said = first_line(output) if task.line else output
+    said = first_line(output) if task.first_line_only else output
     return max((float(SCORES[task.score](said, answer, classes or [])) for answer in answers), default=0.0)
 
 
@@ -45,10 +47,10 @@ def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
     return task.prompt.format(context=row["context"], input=asked)
 
 
-def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int) -> OwnTask:
-    task, tokenizer = TASKS[name], subject.tokenizer
+def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: int) -> OwnTask:
+    task, tokenizer = TASKS[name], eval_model.tokenizer
     rows = mirror.load_rows(options.data_root, "longbench", DATASET, name, "test")
-    count = prompt_token_counter(tokenizer, options.apply_chat_template and not task.bare)
+    count = prompt_token_counter(tokenizer, options.apply_chat_template and not task.no_chat_template)
     most = length - task.answer_tokens
     if most < 32:
         raise SurgeryError(
@@ -75,7 +77,7 @@ def _make_task(name: str, subject: EvalModel, options: EvalOptions, length: int)
 
     generation = _one_line_generation(tokenizer) if name == "samsum" else {}
     called = f"longbench_{name}_{length}" if options.lengths else f"longbench_{name}"
-    return OwnTask(called, docs, score, task.answer_tokens, generation=generation, chat=not task.bare)
+    return OwnTask(called, docs, score, task.answer_tokens, generation=generation, chat=not task.no_chat_template)
 
 
 def _one_line_generation(tokenizer: Any) -> dict[str, Any]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """prompt: of context and input; score: a name in longbench_scores; line: only the first line of an answer counts;
-    bare: never in a chat template; paper: one of the fourteen of Log-Linear Attention (arXiv:2506.04761)."""
+    """prompt: of context and input; score: a name in longbench_scores; first_line_only: only the first line of an answer counts;
+    no_chat_template: never in a chat template; in_paper: one of the fourteen of Log-Linear Attention (arXiv:2506.04761)."""
 
     prompt: str
     answer_tokens: int
     score: str
-    line: bool = False
-    bare: bool = False
-    paper: bool = True
+    first_line_only: bool = False
+    no_chat_template: bool = False
+    in_paper: bool = True
 
 
 _PASSAGES = (
@@ -55,7 +55,7 @@ TASKS: dict[str, LongBenchTask] = {
         "阅读以下文字并用中文简短回答：\n\n{context}\n\n现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",
         64,
         "qa_f1_zh",
-        paper=False,
+        in_paper=False,
     ),
     "hotpotqa": LongBenchTask(_PASSAGES, 32, "qa_f1"),
     "2wikimqa": LongBenchTask(_PASSAGES, 32, "qa_f1"),
@@ -64,7 +64,7 @@ TASKS: dict[str, LongBenchTask] = {
         "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
         128,
         "rouge_zh",
-        paper=False,
+        in_paper=False,
     ),
     "gov_report": LongBenchTask(
         "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\nNow, "
@@ -89,37 +89,37 @@ TASKS: dict[str, LongBenchTask] = {
         "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",
         512,
         "rouge_zh",
-        paper=False,
+        in_paper=False,
     ),
     "trec": LongBenchTask(
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
         64,
         "classification",
-        line=True,
-        bare=True,
+        first_line_only=True,
+        no_chat_template=True,
     ),
     "triviaqa": LongBenchTask(
         "Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
         "following are some examples.\n\n{context}\n\n{input}",
         32,
         "qa_f1",
-        line=True,
-        bare=True,
+        first_line_only=True,
+        no_chat_template=True,
     ),
     "samsum": LongBenchTask(
         "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
         128,
         "rouge",
-        line=True,
-        bare=True,
+        first_line_only=True,
+        no_chat_template=True,
     ),
     "lsht": LongBenchTask(
         "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",
         64,
         "classification",
-        line=True,
-        bare=True,
-        paper=False,
+        first_line_only=True,
+        no_chat_template=True,
+        in_paper=False,
     ),
     "passage_count": LongBenchTask(
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read these "
@@ -129,7 +129,7 @@ TASKS: dict[str, LongBenchTask] = {
         "is: ",
         32,
         "count",
-        paper=False,
+        in_paper=False,
     ),
     "passage_retrieval_en": LongBenchTask(
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is from."
@@ -137,17 +137,22 @@ TASKS: dict[str, LongBenchTask] = {
         'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
         32,
         "retrieval",
-        paper=False,
+        in_paper=False,
     ),
     "passage_retrieval_zh": LongBenchTask(
         "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n下面是一个摘要\n\n{input}\n\n"
         '请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
         32,
         "retrieval_zh",
-        paper=False,
+        in_paper=False,
     ),
-    "lcc": LongBenchTask("Please complete the code given below. \n{context}Next line of code:\n", 64, "code", bare=True),
+    "lcc": LongBenchTask(
+        "Please complete the code given below. \n{context}Next line of code:\n", 64, "code", no_chat_template=True
+    ),
     "repobench-p": LongBenchTask(
-        "Please complete the code given below. \n{context}{input}Next line of code:\n", 64, "code", bare=True
+        "Please complete the code given below. \n{context}{input}Next line of code:\n",
+        64,
+        "code",
+        no_chat_template=True,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from surgery.eval.long_context.ruler.aggregation import CommonWords, FrequentWords
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, RulerTask, LengthTooShortError
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, RulerTask, TaskContext
 from surgery.eval.long_context.ruler.niah import NeedleTask
 from surgery.eval.long_context.ruler.qa import DocumentQATask
 from surgery.eval.long_context.ruler.variable_tracking import VariableTracking
@@ -27,4 +27,4 @@ TASKS: dict[str, RulerTask] = {
     )
 }
 
-__all__ = ["TASKS", "RulerQuestion", "TaskContext", "RulerTask", "LengthTooShortError"]
+__all__ = ["TASKS", "LengthTooShortError", "RulerQuestion", "RulerTask", "TaskContext"]

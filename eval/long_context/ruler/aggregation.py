@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import pi
 from random import Random
 
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
 from surgery.eval.long_context.ruler.words import random_compound, random_letters, vocabulary
 
 COMMON = (
@@ -44,19 +44,19 @@ class CommonWords:
     answer_tokens: int = 120
     needs: str | None = None
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        yield from parallel_map(lambda index: self._one(room, index), range(samples))
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
-    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
-        for shape in (LONG, *SMALLER) if room.length >= 4096 else SMALLER:
+    def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
+        for shape in (LONG, *SMALLER) if ctx.length >= 4096 else SMALLER:
             try:
-                return self._shaped(room, index, shape)
+                return self._make_with_repeats(ctx, index, shape)
             except LengthTooShortError as error:
                 reason = error
         raise reason
 
-    def _shaped(self, room: TaskContext, index: int, shape: WordRepeats) -> RulerQuestion:
-        rng = room.rng(self.name, index)
+    def _make_with_repeats(self, ctx: TaskContext, index: int, shape: WordRepeats) -> RulerQuestion:
+        rng = ctx.rng(self.name, index)
         words, before, seed = list(vocabulary()), "", rng.random()
         if shape.example:
             size, often, seldom = shape.example
@@ -72,17 +72,17 @@ class CommonWords:
             context = _numbered_list(words[:n], shape.common, shape.other, seed, rest)
             return before + COMMON.format(context=context) + COMMON_PREFIX
 
-        found = room.filled(
-            build, self.answer_tokens, TOP + 1, 4 * room.length, max(1, room.length // 128), filler, mixed=True
+        found = ctx.fill_prompt(
+            build, self.answer_tokens, TOP + 1, 4 * ctx.length, max(1, ctx.length // 128), filler, mixed=True
         )
         return RulerQuestion(
-            id=f"{self.name} {room.length} {index}",
+            id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(COMMON_PREFIX)],
             prefix=COMMON_PREFIX,
             answers=tuple(words[:TOP]),
-            length=room.length,
+            length=ctx.length,
             tokens=found.tokens + self.answer_tokens,
-            note=_shortening_note(shape, room.length),
+            note=_shortening_note(shape, ctx.length),
         )
 
 
@@ -109,12 +109,12 @@ class FrequentWords:
     needs: str | None = None
     letters: int = 6
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        yield from parallel_map(lambda index: self._one(room, index), range(samples))
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
-    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
-        rng = room.rng(self.name, index)
-        goal, words = room.length - self.answer_tokens, {"...": None}
+    def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
+        rng = ctx.rng(self.name, index)
+        goal, words = ctx.length - self.answer_tokens, {"...": None}
         while len(words) < max(5, goal // 50):
             words[random_letters(rng, self.letters, string.ascii_lowercase)] = None
         coded, seed = list(words), rng.random()
@@ -124,20 +124,20 @@ class FrequentWords:
             Random(seed).shuffle(text)
             return FREQUENT.format(context=" ".join(text) + rest) + FREQUENT_PREFIX
 
-        found = room.filled(
-            build, self.answer_tokens, 1, 16 * room.length, max(1, room.length // 32), " ..." * 64, mixed=True
+        found = ctx.fill_prompt(
+            build, self.answer_tokens, 1, 16 * ctx.length, max(1, ctx.length // 32), " ..." * 64, mixed=True
         )
         times = _word_counts(found.units, len(coded))
         if not times[1] > times[2] > times[3] > times[4]:
             raise LengthTooShortError(
-                f"tells the three most frequent words apart only above {room.length:,} tokens with this tokenizer"
+                f"tells the three most frequent words apart only above {ctx.length:,} tokens with this tokenizer"
             )
         return RulerQuestion(
-            id=f"{self.name} {room.length} {index}",
+            id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(FREQUENT_PREFIX)],
             prefix=FREQUENT_PREFIX,
             answers=tuple(coded[1:4]),
-            length=room.length,
+            length=ctx.length,
             tokens=found.tokens + self.answer_tokens,
         )
 

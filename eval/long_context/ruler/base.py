@@ -15,7 +15,14 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from surgery.eval.long_context.ruler.prompt import Build, Count, FilledPrompt, DifferenceEstimate, SentenceEstimate, fill_prompt
+from surgery.eval.long_context.ruler.prompt import (
+    Build,
+    Count,
+    DifferenceEstimate,
+    FilledPrompt,
+    SentenceEstimate,
+    fill_prompt,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,7 +65,7 @@ class TaskContext:
         """Of this task, length and sample alone."""
         return Random(" ".join(map(str, ("ruler", self.seed, task, self.length, *parts))))
 
-    def filled(
+    def fill_prompt(
         self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "", mixed: bool = False
     ) -> FilledPrompt:
         """mixed: the units are in another order for every number of them."""
@@ -66,7 +73,9 @@ class TaskContext:
         found = fill_prompt(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
         if found is None:
             needed = self.count(build(least, "")) + answer_tokens
-            raise LengthTooShortError(f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer")
+            raise LengthTooShortError(
+                f"needs {needed:,} tokens with this tokenizer, {answer_tokens} of them for the answer"
+            )
         return found
 
 
@@ -90,7 +99,7 @@ class RulerTask(Protocol):
     def answer_tokens(self) -> int: ...
     @property
     def needs(self) -> str | None:
-        """Which of a room's texts: essays, squad, hotpot."""
+        """Which of the context's texts: essays, squad, hotpot."""
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """Raises Unfit. depths: only where a single thing is hidden; nothing: anywhere."""

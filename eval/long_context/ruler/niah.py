@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, parallel_map
-from surgery.eval.long_context.ruler.words import NOISE, random_compound, random_uuid, random_number
+from surgery.eval.long_context.ruler.words import NOISE, random_compound, random_number, random_uuid
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TEMPLATE = (
@@ -22,7 +22,11 @@ TEMPLATE = (
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 RULER_DEPTHS = tuple(round(100 * i / 39) / 100 for i in range(40))  # RULER's forty depths
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
-VALUE_GENERATORS: dict[str, Callable[[Random], str]] = {"words": random_compound, "numbers": random_number, "uuids": random_uuid}
+VALUE_GENERATORS: dict[str, Callable[[Random], str]] = {
+    "words": random_compound,
+    "numbers": random_number,
+    "uuids": random_uuid,
+}
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,12 @@ class NeedleTask:
     def needs(self) -> str | None:
         return "essays" if self.haystack == "essay" else None
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         cells = [(index, depth) for depth in depths or (None,) for index in range(samples)]
-        yield from parallel_map(lambda cell: self._one(room, *cell), cells)
+        yield from parallel_map(lambda cell: self._make_question(ctx, *cell), cells)
 
-    def _one(self, room: TaskContext, index: int, depth: float | None) -> RulerQuestion:
-        rng = room.rng(self.name, index, depth)
+    def _make_question(self, ctx: TaskContext, index: int, depth: float | None) -> RulerQuestion:
+        rng = ctx.rng(self.name, index, depth)
         keys = [VALUE_GENERATORS[self.key](rng) for _ in range(max(self.keys, self.queries))]
         values = [[VALUE_GENERATORS[self.value](rng) for _ in range(self.values)] for _ in keys]
         asked = rng.sample(range(len(keys)), self.queries)
@@ -56,17 +60,17 @@ class NeedleTask:
         words = {"kind": self.value[:-1] if one else self.value, "query": _join_names([keys[i] for i in asked])}
         template, prefix = (_to_singular(TEMPLATE), _to_singular(PREFIX)) if one else (TEMPLATE, PREFIX)
         prefix = prefix.format(**words)
-        hay = HAYSTACKS[self.haystack](self, room, rng.random(), needles, depth)
-        found = room.filled(
-            lambda n, rest: template.format(context=hay.text(n, rest), **words) + prefix,
-            self.answer_tokens, hay.least, 16 * room.length, hay.probe, hay.filler,
+        haystack = HAYSTACKS[self.haystack](self, ctx, rng.random(), needles, depth)
+        found = ctx.fill_prompt(
+            lambda n, rest: template.format(context=haystack.text(n, rest), **words) + prefix,
+            self.answer_tokens, haystack.least, 16 * ctx.length, haystack.probe, haystack.filler,
         )  # fmt: skip
         return RulerQuestion(
-            id=f"{self.name} {room.length} {depth} {index}",
+            id=f"{self.name} {ctx.length} {depth} {index}",
             prompt=found.text[: -len(prefix)],
             prefix=prefix,
             answers=tuple(value for i in asked for value in values[i]),
-            length=room.length,
+            length=ctx.length,
             tokens=found.tokens + self.answer_tokens,
             depth=depth,
         )
@@ -77,15 +81,15 @@ class Haystack:
 
     least, filler = 0, ""
 
-    def __init__(self, task: NeedleTask, room: TaskContext, seed: float, needles: list[str], depth: float | None):
+    def __init__(self, task: NeedleTask, ctx: TaskContext, seed: float, needles: list[str], depth: float | None):
         self.task, self.seed, self.needles, self.depth = task, seed, needles, depth
-        self.essays = str(room.texts.get("essays", ""))
-        self.probe = max(8, room.length // 4)  # characters
+        self.essays = str(ctx.texts.get("essays", ""))
+        self.probe = max(8, ctx.length // 4)  # characters
 
     def text(self, n: int, rest: str) -> str:
         raise NotImplementedError
 
-    def places(self, units: int) -> list[int]:
+    def needle_positions(self, units: int) -> list[int]:
         """Before which unit each needle goes, ascending."""
         rng = Random(self.seed)
         if self.depth is not None:
@@ -94,8 +98,8 @@ class Haystack:
             return sorted(rng.randint(0, units) for _ in self.needles)
         return sorted(rng.sample(range(units), len(self.needles)))
 
-    def among(self, units: list[str], between: str) -> str:
-        for place, needle in reversed(list(zip(self.places(len(units)), self.needles))):
+    def insert_needles(self, units: list[str], between: str) -> str:
+        for place, needle in reversed(list(zip(self.needle_positions(len(units)), self.needles))):
             units.insert(place, needle)
         return between.join(units)
 
@@ -105,7 +109,7 @@ class NoiseHaystack(Haystack):
 
     def text(self, n: int, rest: str) -> str:
         lines, part = divmod(n, len(NOISE) + 1)
-        return self.among([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
+        return self.insert_needles([NOISE] * lines + [NOISE[:part]] * (part > 0), "\n")
 
 
 class EssayHaystack(Haystack):
@@ -113,11 +117,11 @@ class EssayHaystack(Haystack):
 
     def text(self, n: int, rest: str) -> str:
         whole = self.essays * (n // max(1, len(self.essays)) + 1)
-        return self.among(SENTENCE_END.split(whole[:n]) if n else [], " ")
+        return self.insert_needles(SENTENCE_END.split(whole[:n]) if n else [], " ")
 
-    def places(self, units: int) -> list[int]:
+    def needle_positions(self, units: int) -> list[int]:
         if self.depth is not None:
-            return super().places(units)
+            return super().needle_positions(units)
         return sorted(int(units * place) for place in Random(self.seed).sample(RULER_DEPTHS, len(self.needles)))
 
 
@@ -126,17 +130,17 @@ class NeedleHaystack(Haystack):
 
     filler = f"{NOISE} " * 4
 
-    def __init__(self, task: NeedleTask, room: TaskContext, seed: float, needles: list[str], depth: float | None):
-        super().__init__(task, room, seed, needles, depth)
-        self.probe = max(1, room.length // 256)
-        self.straws: list[str] = []
+    def __init__(self, task: NeedleTask, ctx: TaskContext, seed: float, needles: list[str], depth: float | None):
+        super().__init__(task, ctx, seed, needles, depth)
+        self.probe = max(1, ctx.length // 256)
+        self.other_needles: list[str] = []
         self.draw = Random(seed + 1)
 
     def text(self, n: int, rest: str) -> str:
-        while len(self.straws) < n:  # drawn in order, so the same however the search goes
+        while len(self.other_needles) < n:  # drawn in order, so the same however the search goes
             key, value = VALUE_GENERATORS[self.task.key](self.draw), VALUE_GENERATORS[self.task.value](self.draw)
-            self.straws.append(NEEDLE.format(kind=self.task.value, key=key, value=value))
-        return self.among(self.straws[:n], "\n") + (f"\n{rest}" if rest else "")
+            self.other_needles.append(NEEDLE.format(kind=self.task.value, key=key, value=value))
+        return self.insert_needles(self.other_needles[:n], "\n") + (f"\n{rest}" if rest else "")
 
 
 HAYSTACKS = {"noise": NoiseHaystack, "essay": EssayHaystack, "needle": NeedleHaystack}

@@ -39,22 +39,22 @@ def prompt_counter(tokenizer: Any) -> Count:
 
 
 class SentenceEstimate:
-    """count(text), as the sum of its sentences, each counted where one ended before it. off: what is known to be missing."""
+    """count(text), as the sum of its sentences, each counted where one ended before it. correction: what is known to be missing."""
 
     def __init__(self, count: Count, known: dict[str, int]):
-        self.count, self.known, self.off = count, known, 0
+        self.count, self.known, self.correction = count, known, 0
         self.end = count(".")
 
     def __call__(self, text: str) -> int:
         parts, known = text.replace(". ", ".\0 ").replace(".\n", ".\0\n").split(".\0"), self.known
         for part in {*parts}.difference(known):
             known[part] = self.count(f".{part}.") - self.end
-        return sum(map(known.__getitem__, parts)) + self.off
+        return sum(map(known.__getitem__, parts)) + self.correction
 
-    def learn(self, text: str, estimate: int) -> int:
+    def count_exactly(self, text: str, estimate: int) -> int:
         """Counted in full."""
         tokens = self.count(text)
-        self.off += tokens - estimate
+        self.correction += tokens - estimate
         return tokens
 
 
@@ -68,10 +68,10 @@ class DifferenceEstimate:
         start, end = _common_ends(self.text, text)
         old, new = self.text[start : len(self.text) - end], text[start : len(text) - end]
         if len(old) + len(new) > len(text):
-            return self.learn(text, 0)
+            return self.count_exactly(text, 0)
         return self.tokens + self.count(new) - self.count(old)
 
-    def learn(self, text: str, estimate: int) -> int:
+    def count_exactly(self, text: str, estimate: int) -> int:
         if text != self.text:
             self.text, self.tokens = text, self.count(text)
         return self.tokens
@@ -108,18 +108,22 @@ def fill_prompt(
     or nothing where a unit is a character; estimate: how the search counts."""
     shortest = build(least, "")
     estimate = estimate or DifferenceEstimate(count)
-    if estimate.learn(shortest, estimate(shortest)) > goal:
+    if estimate.count_exactly(shortest, estimate(shortest)) > goal:
         return None
     for turn in range(MAX_ROUNDS):
         found = _search_fill(build, estimate, goal, least, most, probe, filler, 0)
-        tokens = estimate.learn(found.text, found.tokens)
+        tokens = estimate.count_exactly(found.text, found.tokens)
         if tokens == found.tokens or (turn and 0 <= goal - tokens <= goal // TOLERANCE_DIVISOR):
             return FilledPrompt(found.text, found.units, tokens)
     return _search_fill(build, count, goal, least, most, probe, filler, goal // TOLERANCE_DIVISOR)
 
 
-def _search_fill(build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int) -> FilledPrompt:
-    units, tokens = search_largest(lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler))
+def _search_fill(
+    build: Build, size: Count, goal: int, least: int, most: int, probe: int, filler: str, slack: int
+) -> FilledPrompt:
+    units, tokens = search_largest(
+        lambda n: size(build(n, "")), goal, least, most, least + probe, None, slack, bool(filler)
+    )
     rest, missing = "", goal - tokens
     if missing > slack and filler:
         guess = round(missing * len(filler) / max(1, size(filler)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\nThe "
@@ -19,18 +19,18 @@ PREFIX = " Answer:"
 
 @dataclass(frozen=True)
 class DocumentQuestion:
-    """gold: the documents that hold the answer, kin: others of the same article; numbers into a list of documents."""
+    """gold: the documents that hold the answer, same_article: others of the same article; numbers into a list of documents."""
 
     question: str
     answers: tuple[str, ...]
     gold: tuple[int, ...]
-    kin: tuple[int, ...] = ()
+    same_article: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class DocumentCollection:
     documents: tuple[str, ...]
-    asked: tuple[DocumentQuestion, ...]
+    questions: tuple[DocumentQuestion, ...]
 
 
 def squad(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
@@ -76,18 +76,18 @@ class DocumentQATask:
     needs: str
     answer_tokens: int = 32
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
         """In the data's order, without those whose own documents are too long."""
-        library: DocumentCollection = room.texts[self.needs]
+        library: DocumentCollection = ctx.texts[self.needs]
 
         def tried(index: int) -> RulerQuestion | LengthTooShortError:
             try:
-                return self._one(room, library, index)
+                return self._make_question(ctx, library, index)
             except LengthTooShortError as error:
                 return error
 
         found, reason = 0, LengthTooShortError("has no questions")
-        for made in parallel_map(tried, range(len(library.asked))):
+        for made in parallel_map(tried, range(len(library.questions))):
             if isinstance(made, LengthTooShortError):
                 reason = made
                 continue
@@ -98,8 +98,8 @@ class DocumentQATask:
         if not found:
             raise reason
 
-    def _one(self, room: TaskContext, library: DocumentCollection, index: int) -> RulerQuestion:
-        asked, rng = library.asked[index], room.rng(self.name, index)
+    def _make_question(self, ctx: TaskContext, library: DocumentCollection, index: int) -> RulerQuestion:
+        asked, rng = library.questions[index], ctx.rng(self.name, index)
         others = _distractors(library, asked, rng)
         last, seed = others.pop() if others else "", rng.random()
 
@@ -109,14 +109,16 @@ class DocumentQATask:
             shown = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
             return TEMPLATE.format(context=f"{shown} {rest}".rstrip(" "), question=asked.question) + PREFIX
 
-        most = 4 * room.length if others else 0
-        found = room.filled(build, self.answer_tokens, 0, most, max(1, room.length // 1024), f"{last} " * 4, mixed=True)
+        most = 4 * ctx.length if others else 0
+        found = ctx.fill_prompt(
+            build, self.answer_tokens, 0, most, max(1, ctx.length // 1024), f"{last} " * 4, mixed=True
+        )
         return RulerQuestion(
-            id=f"{self.name} {room.length} {index}",
+            id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(PREFIX)],
             prefix=PREFIX,
             answers=asked.answers,
-            length=room.length,
+            length=ctx.length,
             tokens=found.tokens + self.answer_tokens,
             rule="any",
         )
@@ -124,7 +126,7 @@ class DocumentQATask:
 
 def _distractors(library: DocumentCollection, asked: DocumentQuestion, rng: Random) -> list[str]:
     """What the context is filled with, in this order: documents of the same article, then any; repeated if that is all."""
-    kin = rng.sample(asked.kin, len(asked.kin))
-    known = {*asked.gold, *asked.kin}
+    kin = rng.sample(asked.same_article, len(asked.same_article))
+    known = {*asked.gold, *asked.same_article}
     rest = [i for i in range(len(library.documents)) if i not in known]
     return [library.documents[i] for i in (*kin, *rng.sample(rest, len(rest)))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from surgery.eval.long_context.ruler.base import RulerQuestion, TaskContext, LengthTooShortError, parallel_map
+from surgery.eval.long_context.ruler.base import LengthTooShortError, RulerQuestion, TaskContext, parallel_map
 from surgery.eval.long_context.ruler.prompt import fill_prompt
 from surgery.eval.long_context.ruler.words import NOISE, random_letters
 
@@ -31,22 +31,22 @@ class VariableTracking:
     answer_tokens: int = 30
     needs: str | None = None
 
-    def ask(self, room: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        yield from parallel_map(lambda index: self._one(room, index), range(samples))
+    def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
+        yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
-    def _one(self, room: TaskContext, index: int) -> RulerQuestion:
+    def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
         """With an example of up to 500 tokens, a quarter of the length at most; without where none fits."""
-        example = self._example(room, room.rng(self.name, index, "example"))
+        example = self._example(ctx, ctx.rng(self.name, index, "example"))
         for before in (example, "") if example else ("",):
             try:
-                return self._filled(room, index, before)
+                return self._make_with_example(ctx, index, before)
             except LengthTooShortError:
                 if not before:
                     raise
         raise AssertionError("the last one returns or raises")
 
-    def _filled(self, room: TaskContext, index: int, example: str) -> RulerQuestion:
-        rng = room.rng(self.name, index)
+    def _make_with_example(self, ctx: TaskContext, index: int, example: str) -> RulerQuestion:
+        rng = ctx.rng(self.name, index)
         names, value, lines = self._chain(rng, 5)
         seed = rng.random()
         prefix = PREFIX.format(number=self.hops + 1, value=value)
@@ -54,18 +54,18 @@ class VariableTracking:
         def build(n: int, rest: str) -> str:
             return example + TEMPLATE.format(context=_insert_chain(lines, n, seed), value=value) + prefix
 
-        found = room.filled(build, self.answer_tokens, 0, 16 * room.length, max(8, room.length // 4))
+        found = ctx.fill_prompt(build, self.answer_tokens, 0, 16 * ctx.length, max(8, ctx.length // 4))
         return RulerQuestion(
-            id=f"{self.name} {room.length} {index}",
+            id=f"{self.name} {ctx.length} {index}",
             prompt=found.text[: -len(prefix)],
             prefix=prefix,
             answers=tuple(names),
-            length=room.length,
+            length=ctx.length,
             tokens=found.tokens + self.answer_tokens,
             note="" if example else "no room for the one-shot example",
         )
 
-    def _example(self, room: TaskContext, rng: Random) -> str:
+    def _example(self, ctx: TaskContext, rng: Random) -> str:
         names, value, lines = self._chain(rng, 3)
         seed = rng.random()
         prefix = PREFIX.format(number=self.hops + 1, value=value)
@@ -74,7 +74,7 @@ class VariableTracking:
             context = _insert_chain(lines, n * (len(NOISE) + 1), seed)
             return TEMPLATE.format(context=context, value=value) + prefix + " " + " ".join(names) + "\n\n"
 
-        found = fill_prompt(build, room.count, min(EXAMPLE_TOKENS, room.length // 4), 0, EXAMPLE_TOKENS, 1)
+        found = fill_prompt(build, ctx.count, min(EXAMPLE_TOKENS, ctx.length // 4), 0, EXAMPLE_TOKENS, 1)
         return found.text if found else ""
 
     def _chain(self, rng: Random, size: int) -> tuple[list[str], int, list[str]]:

@@ -46,7 +46,9 @@ def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, s
     return [(None if label in seen else label, colour) for (label, colour), seen in zip(named, before)]
 
 
-def draw_panel(axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None) -> None:
+def draw_panel(
+    axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None
+) -> None:
     for row, (label, colour) in zip(rows, line_styles(rows, by)):
         tokens, losses = zip(*row["curve"])
         seen = [math.exp(min(loss, 20.0)) for loss in losses]

@@ -145,7 +145,11 @@ def heal_and_score(
         log = (folder / "healed" / "training" / "log.jsonl").read_text(encoding="utf-8")
         if arguments.keep:
             shutil.copytree(folder / "healed", arguments.keep / f"{student.name}-{seed}", dirs_exist_ok=True)
-    told = {"training": summarize_training(record), "validation": record["validation"], "curve": validation_curve(record, log)}
+    told = {
+        "training": summarize_training(record),
+        "validation": record["validation"],
+        "curve": validation_curve(record, log),
+    }
     return {**scores, **told}
 
 

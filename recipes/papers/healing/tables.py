@@ -72,7 +72,8 @@ def markdown(found: dict[str, Parts]) -> str:
     for by_name in select_rows(found).values():
         first = next(iter(by_name.values()))
         cells = [
-            "" if (row := by_name.get(name)) is None else f"{format_value(row, 'converted')}, {format_change(row)}" for name in found
+            "" if (row := by_name.get(name)) is None else f"{format_value(row, 'converted')}, {format_change(row)}"
+            for name in found
         ]
         guess = " (no evidence: guesses)" if any("no evidence" in flag for flag in first["flags"]) else ""
         told = [row_label(first), f"{first['samples']:,}", format_value(first, "base") + guess, *cells]

@@ -67,7 +67,9 @@ def code_documents(folder: Path, apart: list[str], seed: int) -> Iterator[str]:
     known = set().union(*(passage_hashes(text) for text in apart)) if apart else set()
     kept: list[Path] = []
     for files in package_files(folder):
-        shared = {file: len(passage_hashes(_read(file)) & known) for file in files} if known else dict.fromkeys(files, 0)
+        shared = (
+            {file: len(passage_hashes(_read(file)) & known) for file in files} if known else dict.fromkeys(files, 0)
+        )
         if sum(shared.values()) < MAX_SHARED_PASSAGES:
             kept += [file for file in files if not shared[file]]
     order = sorted(kept)

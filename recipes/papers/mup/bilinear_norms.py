@@ -22,7 +22,7 @@ from torch import Tensor
 
 from surgery.planning.recipe import validate_recipe
 from surgery.recipes.papers.mup.models import SweepSizes, make_config
-from surgery.training.optim import parameter_infos, make_groups, make_optimizer
+from surgery.training.optim import make_groups, make_optimizer, parameter_infos
 from surgery.training.pretrain.initialize import make_model, plan_new_model
 from surgery.training.recipe import parse_healing_recipe
 
@@ -42,7 +42,9 @@ def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> An
     if attention is not None:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            plan = plan_new_model(Path(folder), validate_recipe({"structure": "dense", "attention": attention}, "attention"))
+            plan = plan_new_model(
+                Path(folder), validate_recipe({"structure": "dense", "attention": attention}, "attention")
+            )
     return make_model(config, plan, SIZES.embedding_std, seed)
 
 

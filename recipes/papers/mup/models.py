@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from surgery.planning.recipe import validate_recipe
-from surgery.recipes.papers.quality.mlr_linear import MLRLinearConfig, MLRLinear, zero_output
+from surgery.recipes.papers.quality.mlr_linear import MLRLinear, MLRLinearConfig, zero_output
 from surgery.structures import StructuredLinear
 from surgery.training.optim import make_groups
 from surgery.training.pretrain.initialize import RESIDUAL_ROLES, make_model, plan_new_model
@@ -63,8 +63,8 @@ def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     shape = {"n_embd": width, "n_layer": sizes.layers, "n_head": width // sizes.head, "n_positions": sizes.length}
     words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    told: dict[str, Any] = {**still, **shape, **words}
-    config = GPT2Config(architectures=["GPT2LMHeadModel"], **told)
+    keys: dict[str, Any] = {**still, **shape, **words}
+    config = GPT2Config(architectures=["GPT2LMHeadModel"], **keys)
     config._attn_implementation = "eager"  # see stacked.py
     return config
 
@@ -85,7 +85,7 @@ def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: i
 
 
 def added_paths(plan: Any) -> Iterator[str]:
-    return (path for path, cuts in plan.cuts.items() if set(RESIDUAL_ROLES) & set(cuts[0].linear.roles))
+    return (path for path, cuts in plan.targets.items() if set(RESIDUAL_ROLES) & set(cuts[0].linear.roles))
 
 
 def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
@@ -101,11 +101,11 @@ def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
 # -- rates ------------------------------------------------------------------------------------------------
 def make_stage(sizes: SweepSizes, rule: str, structured: float = 1.0) -> Any:
     """The stage of a recipe that is such a run at a base rate of one; structured: base rate of the cores."""
-    told: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
-    told |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
-    told |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
-    told |= {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.0}}
-    return parse_healing_recipe({"stages": [told]}).stages[0]
+    keys: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
+    keys |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
+    keys |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
+    keys |= {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.0}}
+    return parse_healing_recipe({"stages": [keys]}).stages[0]
 
 
 def rate_factors(model: Any, stage: Any) -> dict[str, float]:

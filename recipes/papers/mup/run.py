@@ -26,10 +26,17 @@ import torch
 from torch import Tensor
 
 from surgery.core.device import choose_device
-from surgery.recipes.papers.mup.models import STRUCTURE_NAMES, SweepSizes, matching_core_rate, make_gpt2, rate_factors, make_stage
+from surgery.recipes.papers.mup.models import (
+    STRUCTURE_NAMES,
+    SweepSizes,
+    make_gpt2,
+    make_stage,
+    matching_core_rate,
+    rate_factors,
+)
 from surgery.recipes.papers.mup.tables import show
 from surgery.recipes.papers.quality.stacked import StackedTraining
-from surgery.training.data.dataset import TrainingData, DataConfig, make_data
+from surgery.training.data.dataset import DataConfig, TrainingData, make_data
 from surgery.training.data.documents import Document
 from surgery.training.data.tokenize import TextEncoder, TokenSequence
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
@@ -49,10 +56,10 @@ class CachedEncoder(TextEncoder):
         super().__init__(tokenizer)
         self.known: dict[tuple[Any, ...], list[TokenSequence]] = {}
 
-    def texts(self, documents: list[Document]) -> list[TokenSequence]:
+    def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
         key = tuple((document.content, document.begins, document.ends) for document in documents)
         if key not in self.known:
-            self.known[key] = super().texts(documents)
+            self.known[key] = super().encode_texts(documents)
         return self.known[key]
 
 
@@ -92,7 +99,7 @@ class Sweep:
             d.encoder = encoder
         self.training = [stack_examples(d, sizes.steps, sizes.rows, device) for d in data]
         held = data[0].validation()
-        self.held = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
+        self.held_out = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
 
     def train(self, runs: list[SweepRun]) -> list[dict[str, Any]]:
         """All at once: of one structure and width."""
@@ -104,26 +111,30 @@ class Sweep:
         factors = {rule: rate_factors(models[runs[0].seed], stage) for rule, stage in stages.items()}
         rates = [{n: f * 2.0**run.log2_rate for n, f in factors[run.rule].items()} for run in runs]
         stage = stages[runs[0].rule]
-        stack = StackedTraining([models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph)
+        stack = StackedTraining(
+            [models[run.seed] for run in runs], rates, stage.optimiser, stage.clip, self.device, self.graph
+        )
         which = torch.tensor([run.seed for run in runs])
         tail = torch.zeros(len(runs), device=self.device)
         for step in range(sizes.steps):
-            batch = {n: torch.stack([d[n][step] for d in self.training])[which] for n in self.held}
+            batch = {n: torch.stack([d[n][step] for d in self.training])[which] for n in self.held_out}
             losses_M = stack.step(batch, stage.schedule.factor(step, sizes.steps))
             if step >= sizes.steps - sizes.steps // 10:
                 tail += losses_M / (sizes.steps // 10)
-        held_M, tail_M = self._held(stack, len(runs)), tail.tolist()
-        told = {"parameters": sum(stack.sizes), "tokens": stage.steps * sizes.rows * sizes.length}
-        told |= {"seconds": round(time.perf_counter() - began, 2), "stack": len(runs), "device": str(self.device)}
+        held_M, tail_M = self._held_out_losses(stack, len(runs)), tail.tolist()
+        record = {"parameters": sum(stack.sizes), "tokens": stage.steps * sizes.rows * sizes.length}
+        record |= {"seconds": round(time.perf_counter() - began, 2), "stack": len(runs), "device": str(self.device)}
         return [
-            {**asdict(run), "held_out": _finite_or_none(held), "train": _finite_or_none(train), **told}
+            {**asdict(run), "held_out": _finite_or_none(held), "train": _finite_or_none(train), **record}
             for run, held, train in zip(runs, held_M.tolist(), tail_M)
         ]
 
-    def _held(self, stack: StackedTraining, runs: int) -> Tensor:
+    def _held_out_losses(self, stack: StackedTraining, runs: int) -> Tensor:
         rows = self.sizes.rows
-        starts = range(0, len(self.held["labels"]) // rows * rows, rows)
-        return stack.evaluate([{n: t[i : i + rows].expand(runs, -1, -1) for n, t in self.held.items()} for i in starts])
+        starts = range(0, len(self.held_out["labels"]) // rows * rows, rows)
+        return stack.evaluate(
+            [{n: t[i : i + rows].expand(runs, -1, -1) for n, t in self.held_out.items()} for i in starts]
+        )
 
 
 def _finite_or_none(value: float) -> float | None:
@@ -146,7 +157,9 @@ def split_into_stacks(runs: list[SweepRun], memory: float, sizes: SweepSizes) ->
 
 
 def run(arguments: argparse.Namespace) -> None:
-    sizes = SweepSizes(**{k: v for k, v in vars(arguments).items() if k in SweepSizes.__dataclass_fields__ and v is not None})
+    sizes = SweepSizes(
+        **{k: v for k, v in vars(arguments).items() if k in SweepSizes.__dataclass_fields__ and v is not None}
+    )
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     sweep, out = Sweep(arguments.text, sizes, device, not arguments.plain), Path(arguments.out)

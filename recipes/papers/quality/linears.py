@@ -56,7 +56,9 @@ def measure_checkpoint(folder: str, options: EvalOptions, device: torch.device) 
     return ppl.measure(*load(folder, device, "float32", False), options)
 
 
-def convert_and_measure(source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any) -> dict[str, Any]:
+def convert_and_measure(
+    source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any
+) -> dict[str, Any]:
     """One conversion, measured and thrown away."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ class MLRLinearConfig(StructureConfig):
 
 
 class MLRLinear(StructuredLinear):
-    """`total_cost` (k, r, a) and right (k, d, r) are of the first level, weight1, right1 .. of the next ones."""
+    """`weight` (k, r, a) and right (k, d, r) are of the first level, weight1, right1 .. of the next ones."""
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:

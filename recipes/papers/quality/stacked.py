@@ -49,9 +49,9 @@ class StackedTraining:
         self.leaves = [p.unflatten(1, s).requires_grad_() for p, s in zip(parts, shapes)]
         self.mean_MN, self.square_MN = torch.zeros_like(self.flat_MN), torch.zeros_like(self.flat_MN)
         self.steps, self.factor = torch.zeros((), device=device), torch.zeros((), device=device)
-        self.recorded = graph and device.type == "cuda"
+        self.use_graph = graph and device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.given: dict[str, Tensor] = {}
+        self.static_inputs: dict[str, Tensor] = {}
 
     # -- forward ---------------------------------------------------------------------------------------
     def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class StackedTraining:
     def step(self, batch: dict[str, Tensor], factor: float) -> Tensor:
         """(M,) losses before it; factor: the schedule's, on all peaks."""
         self.factor.fill_(factor)
-        if not self.recorded:
+        if not self.use_graph:
             return self._step(batch).clone()
         if self.graph is None:
             self._record(batch)
-        for name, tensor in self.given.items():
+        for name, tensor in self.static_inputs.items():
             tensor.copy_(batch[name])
         assert self.graph is not None
         self.graph.replay()
@@ -101,11 +101,11 @@ class StackedTraining:
         if self.clip is not None:
             norm_M1 = torch.linalg.vector_norm(gradient_MN, dim=1, keepdim=True)
             gradient_MN *= (self.clip / (norm_M1 + 1e-6)).clamp(max=1.0)
-        self._descend(gradient_MN)
+        self._adam_step(gradient_MN)
         return losses_M.detach()
 
     @torch.no_grad()
-    def _descend(self, gradient_MN: Tensor) -> None:
+    def _adam_step(self, gradient_MN: Tensor) -> None:
         """Adam (Kingma & Ba 2015) as torch's own computes it."""
         (first, second), settings = self.optimiser.betas, self.optimiser
         self.steps += 1
@@ -117,16 +117,16 @@ class StackedTraining:
 
     def _record(self, batch: dict[str, Tensor]) -> None:
         """The step as a CUDA graph; what the warming up changed is put back."""
-        self.given = {name: batch[name].clone() for name in ("input_ids", "labels")}
+        self.static_inputs = {name: batch[name].clone() for name in ("input_ids", "labels")}
         kept_MN, stream = self.flat_MN.clone(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                self._step(self.given)
+                self._step(self.static_inputs)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.answer = self._step(self.given)
+            self.answer = self._step(self.static_inputs)
         self.flat_MN.copy_(kept_MN)
         for tensor in (self.mean_MN, self.square_MN, self.steps):
             tensor.zero_()

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
 from surgery.recipes.papers.scale.rates import MEASUREMENTS, Rates, check_rates, fit_rates
-from surgery.recipes.papers.scale.work import SHAPES, LlamaShape, CalibrationText, calibrated_work, moments_work, data_free_work
+from surgery.recipes.papers.scale.work import (
+    SHAPES,
+    CalibrationText,
+    LlamaShape,
+    calibrated_work,
+    data_free_work,
+    moments_work,
+)
 
 
 @dataclass(frozen=True)
@@ -77,13 +84,13 @@ def estimate_memory(shape: LlamaShape, text: CalibrationText) -> tuple[float, fl
     return device, 4.0 * 2 * hidden + 2 * shape.layer + 2e9, 2.0 * text.fit * shape.width * shape.layers
 
 
-def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, given: PlanOptions) -> list[PlannedStage]:
+def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, options: PlanOptions) -> list[PlannedStage]:
     """Of one model; half of the linears' numbers kept."""
     rates, kept = device.rates, shape.params - shape.layers * shape.layer / 2
-    gpu, host, saved = estimate_memory(shape, given.text)
-    io = shape.layers * 2 * shape.layer / given.disk
-    budgets, layer = (rates.seconds(work, given.link) for work in calibrated_work(shape, given.text, processes))
-    written = 2 * 2 * kept / given.disk  # pieces, then shards, by the first process
+    gpu, host, saved = estimate_memory(shape, options.text)
+    io = shape.layers * 2 * shape.layer / options.disk
+    budgets, layer = (rates.seconds(work, options.link) for work in calibrated_work(shape, options.text, processes))
+    written = 2 * 2 * kept / options.disk  # pieces, then shards, by the first process
     reads = 6 * io  # survey twice, trial, conversion, and again for a margin: every process reads every layer
     most = -(-shape.layers // processes)
     free = max(rates.seconds(data_free_work(shape)) * most, 2 * io / shape.layers * most)
@@ -95,38 +102,38 @@ def plan_stages(shape: LlamaShape, device: DeviceRates, processes: int, given: P
             + shape.layers * (budgets + layer)
             + reads
             + written
-            + 2 * saved / given.disk / min(processes, MAX_SHARDS),
+            + 2 * saved / options.disk / min(processes, MAX_SHARDS),
             gpu,
             host,
             f"{saved / 1e9:,.0f} GB in a file" if saved > 4e9 else "",
         ),
     ]
     teacher = 2 * shape.params
-    steps = (8 + 2) * shape.params + 20 * shape.layers * given.text.window * shape.width
+    steps = (8 + 2) * shape.params + 20 * shape.layers * options.text.window * shape.width
     trained = 16 * kept / processes + 4e9
     fits = trained + teacher < device.memory
     stages.append(
         PlannedStage(
-            "heal", given.heal * steps / (device.training * processes * (0.96 if processes > 1 else 1)),
+            "heal", options.heal * steps / (device.training * processes * (0.96 if processes > 1 else 1)),
             trained + (teacher if fits else 0), 2 * shape.params,
             "" if fits else "teacher from a cache" if trained < device.memory else "does not fit",
         )
     )  # fmt: skip
     whole = 2 * kept + 6e9
-    read = 2 * kept + 2 * shape.layers * given.text.window * shape.width
+    read = 2 * kept + 2 * shape.layers * options.text.window * shape.width
     note = "" if whole < device.memory else "one device does not hold it"
-    stages.append(PlannedStage("evaluate", given.evaluate * read / (device.reading * processes), whole, 4e9, note))
-    stages.append(PlannedStage("push", 2 * kept / given.upload, 0, 1e9))
+    stages.append(PlannedStage("evaluate", options.evaluate * read / (device.reading * processes), whole, 4e9, note))
+    stages.append(PlannedStage("push", 2 * kept / options.upload, 0, 1e9))
     return stages
 
 
-def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], given: PlanOptions) -> list[str]:
+def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], options: PlanOptions) -> list[str]:
     lines = ["| stage | processes | hours | peak GB, device | peak GB, host, each process | cost | |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for count in processes:
-        for stage in plan_stages(shape, device, count, given):
+        for stage in plan_stages(shape, device, count, options):
             hours = stage.seconds / 3600
-            cost = "" if stage.name == "push" else f"{hours * count * given.price:,.2f}"
+            cost = "" if stage.name == "push" else f"{hours * count * options.price:,.2f}"
             memory = f"{stage.device / 1e9:,.0f}" if stage.device else ""
             note = stage.note + (", more than a device has" if stage.device > device.memory and not stage.note else "")
             cells = [stage.name, str(count), f"{hours:,.2f}", memory, f"{stage.host / 1e9:,.0f}", cost, note]
@@ -150,14 +157,14 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=50.0, help="GB/s between processes")
     parser.add_argument("--upload", type=float, default=0.1, help="GB/s")
     parser.add_argument("--check", nargs="+", choices=SHAPES, help="convert these here, smaller ones first")
-    told = parser.parse_args()
-    if told.check:
-        print("\n".join(check_rates(told.check, CalibrationText(4096, 256, 1))))
+    arguments = parser.parse_args()
+    if arguments.check:
+        print("\n".join(check_rates(arguments.check, CalibrationText(4096, 256, 1))))
         return
-    text = CalibrationText(told.tokens, 2048, told.sweeps)
-    disk, link, upload = (1e9 * number for number in (told.disk, told.link, told.upload))
-    given = PlanOptions(text, disk, link, upload, told.heal, told.evaluate, told.price)
-    print("\n".join(format_table(SHAPES[told.model], DEVICES[told.device](), told.processes, given)))
+    text = CalibrationText(arguments.tokens, 2048, arguments.sweeps)
+    disk, link, upload = (1e9 * number for number in (arguments.disk, arguments.link, arguments.upload))
+    options = PlanOptions(text, disk, link, upload, arguments.heal, arguments.evaluate, arguments.price)
+    print("\n".join(format_table(SHAPES[arguments.model], DEVICES[arguments.device](), arguments.processes, options)))
 
 
 if __name__ == "__main__":

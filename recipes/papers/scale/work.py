@@ -59,12 +59,12 @@ class CalibrationText:
     sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
 
     @property
-    def held(self) -> int:
+    def held_out(self) -> int:
         return max(self.window, self.tokens // 8)
 
     @property
     def fit(self) -> int:
-        return self.tokens - self.held
+        return self.tokens - self.held_out
 
 
 LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
@@ -91,7 +91,9 @@ class ConversionWork:
 # -- counting ------------------------------------------------------------------------------------------------
 def forward_work(shape: LlamaShape, tokens: float, window: int, linears: int | None = None) -> ConversionWork:
     """A layer on so many tokens; linears: numbers of those that run, attention with them."""
-    return ConversionWork(tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head))
+    return ConversionWork(
+        tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head)
+    )
 
 
 def projection_work(out: int, in_: int) -> ConversionWork:
@@ -105,7 +107,9 @@ def sweep_work(out: int, in_: int) -> ConversionWork:
     """surgery.structures.btt.sweep: C R and step C, W C - L (R C), least squares of both sides."""
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
-    return ConversionWork(2 * (2 * in_ * in_ * 4 * s + 2 * out * 4 * s * in_ + out * s * in_) + 4 * (4 * s) ** 3 / 3 * 2)
+    return ConversionWork(
+        2 * (2 * in_ * in_ * 4 * s + 2 * out * 4 * s * in_ + out * s * in_) + 4 * (4 * s) ** 3 / 3 * 2
+    )
 
 
 def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
@@ -126,7 +130,7 @@ def total_cost(job: ConversionWork) -> float:
 def busiest_work(jobs: list[ConversionWork], processes: int) -> ConversionWork:
     """What the busiest process does."""
     costs = [total_cost(job) for job in jobs]
-    owners = DistContext(0, processes).shares(costs)
+    owners = DistContext(0, processes).assign_jobs(costs)
     loads = [[job for job, owner in zip(jobs, owners) if owner == rank] for rank in set(owners)]
     return max((sum(load, ConversionWork()) for load in loads), key=total_cost)
 
@@ -147,13 +151,25 @@ def moments_work(stage: list[tuple[int, int]], residual: bool) -> tuple[float, f
     return flop, in_ * in_ * (3 if wide else 1) + sum(out * in_ for out in narrow)
 
 
-def calibrated_work(shape: LlamaShape, text: CalibrationText, processes: int = 1) -> tuple[ConversionWork, ConversionWork]:
+def calibrated_work(
+    shape: LlamaShape, text: CalibrationText, processes: int = 1
+) -> tuple[ConversionWork, ConversionWork]:
     """(survey and quick trial, conversion) of a layer, of the busiest process."""
     few = max(text.window, text.fit // 4)
     survey = forward_work(shape, 4 * text.fit * busiest_share(text.fit, processes), text.window)
-    trial = forward_work(shape, few * busiest_share(few, processes) + 3 * text.held * busiest_share(text.held * 3, processes), text.window)
-    run = (text.fit * busiest_share(text.fit, processes) if processes < 8 else text.fit / MAX_SHARDS) + text.held / min(processes, 2)
-    layer, so_far, linears = forward_work(shape, 2 * run, text.window), 0, [m for stage in shape.stages() for m in stage]
+    trial = forward_work(
+        shape,
+        few * busiest_share(few, processes) + 3 * text.held_out * busiest_share(text.held_out * 3, processes),
+        text.window,
+    )
+    run = (
+        text.fit * busiest_share(text.fit, processes) if processes < 8 else text.fit / MAX_SHARDS
+    ) + text.held_out / min(processes, 2)
+    layer, so_far, linears = (
+        forward_work(shape, 2 * run, text.window),
+        0,
+        [m for stage in shape.stages() for m in stage],
+    )
     for i, stage in enumerate(shape.stages()):
         flop, held = moments_work(stage, residual=i in (1, 3))
         in_ = stage[0][1]
@@ -161,11 +177,16 @@ def calibrated_work(shape: LlamaShape, text: CalibrationText, processes: int = 1
         trial += ConversionWork(few * busiest_share(few, processes) * in_ * in_)
         layer += forward_work(shape, 2 * run, text.window if i else 0, so_far) + ConversionWork(run * flop)
         layer += busiest_work([fit_work(out, width, text) for out, width in stage], processes)
-        quick = [projection_work(o, w) + sweep_work(o, w) + ConversionWork(2 * o * w * w) for o, w in stage for _ in range(2)]
+        quick = [
+            projection_work(o, w) + sweep_work(o, w) + ConversionWork(2 * o * w * w) for o, w in stage for _ in range(2)
+        ]
         trial += busiest_work(quick, processes)
         so_far += sum(out * width for out, width in stage)
         if processes > 1:
-            sizes = 4.0 * held * (1 + -(-MAX_SHARDS // processes)) * 2, 4.0 * in_ * in_ * (1 + -(-MAX_SHARDS // processes))
+            sizes = (
+                4.0 * held * (1 + -(-MAX_SHARDS // processes)) * 2,
+                4.0 * in_ * in_ * (1 + -(-MAX_SHARDS // processes)),
+            )
             layer, trial = layer + ConversionWork(passed=sizes[0]), trial + ConversionWork(passed=sizes[1])
             survey += ConversionWork(passed=sizes[1])
             layer += ConversionWork(passed=sum(2.0 * out * width for out, width in stage))

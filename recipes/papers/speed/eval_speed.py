@@ -23,11 +23,11 @@ import torch
 
 from surgery.calibration.data import load_tokenizer
 from surgery.core.device import choose_device, device_name
-from surgery.core.distributed import DistContext, local_device, init_distributed
+from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.progress import RichProgress
 from surgery.eval.batching import BATCH_TOKENS
 from surgery.eval.lm_eval.adapter import generation_tokens
-from surgery.eval.suite import EvalOptions, EvalModel, find_suite
+from surgery.eval.suite import EvalModel, EvalOptions, find_suite
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
@@ -71,13 +71,13 @@ def random_model(shape: str, device: torch.device, longest: int, ranks: DistCont
 
 
 @torch.inference_mode()
-def time_bare_loop(subject: EvalModel, length: int, batches: int, rows: int, new: int) -> list[float]:
+def time_bare_loop(eval_model: EvalModel, length: int, batches: int, rows: int, new: int) -> list[float]:
     """Seconds of each batch of the model alone."""
-    ids_BT = torch.randint(5, 1000, (rows, length - new), device=subject.device)
+    ids_BT = torch.randint(5, 1000, (rows, length - new), device=eval_model.device)
     seconds = []
     for _ in range(batches):
         began = time.perf_counter()
-        _run_batch(subject.model, ids_BT, new)
+        _run_batch(eval_model.model, ids_BT, new)
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -85,14 +85,14 @@ def time_bare_loop(subject: EvalModel, length: int, batches: int, rows: int, new
 def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
     """The sum waits for the device."""
     if new:
-        told = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **told).sum().item()
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings).sum().item()
     else:
         model(input_ids=ids_BT, use_cache=False, logits_to_keep=1).logits.sum().item()
 
 
 def time_suite(
-    subject: EvalModel, name: str, length: int, samples: int, rows: int, data_root: Path | None
+    eval_model: EvalModel, name: str, length: int, samples: int, rows: int, data_root: Path | None
 ) -> dict[str, Any]:
     suite, _, task = name.partition(":")
     options = EvalOptions(
@@ -104,28 +104,38 @@ def time_suite(
         data_root=data_root,
     )
     # Imports, and what is compiled at the first call, as the bare loop has its warm-up.
-    find_suite(suite).run(subject, options.model_copy(update={"limit": 1, "lengths": (min(length, 512),)}))
+    find_suite(suite).run(eval_model, options.model_copy(update={"limit": 1, "lengths": (min(length, 512),)}))
     began = time.perf_counter()
-    result = find_suite(suite).run(subject, options)
+    result = find_suite(suite).run(eval_model, options)
     seconds = time.perf_counter() - began
     return {"suite": name, "samples": len(result.samples), "seconds": seconds}
 
 
-def compare_with_bare_loop(subject: EvalModel, name: str, length: int, new: int, told: argparse.Namespace) -> dict[str, Any]:
+def compare_with_bare_loop(
+    eval_model: EvalModel, name: str, length: int, new: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
-    tokens = generation_tokens(subject.device) if new else BATCH_TOKENS.get(subject.device.type, 2**17)
-    own = -(-told.samples // subject.ranks.count)
-    rows = told.rows or max(1, min(own, tokens // length))
-    time_bare_loop(subject, length, min(1, told.bare_batches), rows, new)  # a warm-up: the memory that it takes is kept
-    times = time_bare_loop(subject, length, told.bare_batches, rows, new)
-    found = time_suite(subject, name, length, told.samples, rows, told.data_root)
-    times += time_bare_loop(subject, length, told.bare_batches, rows, new)
-    every = subject.ranks.gather(times)  # the processes' rates, added turn by turn
+    tokens = generation_tokens(eval_model.device) if new else BATCH_TOKENS.get(eval_model.device.type, 2**17)
+    own = -(-arguments.samples // eval_model.ranks.count)
+    rows = arguments.rows or max(1, min(own, tokens // length))
+    time_bare_loop(
+        eval_model, length, min(1, arguments.bare_batches), rows, new
+    )  # a warm-up: the memory that it takes is kept
+    times = time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
+    found = time_suite(eval_model, name, length, arguments.samples, rows, arguments.data_root)
+    times += time_bare_loop(eval_model, length, arguments.bare_batches, rows, new)
+    every = eval_model.ranks.gather(times)  # the processes' rates, added turn by turn
     rates = [sum(rows / seconds for seconds in together) for together in zip(*every)]
     mean = statistics.fmean(rates)
     error = statistics.stdev(rates) / len(rates) ** 0.5
     rate = found["samples"] / found["seconds"]
-    found |= {"processes": subject.ranks.count, "length": length, "rows": rows, "new": new, "samples_per_second": rate}
+    found |= {
+        "processes": eval_model.ranks.count,
+        "length": length,
+        "rows": rows,
+        "new": new,
+        "samples_per_second": rate,
+    }
     return found | {"bare_samples_per_second": mean, "bare_error": error, "share": rate / mean}
 
 
@@ -141,22 +151,30 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="of several processes the first with its share, then all")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--device")
-    told = parser.parse_args()
-    ranks = init_distributed(told.device)
-    device = choose_device(local_device(ranks, told.device))
-    lengths = told.length or [32768]
-    subject = random_model(told.shape, device, max(lengths) + 1024, ranks)
+    arguments = parser.parse_args()
+    ranks = init_distributed(arguments.device)
+    device = choose_device(local_device(ranks, arguments.device))
+    lengths = arguments.length or [32768]
+    eval_model = random_model(arguments.shape, device, max(lengths) + 1024, ranks)
     say = print if ranks.main else lambda *_, **__: None
-    say(f"{subject.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}", flush=True)
-    names = told.suite or ["needle:needle", "needle:needle-rank"]
+    say(
+        f"{eval_model.model.num_parameters():,} parameters, {device_name(device)}, torch {torch.__version__}",
+        flush=True,
+    )
+    names = arguments.suite or ["needle:needle", "needle:needle-rank"]
     for length in lengths:
-        for name, new in zip(names, (told.new or []) + [0] * len(names)):
-            if told.alone and ranks.count > 1:
+        for name, new in zip(names, (arguments.new or []) + [0] * len(names)):
+            if arguments.alone and ranks.count > 1:
                 if ranks.main:
-                    share = argparse.Namespace(**{**vars(told), "samples": -(-told.samples // ranks.count)})
-                    say(_to_json(compare_with_bare_loop(replace(subject, ranks=DistContext()), name, length, new, share)), flush=True)
-                ranks.agreed(None)  # the others wait
-            say(_to_json(compare_with_bare_loop(subject, name, length, new, told)), flush=True)
+                    share = argparse.Namespace(**{**vars(arguments), "samples": -(-arguments.samples // ranks.count)})
+                    say(
+                        _to_json(
+                            compare_with_bare_loop(replace(eval_model, ranks=DistContext()), name, length, new, share)
+                        ),
+                        flush=True,
+                    )
+                ranks.broadcast_object(None)  # the others wait
+            say(_to_json(compare_with_bare_loop(eval_model, name, length, new, arguments)), flush=True)
 
 
 def _to_json(found: dict[str, Any]) -> str:

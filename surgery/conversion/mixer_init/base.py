@@ -1,6 +1,6 @@
 """The protocol of a start: windows of the teacher's attention in, a mixer out, with the errors before and after.
 
-    started = STARTS[config]().start(seat, settings, fit, held)
+    initialized = STARTS[config]().init(target, settings, fit, held)
 
 `fit` and `held` are surgery.calibration.attention_samples.AttentionSamples; what is fitted is accepted only if the error on held-out windows falls.
 """
@@ -32,18 +32,20 @@ class InitializedMixer:
 class MixerInit:
     """As an untrained mixer starts, with the model's own projections."""
 
-    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
-        mixer = build_mixer(seat, fit[0].inputs.q_BHTK.device)
+    def init(
+        self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
+    ) -> InitializedMixer:
+        mixer = build_mixer(target, fit[0].inputs.q_BHTK.device)
         return InitializedMixer(mixer, {"copied": relative_error(mixer, held)})
 
 
 MIXER_INITS: Registry[MixerInit] = Registry("start", "surgery.conversion.mixer_init")
 
 
-def build_mixer(seat: AttentionTarget, device: torch.device) -> Mixer:
+def build_mixer(target: AttentionTarget, device: torch.device) -> Mixer:
     with torch.device(device):
-        mixer = MIXERS[seat.config](seat.config, seat.shape).float()
-        for name, value in seat.fixed.items():
+        mixer = MIXERS[target.config](target.config, target.shape).float()
+        for name, value in target.fixed.items():
             mixer.state_dict()[name].copy_(torch.tensor(value))
     return mixer
 

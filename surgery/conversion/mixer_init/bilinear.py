@@ -1,4 +1,4 @@
-"""Bilinear scores started from softmax attention. Beside a kept score they begin at zero, which is exact. One that
+"""Bilinear scores initialized from softmax attention. Beside a kept score they begin at zero, which is exact. One that
 stands alone, which attention without RoPE allows, is W_Q W_K^T projected in the metric of the calibration inputs."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.attention_samples import AttentionSamples
-from surgery.conversion.mixer_init.base import MIXER_INITS, MixerInit, InitializedMixer, build_mixer, relative_error
+from surgery.conversion.mixer_init.base import MIXER_INITS, InitializedMixer, MixerInit, build_mixer, relative_error
 from surgery.mixers.bilinear import Bilinear, fit_bilinear
 from surgery.mixers.bilinear_btt import BilinearBTT
 from surgery.mixers.bilinear_mlr import BilinearMLR
@@ -19,18 +19,20 @@ from surgery.planning.weights import role_weight
 @MIXER_INITS.register(BilinearBTT)
 @MIXER_INITS.register(BilinearMLR)
 class BilinearInit(MixerInit):
-    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
+    def init(
+        self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
+    ) -> InitializedMixer:
         device = fit[0].inputs.x_BTD.device
-        mixer = build_mixer(seat, device)
+        mixer = build_mixer(target, device)
         assert isinstance(mixer, Bilinear)
         errors = {"copied": relative_error(mixer, held)}
-        if mixer.config.base == "own" and mixer.config.norm == "none" and not seat.shape.rotary:
-            better = build_mixer(seat, device)
+        if mixer.config.base == "own" and mixer.config.norm == "none" and not target.shape.rotary:
+            better = build_mixer(target, device)
             assert isinstance(better, Bilinear)
-            query, key = (role_weight(fit.skeleton, seat.layer, f"attention.{role}") for role in ("query", "key"))
+            query, key = (role_weight(fit.meta_model, target.layer, f"attention.{role}") for role in ("query", "key"))
             moment_DD, mean_D = input_moments(fit)
-            bias = None if query[1] is None else query[1].unflatten(0, (seat.shape.heads, -1))
-            per_head = (split_heads(query[0], seat.shape.heads), split_heads(key[0], seat.shape.groups))
+            bias = None if query[1] is None else query[1].unflatten(0, (target.shape.heads, -1))
+            per_head = (split_heads(query[0], target.shape.heads), split_heads(key[0], target.shape.groups))
             fit_bilinear(better, *per_head, moment_DD, mean_D, bias)
             errors["projected"] = relative_error(better, held)
             mixer = better if errors["projected"] < errors["copied"] else mixer

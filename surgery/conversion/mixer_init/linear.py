@@ -1,4 +1,4 @@
-"""Linear-type attention started from softmax attention, on calibration windows, no training of the model.
+"""Linear-type attention initialized from softmax attention, on calibration windows, no training of the model.
 
 0. Learned softmax features are made as sharp as serves best (beside a window whose softmax shares their denominator or
    norm: in step 2, together with the weight).
@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from surgery.calibration.attention_samples import AttentionSample, AttentionSamples
-from surgery.conversion.mixer_init.base import MIXER_INITS, MixerInit, InitializedMixer, build_mixer, unpadded_tokens, relative_error
+from surgery.conversion.mixer_init.base import (
+    MIXER_INITS,
+    InitializedMixer,
+    MixerInit,
+    build_mixer,
+    relative_error,
+    unpadded_tokens,
+)
 from surgery.mixers import AttentionShape
 from surgery.mixers.features.hedgehog import HedgehogMap
 from surgery.mixers.linear import LinearAttention, LinearMixer
@@ -47,12 +54,14 @@ SOFTPLUS_ZERO, SOFTPLUS_ONE = -30.0, math.log(math.e - 1)  # softplus gives 1e-1
 
 @MIXER_INITS.register(LinearAttention)
 class LinearInit(MixerInit):
-    def start(self, seat: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples) -> InitializedMixer:
-        mixer = build_mixer(seat, fit[0].inputs.q_BHTK.device)
+    def init(
+        self, target: AttentionTarget, settings: AttentionRecipe, fit: AttentionSamples, held: AttentionSamples
+    ) -> InitializedMixer:
+        mixer = build_mixer(target, fit[0].inputs.q_BHTK.device)
         assert isinstance(mixer, LinearMixer)
         errors = {"copied": relative_error(mixer, held)}
         best = mixer
-        for stage, better in (
+        for stage, improve in (
             ("features", sharpen_features),
             ("profile", fit_mask_to_profile),
             ("least_squares", solve_least_squares),
@@ -60,7 +69,7 @@ class LinearInit(MixerInit):
             ("window", window_alone),
             ("local", train_locally),
         ):
-            candidate = better(copy.deepcopy(best), fit, settings.steps)
+            candidate = improve(copy.deepcopy(best), fit, settings.steps)
             if candidate is None:
                 continue
             errors[stage] = relative_error(candidate, held)
@@ -76,20 +85,20 @@ def sharpen_features(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> L
     if not isinstance(mixer.feature_map, HedgehogMap) or shared_scale(mixer):
         return None
     few = [fit[i] for i in range(min(len(fit), PROFILE_WINDOWS))]
-    ways = [sharpened_by(mixer, torch.full((mixer.shape.groups,), sharpness)) for sharpness in SHARPNESS]
-    return min(ways, key=lambda way: relative_error(way, few))
+    copies = [sharpened_by(mixer, torch.full((mixer.shape.groups,), sharpness)) for sharpness in SHARPNESS]
+    return min(copies, key=lambda variant: relative_error(variant, few))
 
 
 @torch.no_grad()
 def sharpened_by(mixer: LinearMixer, factor_G: Tensor) -> LinearMixer:
     """A copy whose Hedgehog weights are multiplied by one factor for each key/value head and its query heads."""
-    way = copy.deepcopy(mixer)
-    assert isinstance(way.feature_map, HedgehogMap)
-    w_HKK, w_GKK = way.feature_map.query_HKK, way.feature_map.key_GKK
+    variant = copy.deepcopy(mixer)
+    assert isinstance(variant.feature_map, HedgehogMap)
+    w_HKK, w_GKK = variant.feature_map.query_HKK, variant.feature_map.key_GKK
     factor_G11 = factor_G.to(w_GKK)[:, None, None]
     w_HKK.mul_(factor_G11.repeat_interleave(mixer.shape.heads // mixer.shape.groups, 0))
     w_GKK.mul_(factor_G11)
-    return way
+    return variant
 
 
 # -- 1. what the teacher attends to ------------------------------------------------------------------
@@ -108,7 +117,7 @@ def measure_profile(windows: AttentionSamples, block: int | None) -> AttentionPr
     distances, entropies, blocks = [], [], []
     for i in range(min(len(windows), PROFILE_WINDOWS)):
         window = windows[i]
-        map_BHTT = attention_map(window, windows.seat.shape)
+        map_BHTT = attention_map(window, windows.target.shape)
         length = map_BHTT.shape[-1]
         t_T = torch.arange(length, device=map_BHTT.device)
         apart_TT = (t_T[:, None] - t_T).abs().float()
@@ -116,7 +125,7 @@ def measure_profile(windows: AttentionSamples, block: int | None) -> AttentionPr
         entropy_BHT = torch.special.entr(map_BHTT).sum(-1) / (t_T + 2).log()
         entropies.append(unpadded_tokens(entropy_BHT[..., None], window).mean((1, 2)))
         if block is not None:
-            blocks.append(block_means(map_BHTT, block, windows.seat.shape.causal).mean(0))
+            blocks.append(block_means(map_BHTT, block, windows.target.shape.causal).mean(0))
     nothing = torch.zeros(0)
     mean_HMM = torch.stack(blocks).mean(0) if blocks else nothing
     return AttentionProfile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
@@ -160,11 +169,11 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     elif isinstance(mask, DecayMask):
         mask.log_decay_G.copy_(rate_G.log())
     elif isinstance(mask, BlocksMask):
-        mask.start(extend_blocks(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
+        mask.initialize(extend_blocks(seen.blocks_HMM, mask.config.count).unflatten(0, (groups, -1)))
     elif isinstance(mask, ToeplitzBlocksMask):
         heads = fit_heads(seen.blocks_HMM.unflatten(0, (groups, -1)), mask.config.components, mask.shape.causal)
         size = seen.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-9)
-        mask.start((heads.amplitude / size).movedim(-1, 0).float(), heads.rate[:, 0].mT.float())
+        mask.initialize((heads.amplitude / size).movedim(-1, 0).float(), heads.rate[:, 0].mT.float())
     if mixer.beta_proj is not None:
         # Attention on one token overwrites; attention on all adds little of each.
         step_G = (1 - seen.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)
@@ -174,7 +183,7 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
 
 
 def extend_blocks(blocks_HMM: Tensor, count: int) -> Tensor:
-    """To `format_count` blocks: those the text did not reach mix by distance as its last one does."""
+    """To `count` blocks: those the text did not reach mix by distance as its last one does."""
     size = min(blocks_HMM.shape[-1], count)
     last_HM = blocks_HMM[:, size - 1, :size].flip(-1)  # by distance
     at_M = torch.arange(count, device=blocks_HMM.device)
@@ -189,12 +198,14 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
     """None where the output is linear in nothing: a shared denominator, a norm behind it (see `nearby_rows`)."""
     if mixer.config.normalise or mixer.norm is not None or mixer.linear_weight_H is None:
         return None
-    ways = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1])
-    gram_HNN = torch.zeros(mixer.shape.heads, len(ways), len(ways), dtype=torch.float64)
+    copies = single_term_copies(mixer, fit[0].inputs.x_BTD.shape[1])
+    gram_HNN = torch.zeros(mixer.shape.heads, len(copies), len(copies), dtype=torch.float64)
     wanted_HN = torch.zeros(gram_HNN.shape[:2], dtype=torch.float64)
     for window in fit:
-        near_HX = head_outputs(without_linear_part(mixer), window) if mixer.delay is not None else torch.zeros(())
-        given_HNX = torch.stack([head_outputs(way, window) - near_HX for way in ways], 1)
+        near_HX = (
+            head_outputs(without_linear_part(mixer), window) if mixer.window_buffer is not None else torch.zeros(())
+        )
+        given_HNX = torch.stack([head_outputs(variant, window) - near_HX for variant in copies], 1)
         goal_HX = unpadded_tokens(window.target_BHTV.float(), window).flatten(1) - near_HX
         gram_HNN += (given_HNX @ given_HNX.mT).double().cpu()
         wanted_HN += (given_HNX @ goal_HX[..., None])[..., 0].double().cpu()
@@ -209,27 +220,27 @@ def head_outputs(mixer: LinearMixer, window: AttentionSample) -> Tensor:
 
 def without_linear_part(mixer: LinearMixer) -> LinearMixer:
     """The softmax part alone."""
-    way = copy.deepcopy(mixer)
-    way.linear_weight_H.fill_(0.0)  # type: ignore[union-attr]
-    return way
+    variant = copy.deepcopy(mixer)
+    variant.linear_weight_H.fill_(0.0)  # type: ignore[union-attr]
+    return variant
 
 
 def single_term_copies(mixer: LinearMixer, length: int) -> list[LinearMixer]:
     """Copies that each show one of the terms the linear part is a sum of, with weight one."""
-    mask, ways = mixer.mask, []
+    mask, copies = mixer.mask, []
     if isinstance(mask, HierarchicalMask):
         terms = min(length.bit_length() + 1, mask.config.levels)
     else:
         terms = mask.config.components if isinstance(mask, ToeplitzBlocksMask) else 1
     for i in range(terms):
-        way = copy.deepcopy(mixer)
-        if isinstance(way.mask, HierarchicalMask):
-            way.mask.level.bias.view(mixer.shape.heads, -1).fill_(SOFTPLUS_ZERO)[:, i] = SOFTPLUS_ONE
-        elif isinstance(way.mask, ToeplitzBlocksMask):
-            way.mask.amplitude_RGJ.fill_(SOFTPLUS_ZERO)[i] = SOFTPLUS_ONE
-        way.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
-        ways.append(way)
-    return ways
+        variant = copy.deepcopy(mixer)
+        if isinstance(variant.mask, HierarchicalMask):
+            variant.mask.level.bias.view(mixer.shape.heads, -1).fill_(SOFTPLUS_ZERO)[:, i] = SOFTPLUS_ONE
+        elif isinstance(variant.mask, ToeplitzBlocksMask):
+            variant.mask.amplitude_RGJ.fill_(SOFTPLUS_ZERO)[i] = SOFTPLUS_ONE
+        variant.linear_weight_H.fill_(1.0)  # type: ignore[union-attr]
+        copies.append(variant)
+    return copies
 
 
 def set_term_weights(mixer: LinearMixer, weight_HN: Tensor) -> None:
@@ -249,7 +260,7 @@ def set_term_weights(mixer: LinearMixer, weight_HN: Tensor) -> None:
 
 def shared_scale(mixer: LinearMixer) -> bool:
     """Whether both parts stand over one denominator or before one norm, so that only the ratio of their weights counts."""
-    return mixer.delay is not None and (mixer.config.normalise or mixer.norm is not None)
+    return mixer.window_buffer is not None and (mixer.config.normalise or mixer.norm is not None)
 
 
 @torch.no_grad()
@@ -260,13 +271,13 @@ def weighed(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixe
         return None
     groups, sharp = mixer.shape.groups, isinstance(mixer.feature_map, HedgehogMap)
     factors = SHARPNESS if sharp else (1.0,)
-    ways = [sharpened_by(mixer, torch.full((groups,), f)) for f in factors] if sharp else [mixer]
-    wrong_SPH = torch.zeros(len(ways), len(WEIGHTS), mixer.shape.heads, dtype=torch.float64)
+    copies = [sharpened_by(mixer, torch.full((groups,), f)) for f in factors] if sharp else [mixer]
+    wrong_SPH = torch.zeros(len(copies), len(WEIGHTS), mixer.shape.heads, dtype=torch.float64)
     for i in range(min(len(fit), PROFILE_WINDOWS)):
         window = fit[i]
         goal_HNV = unpadded_tokens(window.target_BHTV.float(), window)
-        for s, way in enumerate(ways):
-            for p, out_BHTV in enumerate(way.weighed(window.inputs, WEIGHTS)):
+        for s, variant in enumerate(copies):
+            for p, out_BHTV in enumerate(variant.weighed(window.inputs, WEIGHTS)):
                 off_HNV = unpadded_tokens(out_BHTV.float(), window) - goal_HNV
                 wrong_SPH[s, p] += off_HNV.square().sum((1, 2), dtype=torch.float64).cpu()
     wrong_SPH = wrong_SPH.nan_to_num(nan=torch.inf)
@@ -283,7 +294,7 @@ def weighed(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixe
 @torch.no_grad()
 def window_alone(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """The softmax over the window and the sinks, the linear part switched off; None where there is no window."""
-    return without_linear_part(mixer) if mixer.delay is not None else None
+    return without_linear_part(mixer) if mixer.window_buffer is not None else None
 
 
 # -- 3. local steps ----------------------------------------------------------------------------------

@@ -18,7 +18,13 @@ from surgery.calibration.fisher import FisherPass
 from surgery.calibration.layer_runner import LayerCall, LayerRunner
 from surgery.calibration.partition import Round
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.conversion.mixer_init.mlr_ranks import UNLIMITED, ScoreSensitivity, allocate_ranks, balanced_basis, candidate_extents
+from surgery.conversion.mixer_init.mlr_ranks import (
+    UNLIMITED,
+    ScoreSensitivity,
+    allocate_ranks,
+    balanced_basis,
+    candidate_extents,
+)
 from surgery.core.progress import Progress
 from surgery.mixers import AttentionShape, MixerInputs, MixerState
 from surgery.mixers.base import mixer_config
@@ -51,24 +57,24 @@ class QueryKeyMoments:
 
 
 class RecordingAttention(MLRAttention):
-    """The library's attention, looked at: on the way there by `named_sizes`, on the way back, with the gradient at its
-    output, by `damage`."""
+    """The library's attention, looked at: on the way there by `sizes`, on the way back, with the gradient at its
+    output, by `sensitivity`."""
 
-    def __init__(self, shape: AttentionShape, sizes: QueryKeyMoments | None, damage: ScoreSensitivity | None):
+    def __init__(self, shape: AttentionShape, sizes: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
         super().__init__(MLR((shape.key,)), shape)
-        self.sizes, self.damage = sizes, damage
-        self.bases = sizes.bases() if sizes is not None and damage is not None else None
+        self.sizes, self.sensitivity = sizes, sensitivity
+        self.bases = sizes.bases() if sizes is not None and sensitivity is not None else None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         out_BHTV, _ = super().mix(inputs)
-        damage = self.damage
-        if damage is None and self.sizes is not None:
+        sensitivity = self.sensitivity
+        if sensitivity is None and self.sizes is not None:
             self.sizes.add(inputs)
-        elif damage is not None and out_BHTV.requires_grad:
-            out_BHTV.register_hook(lambda grad_BHTV: damage.add(self._turned(inputs), grad_BHTV))
+        elif sensitivity is not None and out_BHTV.requires_grad:
+            out_BHTV.register_hook(lambda grad_BHTV: sensitivity.add(self._rotate(inputs), grad_BHTV))
         return out_BHTV, None
 
-    def _turned(self, inputs: MixerInputs) -> MixerInputs:
+    def _rotate(self, inputs: MixerInputs) -> MixerInputs:
         if self.bases is None:
             return inputs
         query_GKK, key_GKK = self.bases
@@ -79,85 +85,104 @@ class RecordingAttention(MLRAttention):
 class ScoreRecorder:
     """Around one layer, on the way there or (`back`) on the way back."""
 
-    def __init__(self, survey: ScoreFisherPass, call: LayerCall, back: bool):
-        self.survey, self.seat, self.back, self.stack = survey, survey.plan.seats.get(call.path), back, ExitStack()
+    def __init__(self, fisher_pass: ScoreFisherPass, call: LayerCall, back: bool):
+        self.fisher_pass, self.target, self.back, self.stack = (
+            fisher_pass,
+            fisher_pass.plan.attention_targets.get(call.path),
+            back,
+            ExitStack(),
+        )
 
     def __enter__(self) -> None:
-        seat, device = self.seat, self.survey.stream.device
-        if seat is None:
+        target, device = self.target, self.fisher_pass.runner.device
+        if target is None:
             return
-        damage = None
+        sensitivity = None
         if self.back:
-            damage = self.survey.damages[seat.layer] = ScoreSensitivity(seat.shape, self.survey.extents, device)
-        elif not seat.shape.rotary:
-            self.survey.sizes[seat.layer] = QueryKeyMoments(seat.shape, device)
+            sensitivity = self.fisher_pass.sensitivities[target.layer] = ScoreSensitivity(
+                target.shape, self.fisher_pass.extents, device
+            )
+        elif not target.shape.rotary:
+            self.fisher_pass.sizes[target.layer] = QueryKeyMoments(target.shape, device)
         else:
             return
-        watched = RecordingAttention(seat.shape, self.survey.sizes.get(seat.layer), damage).to(device)
-        self.stack.enter_context(attention_replaced(self.survey.skeleton.module(seat.path), watched))
+        recorder = RecordingAttention(target.shape, self.fisher_pass.sizes.get(target.layer), sensitivity).to(device)
+        self.stack.enter_context(attention_replaced(self.fisher_pass.meta_model.module(target.path), recorder))
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()
 
-    def fold(self, turn: Round) -> None:
+    def reduce_round(self, round_: Round) -> None:
         """The forms are added to as windows go by; one process sees them all."""
 
-    def record(self) -> None:
+    def store_results(self) -> None:
         """Nothing is written: the forms are small, and what follows from them goes into the journal."""
 
 
 class ScoreFisherPass(FisherPass):
-    """damages: layer -> its quadratic form; sizes: of layers without RoPE."""
+    """sensitivities: layer -> its quadratic form; sizes: of layers without RoPE."""
 
     def __init__(
-        self, skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, stream: LayerRunner, folder: Path, done: Callable[[], None]
+        self,
+        meta_model: MetaModel,
+        plan: Plan,
+        recipe: ConversionRecipe,
+        runner: LayerRunner,
+        folder: Path,
+        done: Callable[[], None],
     ):
-        super().__init__(skeleton, replace(plan, cuts={}), recipe, stream, folder, done)
+        super().__init__(meta_model, replace(plan, targets={}), recipe, runner, folder, done)
         self.extents: tuple[int, ...] = ()
-        self.damages: dict[str, ScoreSensitivity] = {}
+        self.sensitivities: dict[str, ScoreSensitivity] = {}
         self.sizes: dict[str, QueryKeyMoments] = {}
 
-    def going_there(self, call: LayerCall) -> Any:
+    def forward_context(self, call: LayerCall) -> Any:
         return ScoreRecorder(self, call, back=False)
 
-    def gathering(self, call: LayerCall) -> Any:
+    def backward_context(self, call: LayerCall) -> Any:
         return ScoreRecorder(self, call, back=True)
 
 
 def allocate_score_dims(
-    skeleton: MetaModel, plan: Plan, recipe: ConversionRecipe, batch: CalibrationSet, stream: LayerRunner, folder: Path, progress: Progress
+    meta_model: MetaModel,
+    plan: Plan,
+    recipe: ConversionRecipe,
+    batch: CalibrationSet,
+    runner: LayerRunner,
+    folder: Path,
+    progress: Progress,
 ) -> dict[str, dict[str, Any]]:
     """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.conversion.mixer_init.mlr_ranks.allocate_ranks."""
     settings = recipe.attention
     assert settings is not None and settings.cache is not None
     length = next(iter(batch.inputs.values())).shape[1]
-    with progress.bar("measuring what score dims are worth", len(plan.body.layers)) as tick:
-        survey = ScoreFisherPass(skeleton, plan, recipe, stream, folder, tick)
+    with progress.bar("measuring what score dims are worth", len(plan.layout.layers)) as tick:
+        fisher_pass = ScoreFisherPass(meta_model, plan, recipe, runner, folder, tick)
         given = settings.ladder
-        survey.extents = candidate_extents(length) if given is None else (0, *sorted(given), UNLIMITED)
-        survey.run(batch)
+        fisher_pass.extents = candidate_extents(length) if given is None else (0, *sorted(given), UNLIMITED)
+        fisher_pass.run(batch)
     by_shape: dict[Any, list[str]] = {}
-    for layer, seat in plan.seats.items():
-        by_shape.setdefault(seat.shape, []).append(layer)
+    for layer, target in plan.attention_targets.items():
+        by_shape.setdefault(target.shape, []).append(layer)
     chosen: dict[str, dict[str, Any]] = {}
     for layers in by_shape.values():
-        damages = [survey.damages[layer] for layer in layers]
-        for layer, found in zip(layers, allocate_ranks(damages, settings.cache, settings.context or length)):
+        sensitivities = [fisher_pass.sensitivities[layer] for layer in layers]
+        for layer, found in zip(layers, allocate_ranks(sensitivities, settings.cache, settings.context or length)):
             fixed = {"order": found.order_GK.tolist()}
             if found.near_HL.shape[1]:
                 fixed["near"] = found.near_HL.tolist()
-            config = replace(found.config, form=plan.seats[layer].config.form)  # type: ignore[attr-defined]
-            if layer in survey.sizes and config.ranks != (plan.seats[layer].shape.key,):
+            config = replace(found.config, form=plan.attention_targets[layer].config.form)  # type: ignore[attr-defined]
+            if layer in fisher_pass.sizes and config.ranks != (plan.attention_targets[layer].shape.key,):
                 config = replace(config, basis="turned")
-                query_GKK, key_GKK = survey.sizes[layer].bases()
+                query_GKK, key_GKK = fisher_pass.sizes[layer].bases()
                 fixed |= {"query_basis": query_GKK.tolist(), "key_basis": key_GKK.tolist()}
             chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": found.rise}
     return chosen
 
 
 def allocated_targets(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str, AttentionTarget]:
-    """The plan's seats with what `allocate_score_dims` found."""
+    """The plan's targets with what `allocate_score_dims` found."""
     return {
-        layer: replace(seat, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
-        for layer, seat in plan.seats.items()
+        layer: replace(target, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
+        for layer, target in plan.attention_targets.items()
     }

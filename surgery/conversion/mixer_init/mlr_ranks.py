@@ -27,7 +27,7 @@ from torch import Tensor
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, MixerInputs
 from surgery.mixers.common.kv_layout import positions_from_mask
-from surgery.mixers.common.softmax import group_heads, within_extent, upcast
+from surgery.mixers.common.softmax import group_heads, upcast, within_extent
 from surgery.mixers.mlr import MLR, MLRAttention, rotary_units
 from surgery.structures import linalg
 from surgery.structures.metric import symmetric_roots
@@ -77,7 +77,7 @@ class ScoreSensitivity:
             g = self._score_gradient(q[:, :, :, span], k, v, grad[:, :, :, span], allowed)
             if valid_BT is not None:
                 g = g * valid_BT[:, None, None, span, None]
-            u, bins = self._left_out(q[:, :, :, span], k, g, t - s)
+            u, bins = self._omitted_scores(q[:, :, :, span], k, g, t - s)
             rows_GNX = u.flatten(-2).transpose(0, 1).flatten(1, 3)
             self.sum_GXX += (rows_GNX.mT @ rows_GNX).double()
             u_HNX, bins_HNE = (x.flatten(1, 2).transpose(0, 1).flatten(1, 2) for x in (u.flatten(-2), bins))
@@ -102,7 +102,7 @@ class ScoreSensitivity:
         pull = grad @ v[:, :, None].mT
         return weights * (pull - (weights * pull).sum(-1, keepdim=True)) * slope
 
-    def _left_out(self, q: Tensor, k: Tensor, g: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+    def _omitted_scores(self, q: Tensor, k: Tensor, g: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
         """sum_s g delta of every unit and bin, (B, G, J, C, U, E), but for its sign; sum_s g of every bin."""
         distance, parts, sums = distance.abs()[:, None, None], [], []
         for low, high in zip(self.extents, self.extents[1:]):
@@ -186,29 +186,31 @@ class ScoreDimAllocation:
     rise: float
 
     @torch.no_grad()
-    def fill(self, mixer: MLRAttention) -> None:
+    def apply_to(self, mixer: MLRAttention) -> None:
         """A mixer of this config, in place."""
         mixer.order.copy_(self.order_GK)
         if mixer.near is not None:
             mixer.near.copy_(self.near_HL)
 
 
-def allocate_ranks(damages: Sequence[ScoreSensitivity], budget: float, context: int) -> list[ScoreDimAllocation]:
+def allocate_ranks(sensitivities: Sequence[ScoreSensitivity], budget: float, context: int) -> list[ScoreDimAllocation]:
     """For layers of one shape (windows may differ): the arrangements that keep at most `budget` of their keys in a
     sequence of `context` tokens, at the least expected rise. Groups of a layer share ranks, each has its own dims."""
     if not 0 < budget <= 1:
         raise SurgeryError(f"cache {budget} must be a share of the full key cache above 0 and up to 1, for example 0.5")
-    shape, extents = damages[0].shape, damages[0].extents
+    shape, extents = sensitivities[0].shape, sensitivities[0].extents
     together, bins = rotary_units(shape), len(extents) - 1
     size_U = torch.tensor([float(len(dims)) for dims in together])
-    price_LE = torch.stack([cache_prices(extents, context, damage.shape.window) for damage in damages])
-    gram_LGXX = torch.stack([damage.gram_GXX.float() for damage in damages])
+    price_LE = torch.stack([cache_prices(extents, context, sensitivity.shape.window) for sensitivity in sensitivities])
+    gram_LGXX = torch.stack([sensitivity.gram_GXX.float() for sensitivity in sensitivities])
     price_NE = price_LE.repeat_interleave(shape.groups, 0)
-    alone_NU = _bisect_price(lambda w: choose_extents(gram_LGXX.flatten(0, 1), size_U, price_NE, w), size_U, price_NE, budget)
+    alone_NU = _bisect_price(
+        lambda w: choose_extents(gram_LGXX.flatten(0, 1), size_U, price_NE, w), size_U, price_NE, budget
+    )
     ranked_LGU = _rank_units(alone_NU.unflatten(0, (-1, shape.groups)), gram_LGXX, size_U)
     form_LXX, size_U = _sum_groups(gram_LGXX, ranked_LGU, bins), size_U[ranked_LGU[0, 0].cpu()]
     place_LU = _bisect_price(lambda w: choose_extents(form_LXX, size_U, price_LE, w), size_U, price_LE, budget)
-    return [build_allocation(*layer) for layer in zip(damages, place_LU, ranked_LGU)]
+    return [build_allocation(*layer) for layer in zip(sensitivities, place_LU, ranked_LGU)]
 
 
 def _bisect_price(settled: Callable[[float], Tensor], size_U: Tensor, price_NE: Tensor, budget: float) -> Tensor:
@@ -247,21 +249,21 @@ def _sum_groups(gram_LGXX: Tensor, ranked_LGU: Tensor, bins: int) -> Tensor:
     return total
 
 
-def build_allocation(damage: ScoreSensitivity, place_U: Tensor, ranked_GU: Tensor) -> ScoreDimAllocation:
+def build_allocation(sensitivity: ScoreSensitivity, place_U: Tensor, ranked_GU: Tensor) -> ScoreDimAllocation:
     """A layer from the place of every rank of unit: those that reach furthest come first."""
-    together = rotary_units(damage.shape)
+    together = rotary_units(sensitivity.shape)
     by_reach = place_U.argsort(dim=0, descending=True, stable=True).tolist()
     order = [[dim for slot in by_reach for dim in together[units_of[slot]]] for units_of in ranked_GU.tolist()]
     dims: dict[int, int] = {UNLIMITED: 0}
     for slot in by_reach:
-        extent = damage.extents[int(place_U[slot])]
+        extent = sensitivity.extents[int(place_U[slot])]
         dims[extent] = dims.get(extent, 0) + len(together[ranked_GU[0][slot]])
     dims.pop(0, None)
     if list(dims.values()) == [0]:  # worth nothing anywhere: one unit in the shortest reach, for a config needs one
-        dims[damage.extents[1]] = len(together[ranked_GU[0][by_reach[0]]])
+        dims[sensitivity.extents[1]] = len(together[ranked_GU[0][by_reach[0]]])
     reach = tuple(extent for extent in dims if extent != UNLIMITED)
     place_GU = torch.zeros_like(ranked_GU).scatter(1, ranked_GU, place_U.expand_as(ranked_GU))
-    near_HL, loss = damage.near_biases(place_GU, reach)
+    near_HL, loss = sensitivity.near_biases(place_GU, reach)
     return ScoreDimAllocation(MLR(tuple(dims.values()), reach, "sliding"), torch.tensor(order), near_HL, loss)
 
 

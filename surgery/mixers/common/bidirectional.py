@@ -33,22 +33,24 @@ def zero_padding_writes(rows: MaskInputs, written: tuple[str, ...]) -> MaskInput
     )
 
 
-def bidirectional_output(read: Callable[[MaskInputs], Tensor], mask: Mask, rows: MaskInputs, packing: Unpadder) -> Tensor:
+def bidirectional_output(
+    read: Callable[[MaskInputs], Tensor], mask: Mask, rows: MaskInputs, unpadder: Unpadder
+) -> Tensor:
     """A causal mask for bidirectional attention: the tokens before and with each one, those after and with it in the
     reversed sequence (which is read from position 0 too), less the token itself, which both have."""
-    back = reverse_inputs(rows, packing)
-    return read(rows) + packing.reversed(read(back) - diagonal_output(mask, back), dim=3)
+    back = reverse_inputs(rows, unpadder)
+    return read(rows) + unpadder.reverse(read(back) - diagonal_output(mask, back), dim=3)
 
 
-def reverse_inputs(rows: MaskInputs, packing: Unpadder) -> MaskInputs:
+def reverse_inputs(rows: MaskInputs, unpadder: Unpadder) -> MaskInputs:
     """The rows the other way round."""
     return replace(
         rows,
-        q_BGJTF=packing.reversed(rows.q_BGJTF, dim=3),
-        k_BGTF=packing.reversed(rows.k_BGTF, dim=2),
-        v_BGTV=packing.reversed(rows.v_BGTV, dim=2),
-        beta_BGT=None if rows.beta_BGT is None else packing.reversed(rows.beta_BGT, dim=2),
-        signals={name: packing.reversed(t, dim=1) for name, t in rows.signals.items()},
+        q_BGJTF=unpadder.reverse(rows.q_BGJTF, dim=3),
+        k_BGTF=unpadder.reverse(rows.k_BGTF, dim=2),
+        v_BGTV=unpadder.reverse(rows.v_BGTV, dim=2),
+        beta_BGT=None if rows.beta_BGT is None else unpadder.reverse(rows.beta_BGT, dim=2),
+        signals={name: unpadder.reverse(t, dim=1) for name, t in rows.signals.items()},
     )
 
 

@@ -70,7 +70,13 @@ def left_pad(inputs: MixerInputs) -> tuple[MixerInputs, Tensor | None]:
     q, k, v = (gather_slots(x, order_BT, 2) for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
     valid = gather_slots(valid_BT, order_BT, 1)
     return replace(
-        inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=gather_slots(inputs.x_BTD, order_BT, 1), valid_BT=valid, mask_BHTS=mask
+        inputs,
+        q_BHTK=q,
+        k_BGTK=k,
+        v_BGTV=v,
+        x_BTD=gather_slots(inputs.x_BTD, order_BT, 1),
+        valid_BT=valid,
+        mask_BHTS=mask,
     ), order_BT.argsort(dim=1)
 
 
@@ -95,13 +101,13 @@ class KVBuffer:
         # Whole units of 16: rows stay where wide copies can begin.
         size = -(-(slots + max(MIN_FREE_SLOTS, slots // 32)) // 16) * 16
         self.buffer = new_BGTX.new_empty(*new_BGTX.shape[:2], size, new_BGTX.shape[3])
-        self.written = old_BGSX.shape[2]
-        self.buffer[:, :, : self.written] = old_BGSX
+        self.n_written = old_BGSX.shape[2]
+        self.buffer[:, :, : self.n_written] = old_BGSX
 
-    def takes(self, stop: int, new_BGTX: Tensor) -> bool:
-        fits = stop == self.written and stop + new_BGTX.shape[2] <= self.buffer.shape[2]
+    def fits(self, stop: int, new_BGTX: Tensor) -> bool:
+        has_space = stop == self.n_written and stop + new_BGTX.shape[2] <= self.buffer.shape[2]
         ours = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
-        return fits and ours and self.buffer.dtype == new_BGTX.dtype and self.buffer.device == new_BGTX.device
+        return has_space and ours and self.buffer.dtype == new_BGTX.dtype and self.buffer.device == new_BGTX.device
 
     def view(self, start: int, stop: int) -> Tensor:
         """Those slots, as a tensor that knows where it lies."""
@@ -123,21 +129,21 @@ def append_slots(old_BGSX: Tensor, new_BGTX: Tensor, count_B: Tensor | None) -> 
 
 def append_all_slots(olds: list[Tensor], news: list[Tensor], count_B: Tensor | None) -> list[Tensor]:
     """The slots of each and its new ones, packed again; count_B: real tokens among the new (None: all). Long ones are not
-    copied at every call: they lie in a Room, and what is new to rooms is written at once."""
-    both, rooms = [], []
+    copied at every call: they lie in a Room, and what is new to buffers is written at once."""
+    both, writes = [], []
     for old, new in zip(olds, news):
         learns = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
         if count_B is not None or old.shape[2] < MIN_BUFFER_SLOTS or learns or torch.compiler.is_compiling():
             both.append(copy_and_append(old, new, count_B))
             continue
         room, start, stop = getattr(old, "room", (None, 0, 0))
-        if room is None or not room.takes(stop, new):
+        if room is None or not room.fits(stop, new):
             room, start = KVBuffer(old, new), 0
-        rooms.append((room.buffer, room.written, new))
-        room.written += new.shape[2]
-        both.append(room.view(start, room.written))
-    if rooms:
-        buffers, starts, late = map(list, zip(*rooms))
+        writes.append((room.buffer, room.n_written, new))
+        room.n_written += new.shape[2]
+        both.append(room.view(start, room.n_written))
+    if writes:
+        buffers, starts, late = map(list, zip(*writes))
         write_slots(late[0], buffers, starts, late)
     return both
 
@@ -166,7 +172,7 @@ def last_slots(x_BGSX: Tensor, slots: int) -> Tensor:
 
 
 def make_kv_layout(inputs: MixerInputs, state: MixerState | None, slots: int) -> tuple[KVLayout, Tensor | None]:
-    """The frame of packed inputs behind `slots` remembered ones, and how many of each row's tokens are real."""
+    """The layout of packed inputs behind `slots` remembered ones, and how many of each row's tokens are real."""
     length, device = inputs.q_BHTK.shape[2], inputs.q_BHTK.device
     count_B = None if inputs.valid_BT is None else inputs.valid_BT.sum(1)
     seen_B = torch.zeros(1, dtype=torch.long, device=device) if state is None else state.seen_B

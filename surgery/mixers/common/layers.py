@@ -30,12 +30,12 @@ class ShortConvolution(nn.Module):
         weight_CW[:, -1] = 1
         self.weight = nn.Parameter(weight_CW)
 
-    def forward(self, x_BTC: Tensor, past_BWC: Tensor, packing: Unpadder) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, past_BWC: Tensor, unpadder: Unpadder) -> tuple[Tensor, Tensor]:
         """(y in the dtype of x, the past after these tokens); the past and all sums in float32 or more."""
         all_BSC = torch.cat([past_BWC, x_BTC.to(torch.promote_types(x_BTC.dtype, past_BWC.dtype))], dim=1)
         weight_C1W = self.weight.to(all_BSC.dtype).unsqueeze(1)
         y_BCT = F.conv1d(all_BSC.mT, weight_C1W, groups=weight_C1W.shape[0])
-        return y_BCT.mT.to(x_BTC.dtype), packing.latest(all_BSC, self.width - 1, dim=1)
+        return y_BCT.mT.to(x_BTC.dtype), unpadder.latest(all_BSC, self.width - 1, dim=1)
 
 
 class HeadNorm(nn.Module):

@@ -1,7 +1,7 @@
 """Packed documents: several in a row, none of which may see another. A mixer gets each as a row of its own.
 
-    documents = Documents.of(border_BT)                 border: where a document begins behind another
-    out_BHTV = documents.mixed(mixer.mix, inputs)
+    documents = Documents.from_borders(border_BT)                 border: where a document begins behind another
+    out_BHTV = documents.mix(mixer.mix, inputs)
 
 As transformers has it, a document begins where position_ids do not go on by one; only, that is, where the mask keeps
 it from the token before: padded batches have such positions too. D documents of a group, U slots of the longest.
@@ -58,7 +58,7 @@ class PackedDocuments:
     back_N: Tensor
 
     @classmethod
-    def of(cls, border_BT: Tensor) -> PackedDocuments | None:
+    def from_borders(cls, border_BT: Tensor) -> PackedDocuments | None:
         """None where every row is one document. Reads the borders back from the device."""
         B, T = border_BT.shape
         begins_BT = border_BT.cpu()
@@ -76,10 +76,12 @@ class PackedDocuments:
             slots[index_DU[real_DU]] = before + real_DU.flatten().nonzero().flatten()
             before += real_DU.numel()
             everything = bool(real_DU.all())
-            groups.append(DocumentGroup(index_DU.to(border_BT.device), None if everything else real_DU.to(border_BT.device)))
+            groups.append(
+                DocumentGroup(index_DU.to(border_BT.device), None if everything else real_DU.to(border_BT.device))
+            )
         return cls(border_BT.cumsum(1), tuple(groups), slots.to(border_BT.device))
 
-    def mixed(self, mix: Callable[[MixerInputs], tuple[Tensor, Any]], inputs: MixerInputs) -> Tensor:
+    def mix(self, mix: Callable[[MixerInputs], tuple[Tensor, Any]], inputs: MixerInputs) -> Tensor:
         """out_BHTV of a mixer that sees one document a row."""
         B, T = self.number_BT.shape
         outs = []
@@ -92,14 +94,14 @@ class PackedDocuments:
 
 @dataclass
 class DocumentMemo:
-    """What one layer found out about a call's mask and positions, for the layers that follow. plain: None if nobody
+    """What one layer found out about a call's mask and positions, for the layers that follow. is_plain: None if nobody
     has looked."""
 
     documents: PackedDocuments | None
-    plain: bool | None = None
+    is_plain: bool | None = None
 
     @staticmethod
-    def recalled(mask: Any, position_ids: Any) -> DocumentMemo | None:
+    def recall(mask: Any, position_ids: Any) -> DocumentMemo | None:
         whose, versions, known = getattr(position_ids if mask is None else mask, "surgery_known", (None, None, None))
         mine = whose is (None if mask is None else position_ids) and versions == _versions(mask, position_ids)
         return known if mine else None

@@ -1,8 +1,8 @@
 """Rows of a padded batch, packed: real tokens to the front in their order, padding behind them.
 
-    packing = Packing.of(valid_BT, batch, length, device)
-    x_BTD = packing.packed(x_BTD, dim=1)          zeros behind the real tokens
-    y_BTD = packing.unpacked(y_BTD, dim=1)        back where they were, zeros where padding is
+    unpadder = Packing.from_mask(valid_BT, batch, length, device)
+    x_BTD = unpadder.unpad(x_BTD, dim=1)          zeros behind the real tokens
+    y_BTD = unpadder.pad(y_BTD, dim=1)        back where they were, zeros where padding is
 
 Left padding, right padding and holes are all the same afterwards. Nothing here waits for the device.
 """
@@ -54,7 +54,7 @@ class Unpadder:
     valid_BT: Tensor | None = None
 
     @classmethod
-    def of(cls, valid_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Unpadder:
+    def from_mask(cls, valid_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Unpadder:
         if valid_BT is None:
             count_B = torch.full((batch,), length, device=device)
             return cls(count_B, torch.ones(batch, length, dtype=torch.bool, device=device))
@@ -64,10 +64,14 @@ class Unpadder:
         slot_BT = (valid_BT.cumsum(1) - 1).clamp_min(0)
         return cls(count_B, torch.arange(length, device=device) < count_B.unsqueeze(1), index_BT, slot_BT, valid_BT)
 
-    def packed(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor if self.index_BT is None else zero_outside(gather_rowwise(tensor, self.index_BT, dim), self.real_BT, dim)
+    def unpad(self, tensor: Tensor, dim: int) -> Tensor:
+        return (
+            tensor
+            if self.index_BT is None
+            else zero_outside(gather_rowwise(tensor, self.index_BT, dim), self.real_BT, dim)
+        )
 
-    def unpacked(self, tensor: Tensor, dim: int) -> Tensor:
+    def pad(self, tensor: Tensor, dim: int) -> Tensor:
         if self.slot_BT is None or self.valid_BT is None:
             return tensor
         return zero_outside(gather_rowwise(tensor, self.slot_BT, dim), self.valid_BT, dim)
@@ -78,7 +82,7 @@ class Unpadder:
         index_BW = self.count_B.unsqueeze(1) + torch.arange(kept, device=tensor.device)
         return gather_rowwise(tensor, index_BW, dim)
 
-    def reversed(self, tensor: Tensor, dim: int) -> Tensor:
+    def reverse(self, tensor: Tensor, dim: int) -> Tensor:
         """Each row's packed tokens the other way round."""
         length = tensor.shape[dim]
         index_BT = self.count_B.unsqueeze(1) - 1 - torch.arange(length, device=tensor.device)

@@ -75,12 +75,19 @@ def weighted_values(
 
 @dispatched
 def attend(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Tensor | None = None, p: float = 0.0
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Tensor | None = None,
+    p: float = 0.0,
 ) -> Tensor:
     """out_BHTV. The first term has no extent of its own: every pair that the module allows has it."""
     terms = [term._replace(q_BGJTR=upcast(term.q_BGJTR), k_BGSR=upcast(term.k_BGSR)) for term in terms]
     values = upcast(v_BGSV)
-    out = run_in_passes(lambda start, stop: _attend_pass(terms, values, frame, shape, mask, p, start, stop), frame.queries)
+    out = run_in_passes(
+        lambda start, stop: _attend_pass(terms, values, layout, shape, mask, p, start, stop), layout.queries
+    )
     return out.flatten(1, 2).to(v_BGSV.dtype)
 
 
@@ -105,7 +112,9 @@ def dense_attention(terms: list[ScoreTerm], inputs: MixerInputs, shape: Attentio
     return dense_weighted_values(score, allowed, valid_BS, inputs, shape)
 
 
-def dense_weighted_values(score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: MixerInputs, shape: AttentionShape) -> Tensor:
+def dense_weighted_values(
+    score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: MixerInputs, shape: AttentionShape
+) -> Tensor:
     """out_BHTV of whole scores."""
     allowed = allowed if valid_BS is None else allowed & valid_BS[:, None, :]
     mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -score.shape[-1] :]
@@ -114,23 +123,32 @@ def dense_weighted_values(score: Tensor, allowed: Tensor, valid_BS: Tensor | Non
 
 
 def _attend_pass(
-    terms: list[ScoreTerm], v_BGSV: Tensor, frame: KVLayout, shape: AttentionShape, mask: Any, p: float, start: int, stop: int
+    terms: list[ScoreTerm],
+    v_BGSV: Tensor,
+    layout: KVLayout,
+    shape: AttentionShape,
+    mask: Any,
+    p: float,
+    start: int,
+    stop: int,
 ) -> Tensor:
-    low, high = frame.reach(start, stop, shape.window, shape.causal)
-    first = frame.slots - frame.queries
-    t_BC1 = frame.positions(first + start, first + stop).unsqueeze(-1)
-    score = _term_score(terms[0], frame, start, stop, low, high)
+    low, high = layout.reach(start, stop, shape.window, shape.causal)
+    first = layout.slots - layout.queries
+    t_BC1 = layout.positions(first + start, first + stop).unsqueeze(-1)
+    score = _term_score(terms[0], layout, start, stop, low, high)
     for term in terms[1:]:
-        near_low, near_high = frame.reach(start, stop, term.extent, shape.causal)
-        near_low, near_high = max(near_low, low, frame.slots - term.k_BGSR.shape[2]), min(near_high, high)
-        part = _term_score(term, frame, start, stop, near_low, near_high)
+        near_low, near_high = layout.reach(start, stop, term.extent, shape.causal)
+        near_low, near_high = max(near_low, low, layout.slots - term.k_BGSR.shape[2]), min(near_high, high)
+        part = _term_score(term, layout, start, stop, near_low, near_high)
         if term.bias_GJ is not None:
             part = part + term.bias_GJ[..., None, None].to(part.dtype)
         if term.extent is not None:
-            inside_BCS = within_extent(term.form, term.extent, t_BC1, frame.positions(near_low, near_high).unsqueeze(1))
+            inside_BCS = within_extent(
+                term.form, term.extent, t_BC1, layout.positions(near_low, near_high).unsqueeze(1)
+            )
             part = part * inside_BCS[:, None, None]
         score = add_score_slice(score, part, near_low - low)
-    allowed_BCS = _allowed(t_BC1, frame.positions(low, high).unsqueeze(1), frame, shape)
+    allowed_BCS = _allowed(t_BC1, layout.positions(low, high).unsqueeze(1), layout, shape)
     cut = None if mask is None else mask[..., start:stop, low:high]
     return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
 
@@ -145,9 +163,9 @@ def add_score_slice(score: Tensor, part: Tensor, at: int) -> Tensor:
     return score
 
 
-def _term_score(term: ScoreTerm, frame: KVLayout, start: int, stop: int, low: int, high: int) -> Tensor:
+def _term_score(term: ScoreTerm, layout: KVLayout, start: int, stop: int, low: int, high: int) -> Tensor:
     """q . k of queries start .. stop and slots low .. high, all heads of a group at once."""
-    missing = frame.slots - term.k_BGSR.shape[2]
+    missing = layout.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
     product = (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
     if term.scale_BGJS is None:
@@ -155,9 +173,9 @@ def _term_score(term: ScoreTerm, frame: KVLayout, start: int, stop: int, low: in
     return product * term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)
 
 
-def _allowed(t: Tensor, s: Tensor, frame: KVLayout, shape: AttentionShape) -> Tensor:
+def _allowed(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape) -> Tensor:
     allowed = s <= t if shape.causal else torch.ones_like(s <= t)
-    if frame.holes:
+    if layout.holes:
         allowed &= s >= 0
     if shape.window is not None:
         allowed &= within_extent("sliding", shape.window, t, s)
@@ -165,15 +183,17 @@ def _allowed(t: Tensor, s: Tensor, frame: KVLayout, shape: AttentionShape) -> Te
 
 
 # -- the library's own attention, for scores without structure -----------------------------------------------------
-def sdpa_attn_mask(frame: KVLayout, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def sdpa_attn_mask(
+    layout: KVLayout, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
     """The library's mask with the module's window and the real slots in it; None where `causal` says everything."""
-    windowed = shape.window is not None and frame.slots > shape.window
-    later = shape.causal and frame.slots > frame.queries > 1
-    if not (frame.holes or windowed or later or valid_BS is not None):
+    windowed = shape.window is not None and layout.slots > shape.window
+    later = shape.causal and layout.slots > layout.queries > 1
+    if not (layout.holes or windowed or later or valid_BS is not None):
         return mask
-    s_BS = frame.positions(0, frame.slots) if valid_BS is None else positions_from_mask(valid_BS)
-    t_BT1 = s_BS[:, frame.slots - frame.queries :].unsqueeze(-1)
-    allowed = _allowed(t_BT1, s_BS.unsqueeze(1), frame, shape).unsqueeze(1)
+    s_BS = layout.positions(0, layout.slots) if valid_BS is None else positions_from_mask(valid_BS)
+    t_BT1 = s_BS[:, layout.slots - layout.queries :].unsqueeze(-1)
+    allowed = _allowed(t_BT1, s_BS.unsqueeze(1), layout, shape).unsqueeze(1)
     if valid_BS is not None:
         allowed = allowed & valid_BS[:, None, None, :]
     if mask is None:
@@ -203,7 +223,9 @@ def sdpa_attention(
     return out.reshape(out.shape[0], -1, length, out.shape[-1])
 
 
-def _eager_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float) -> Tensor:
+def _eager_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float
+) -> Tensor:
     heads = q_BHTK.shape[1] // k_BGSK.shape[1]
     weights = torch.matmul(q_BHTK, k_BGSK.repeat_interleave(heads, 1).mT) * shape.scaling
     if shape.softcap is not None:

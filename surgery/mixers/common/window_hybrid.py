@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.padding import Unpadder, shift_rows, gather_rowwise, zero_outside
+from surgery.mixers.common.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
 from surgery.mixers.masks.base import MaskInputs
 
 Tensors = dict[str, Tensor]
@@ -38,23 +38,23 @@ class WindowBuffer:
         """The ring, then the call's tokens."""
         return {name: torch.cat([past[f"ring.{name}"].to(t.dtype), t], dim=1) for name, t in new.items()}
 
-    def due(self, queue: Tensors) -> Tensors:
+    def delayed_tokens(self, queue: Tensors) -> Tensors:
         """What the call's queries find written last: entry i for query i."""
         return {name: t[:, : t.shape[1] - self.window] for name, t in queue.items()}
 
-    def rings(self, queue: Tensors, packing: Unpadder) -> Tensors:
-        return {f"ring.{name}": packing.latest(t, self.window, dim=1) for name, t in queue.items()}
+    def next_rings(self, queue: Tensors, unpadder: Unpadder) -> Tensors:
+        return {f"ring.{name}": unpadder.latest(t, self.window, dim=1) for name, t in queue.items()}
 
-    def filled(self, name: str, new_BTGK: Tensor, past: Tensors, seen_B: Tensor, packing: Unpadder) -> Tensor:
+    def fill_sinks(self, name: str, new_BTGK: Tensor, past: Tensors, seen_B: Tensor, unpadder: Unpadder) -> Tensor:
         """The sinks with the call's tokens taken in: slot j is the token at position j."""
         position_S = torch.arange(self.sinks, device=seen_B.device)
         all_BXGK = torch.cat([past[f"sink.{name}"].to(new_BTGK.dtype), new_BTGK], dim=1)
         late_BS = (self.sinks + position_S - seen_B.unsqueeze(1)).clamp_max(all_BXGK.shape[1] - 1)
         index_BS = torch.where(position_S < seen_B.unsqueeze(1), position_S, late_BS)
-        there_BS = position_S < (seen_B + packing.count_B).unsqueeze(1)
+        there_BS = position_S < (seen_B + unpadder.count_B).unsqueeze(1)
         return zero_outside(gather_rowwise(all_BXGK, index_BS, dim=1), there_BS, dim=1)
 
-    def aligned(self, rows: MaskInputs) -> tuple[MaskInputs, Tensor]:
+    def align_inputs(self, rows: MaskInputs) -> tuple[MaskInputs, Tensor]:
         """Rows whose entry i pairs query i with what is due then, as the mask wants them: from the first token written
         on, at its position behind the sinks. And how many queries of each row came before it."""
         offset_B = (self.window + self.sinks - rows.start_B).clamp_min(0)
@@ -68,7 +68,7 @@ class WindowBuffer:
             start_B=(rows.start_B - self.window - self.sinks).clamp_min(0),
             count_B=(rows.count_B - offset_B).clamp_min(0),
             signals={name: shift_rows(t, offset_B, dim=1) for name, t in rows.signals.items()},
-            most=None if rows.most is None else max(0, rows.most - self.window - self.sinks),
+            max_seen=None if rows.max_seen is None else max(0, rows.max_seen - self.window - self.sinks),
         )
         return moved, offset_B
 

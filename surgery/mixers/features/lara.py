@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.features.base import FEATURES, FeatureMap
-from surgery.mixers.features.favor import bounded_exp, exponents, check_queries_option, query_features
+from surgery.mixers.features.favor import bounded_exp, check_queries_option, exponents, query_features
 from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 

@@ -1,6 +1,6 @@
 """The masks M of linear-type attention, O = (A . M) V (Guo et al. 2025, "Log-Linear Attention", section 2).
 
-A mask has three faces that agree to rounding: `dense` (the definition), `print_chunked` (training, prefill) and `step`
+A mask has three faces that agree to rounding: `dense` (the definition), `chunked` (training, prefill) and `step`
 (a token at a time with a bounded state). It sees tokens as `MaskInputs`: packed to the front, padding behind them, each
 row with its own position, so that masks that are not invariant under shifts are right for every row.
 Leading axes B, G, J: a tensor that does not differ over the J query heads of a group has 1 there.
@@ -24,7 +24,7 @@ class MaskInputs:
 
     q_BGJTF, k_BGTF features; v_BGTV; beta_BGT of the delta rule or None (kernel scores).
     start_B: position of each row's first token; signals: name -> what `Mask.signals` gave, (B, T, ..).
-    most: a bound of start_B + count_B, known without asking the device; None: none is known.
+    max_seen: a bound of start_B + count_B, known without asking the device; None: none is known.
     """
 
     q_BGJTF: Tensor
@@ -34,30 +34,30 @@ class MaskInputs:
     start_B: Tensor
     count_B: Tensor
     signals: dict[str, Tensor]
-    most: int | None = None
+    max_seen: int | None = None
 
 
 class Mask(nn.Module):
-    """One structured mask. `head_outputs`: signals that belong to the written token (gates); others belong to the reader
+    """One structured mask. `written_signals`: signals that belong to the written token (gates); others belong to the reader
     (lambda, mixing rows). Parameters and signals are float32."""
 
     config_type: ClassVar[type]
-    written: ClassVar[tuple[str, ...]] = ()
-    bounded: ClassVar[bool] = True  # False: a step needs all keys and values so far
+    written_signals: ClassVar[tuple[str, ...]] = ()
+    has_bounded_state: ClassVar[bool] = True  # False: a step needs all keys and values so far
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
         self.config, self.shape = config, shape
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
         """SurgeryError where the mask cannot serve (bidirectional, with the delta rule, ..); says why."""
 
     def signals(self, x_BTD: Tensor) -> dict[str, Tensor]:
         """What the mask reads off the hidden states, (B, T, ..) each."""
         return {}
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> dict[str, Tensor]:
+    def empty_state(self, rows: int, features: int, values: int, device: Any) -> dict[str, Tensor]:
         """The state of `rows` sequences before their first token: float32 tensors, batch first."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class Mask(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Numbers in the state after `length` tokens, per key/value head."""
         raise NotImplementedError
 

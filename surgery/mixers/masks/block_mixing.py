@@ -9,7 +9,7 @@ A block is a whole number of chunks.      I blocks of the call, m chunks in a bl
 M_ts = W[block(t), block(s)], a free matrix for each query head: dense block mixing (MHLA, Zhang et al. 2026).
 
 Rows of W are nonnegative and sum to one, over the blocks so far where attention is causal (s <= t inside a block too).
-W has `format_count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
+W has `count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
 
 The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block reached, of the delta rule as carried by now.
 """
@@ -41,7 +41,7 @@ def blocks_from_zero(
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
     rows = MaskInputs(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
-    out, sums_BAGFV = BlockChunks.of(rows, matrix_GJMM.to(wide), chunk, block).mixed(rows.v_BGTV.new_zeros(0))
+    out, sums_BAGFV = BlockChunks.from_inputs(rows, matrix_GJMM.to(wide), chunk, block).mix(rows.v_BGTV.new_zeros(0))
     return out, sums_BAGFV if keep else None
 
 
@@ -49,11 +49,11 @@ def blocks_from_zero(
 def blocks_bidirectional(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
     """out_BGJTV of the same where W is full."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
-    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
-    sums_BGNFV = frame.cut(k_BGTF.to(wide), 2).mT @ frame.cut(v_BGTV.to(wide), 2)
-    weight_GJNN = matrix_GJMM[:, :, : frame.count, : frame.count].to(wide)
+    layout = ChunkLayout.unaligned(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    sums_BGNFV = layout.to_chunks(k_BGTF.to(wide), 2).mT @ layout.to_chunks(v_BGTV.to(wide), 2)
+    weight_GJNN = matrix_GJMM[:, :, : layout.count, : layout.count].to(wide)
     mixed_BGJNFV = torch.einsum("gjnm,bgmfv->bgjnfv", weight_GJNN, sums_BGNFV)
-    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
+    return layout.from_chunks(layout.to_chunks(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
 def pad_blocks(sums_BAGFV: Tensor, blocks: int) -> Tensor:
@@ -79,7 +79,7 @@ def mixing_rows(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
 class BlockChunks:
     """One call's chunks, (B, G, N, ..) each, and the rows of W for its blocks."""
 
-    frame: ChunkLayout
+    layout: ChunkLayout
     per_block: int
     scores: ChunkScores
     v_BGNCV: Tensor
@@ -87,25 +87,28 @@ class BlockChunks:
     weight_BGJIA: Tensor
 
     @classmethod
-    def of(cls, rows: MaskInputs, matrix_GJMM: Tensor, chunk: int, block: int) -> BlockChunks:
-        frame = ChunkLayout.aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
-        per_block = -(-block // frame.chunk)
-        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
-        scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
-        block_BI = frame.base_B.unsqueeze(1) + torch.arange(frame.count // per_block, device=frame.base_B.device)
+    def from_inputs(cls, rows: MaskInputs, matrix_GJMM: Tensor, chunk: int, block: int) -> BlockChunks:
+        layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
+        per_block = -(-block // layout.chunk)
+        beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
+        scores = chunk_scores(layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3), layout.to_chunks(rows.k_BGTF, 2), beta)
+        block_BI = layout.base_B.unsqueeze(1) + torch.arange(layout.count // per_block, device=layout.base_B.device)
         weight_BGJIA = mixing_rows(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
-        return cls(frame, per_block, scores, frame.cut(rows.v_BGTV, 2), block_BI, weight_BGJIA)
+        return cls(layout, per_block, scores, layout.to_chunks(rows.v_BGTV, 2), block_BI, weight_BGJIA)
 
-    def before(self, sums_BAGFV: Tensor) -> Tensor:
+    def initial_sums(self, sums_BAGFV: Tensor) -> Tensor:
         """The sums of the state, with room for the call's blocks."""
         if sums_BAGFV.dim() == 1:  # no state
             batch, groups, _, _, values = self.v_BGNCV.shape
             sums_BAGFV = self.v_BGNCV.new_zeros(batch, 0, groups, self.scores.write_xCF.shape[-1], values)
         return pad_blocks(sums_BAGFV, self.weight_BGJIA.shape[-1])
 
-    def mixed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BGJTV, every block's sum)."""
-        sums_BAGFV, row_B1 = self.before(before), torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None]
+        sums_BAGFV, row_B1 = (
+            self.initial_sums(before),
+            torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None],
+        )
         chunk_BGImFV = (self.scores.write_xCF.mT @ self.v_BGNCV).unflatten(2, (-1, self.per_block))
         # What a row brings of its first block comes before its chunks; other blocks of the call are new.
         open_BGIFV = sums_BAGFV[row_B1, self.block_BI].transpose(1, 2)
@@ -119,16 +122,16 @@ class BlockChunks:
         near = (read_BGImJCF @ own_BGImFV[:, :, :, :-1].unsqueeze(4)).flatten(2, 3)
         near = near + self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3)
         out = out.flatten(2, 3) + self._own()[..., None, None] * near
-        return self.frame.joined(out.transpose(2, 3), 3), sums_BAGFV
+        return self.layout.from_chunks(out.transpose(2, 3), 3), sums_BAGFV
 
-    def passed(self, before: Tensor) -> tuple[Tensor, Tensor]:
+    def mix_delta(self, before: Tensor) -> tuple[Tensor, Tensor]:
         """The same."""
-        sums_BAGFV, out, own_BGNJ = self.before(before), [], self._own()
+        sums_BAGFV, out, own_BGNJ = self.initial_sums(before), [], self._own()
         inside = own_BGNJ[..., None, None] * (self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3))
         added_BGNFV = self.scores.write_xCF.mT @ self.v_BGNCV
         keys_BGNCF: Tensor = self.scores.keys_xCF  # type: ignore[assignment]
         blocks = self.weight_BGJIA.shape[-1]
-        for n in range(self.frame.count):
+        for n in range(self.layout.count):
             weight_BGJA = self.weight_BGJIA[:, :, :, n // self.per_block]
             mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV[:, :blocks])
             out.append(inside[:, :, n] + self.scores.read_xJCF[:, :, n] @ mixed_BGJFV)
@@ -136,7 +139,7 @@ class BlockChunks:
             sums_BAGFV = sums_BAGFV - self.scores.write_xCF[:, None, :, n].mT @ seen_BAGCV
             here_B = self.block_BI[:, n // self.per_block]
             sums_BAGFV = sums_BAGFV + scatter_to_block(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
-        return self.frame.joined(torch.stack(out, 3), 3), sums_BAGFV
+        return self.layout.from_chunks(torch.stack(out, 3), 3), sums_BAGFV
 
     def _own(self) -> Tensor:
         """W[block, block] for every chunk, (B, G, N, J)."""
@@ -186,7 +189,7 @@ class BlocksMask(Mask):
             self.register_buffer("weight_GJMM", raw_GJMM)
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
         if delta and not shape.causal:
             raise SurgeryError(
                 "blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
@@ -194,7 +197,7 @@ class BlocksMask(Mask):
             )
 
     @classmethod
-    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         return -(-length // config.block) * features * values
 
     def matrix(self) -> Tensor:
@@ -207,7 +210,7 @@ class BlocksMask(Mask):
         return positive / positive.sum(-1, keepdim=True)
 
     @torch.no_grad()
-    def start(self, matrix_GJMM: Tensor) -> None:
+    def initialize(self, matrix_GJMM: Tensor) -> None:
         """Set W to the nonnegative matrix given, its rows normalised."""
         self.weight_GJMM.copy_(self._raw(matrix_GJMM))
 
@@ -224,7 +227,7 @@ class BlocksMask(Mask):
                 "toeplitz_blocks, which has no last block"
             )
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         return {"blocks": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
@@ -249,9 +252,9 @@ class BlocksMask(Mask):
         return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), behind)]}
 
     def _further(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor]:
-        grid = BlockChunks.of(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
+        grid = BlockChunks.from_inputs(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
         before = grid.v_BGNCV.new_zeros(0) if state is None else state["blocks"].to(rows.v_BGTV.dtype)
-        return (grid.mixed if rows.beta_BGT is None else grid.passed)(before)
+        return (grid.mix if rows.beta_BGT is None else grid.mix_delta)(before)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         rows, block = upcast_inputs(rows), self.config.block
@@ -262,6 +265,8 @@ class BlocksMask(Mask):
         here_B = rows.start_B // block
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
-        weight_BGJA = mixing_rows(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
+        weight_BGJA = mixing_rows(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(
+            3
+        )
         mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
         return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}

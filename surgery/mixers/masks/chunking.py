@@ -1,6 +1,6 @@
 """What the masks share: arithmetic in float32 or more, chunks of the time axis, and maps that read the hidden states.
 
-A `KVLayout` lays the tokens of every row on a grid of chunks: `Frame.plain` from the row's first token on, `Frame.aligned`
+A `ChunkLayout` lays the tokens of every row on a grid of chunks: `Frame.unaligned` from the row's first token on, `Frame.block_aligned`
 so that chunks lie alike in all rows, each inside one block of absolute positions.
 """
 
@@ -35,11 +35,11 @@ def upcast_inputs(rows: MaskInputs) -> MaskInputs:
 
 
 def token_spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
-    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `project_groups`
+    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `per_group`
     query heads of a group stay small."""
     batch, groups, length, _ = v_BGTV.shape
-    most = SPAN_ELEMENTS.get(v_BGTV.device.type, SPAN_ELEMENTS["cuda"])
-    span = max(1, most // max(1, batch * groups * per_group * chunk**2)) * chunk
+    max_elements = SPAN_ELEMENTS.get(v_BGTV.device.type, SPAN_ELEMENTS["cuda"])
+    span = max(1, max_elements // max(1, batch * groups * per_group * chunk**2)) * chunk
     yield from (slice(a, a + span) for a in range(0, length, span))
 
 
@@ -101,12 +101,12 @@ class ChunkLayout:
     slot_BT: Tensor | None = None
 
     @classmethod
-    def plain(cls, start_B: Tensor, length: int, chunk: int) -> ChunkLayout:
+    def unaligned(cls, start_B: Tensor, length: int, chunk: int) -> ChunkLayout:
         chunk = max(1, min(chunk, length))
         return cls(length, -(-length // chunk), chunk, start_B)
 
     @classmethod
-    def aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> ChunkLayout:
+    def block_aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> ChunkLayout:
         """Each block of `block` positions takes up a whole number of chunks; one more block than tokens reach, so
         that the place of the next token is there too."""
         stride = -(-block // chunk) * chunk
@@ -116,18 +116,18 @@ class ChunkLayout:
         else:
             furthest = int(first_B.max()) if first_B.numel() else 0
         blocks = (furthest + length) // block + 1
-        frame = cls(length, blocks * stride // chunk, chunk, base_B)
+        layout = cls(length, blocks * stride // chunk, chunk, base_B)
         if furthest == 0 and stride == block:
-            return frame
+            return layout
         slot_M = torch.arange(blocks * stride, device=start_B.device)
         offset_M = slot_M % stride
         token_BM = slot_M // stride * block + offset_M - first_B.unsqueeze(1)
         outside_BM = (offset_M >= block) | (token_BM < 0) | (token_BM >= length)
         place_BT = first_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         slot_BT = place_BT // block * stride + place_BT % block
-        return replace(frame, source_BM=token_BM.masked_fill(outside_BM, length), slot_BT=slot_BT)
+        return replace(layout, source_BM=token_BM.masked_fill(outside_BM, length), slot_BT=slot_BT)
 
-    def cut(self, x: Tensor, dim: int) -> Tensor:
+    def to_chunks(self, x: Tensor, dim: int) -> Tensor:
         """(.., T, ..) -> (.., N, C, ..), axis `dim` >= 0 being T and axis 0 the rows."""
         slots = self.count * self.chunk
         zeros = slots - self.length if self.source_BM is None else 1
@@ -136,7 +136,7 @@ class ChunkLayout:
             x = _gather_rowwise(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
         return x.unflatten(dim, (self.count, self.chunk))
 
-    def joined(self, x: Tensor, dim: int) -> Tensor:
+    def from_chunks(self, x: Tensor, dim: int) -> Tensor:
         """Back again: (.., N, C, ..) -> (.., T, ..), `dim` being N."""
         x = x.flatten(dim, dim + 1)
         return x.narrow(dim, 0, self.length) if self.slot_BT is None else _gather_rowwise(x, self.slot_BT, dim)

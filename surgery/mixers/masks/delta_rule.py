@@ -3,7 +3,7 @@
     kernel   A_ts = q_t . k_s
     delta    A_ts = q_t . (I - beta_t k_t k_t^T) .. (I - beta_s+1 k_s+1 k_s+1^T) beta_s k_s      (s <= t)
 
-Either is, for each chunk: `inner_product`, A inside the chunk; `read`, its queries as states carried to the chunk's start
+Either is, for each chunk: `inner`, A inside the chunk; `read`, its queries as states carried to the chunk's start
 see them; `write`, its keys as they stand in a state at the chunk's end; and `carry`, what the chunk does to states
 that pass through it. Without a mask, S' = carry S + write^T V and O = read S + inner V.
 

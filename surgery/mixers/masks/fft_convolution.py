@@ -2,7 +2,7 @@
 
 Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, a convolution over time for each feature and value by FFT: T log T.
 A block of features at a time bounds the memory; it is computed again in the backward pass.
-The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `print_chunked`
+The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `chunked`
 is the exact quadratic sum, a chunk of rows at a time.
 
 The state is the history, linear in length: `keys` (B, G, n, F), of the delta rule as they stand by now, and `values`
@@ -32,7 +32,7 @@ FFT_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 class DistanceMask(Mask):
     """A subclass says M twice: entry by entry, and as h and its phases."""
 
-    bounded: ClassVar[bool] = False
+    has_bounded_state: ClassVar[bool] = False
 
     @classmethod
     def reach(cls, config: Any) -> int | None:
@@ -51,11 +51,11 @@ class DistanceMask(Mask):
         return None
 
     @classmethod
-    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach - 1)) * (features + values)
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         of = {"keys": features, "values": values}
         return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in of.items()}
 
@@ -66,9 +66,9 @@ class DistanceMask(Mask):
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         rows = upcast_inputs(rows)
         if rows.beta_BGT is None:
-            old = self._before(rows, state)
+            old = self._with_history(rows, state)
             k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(old, (rows.k_BGTF, rows.v_BGTV)))
-            out = self._convolved(rows, k_BGSF, v_BGSV)
+            out = self._convolve(rows, k_BGSF, v_BGSV)
         else:
             out, k_BGSF, v_BGSV = self._row_by_row(rows, state, chunk)
         return out, None if state is None else self._latest(rows, state, k_BGSF, v_BGSV)
@@ -78,13 +78,13 @@ class DistanceMask(Mask):
         out, k_BGSF, v_BGSV = self._row_by_row(rows, state, 1)
         return out, self._latest(rows, state, k_BGSF, v_BGSV)
 
-    def _before(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
+    def _with_history(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
         """The history's keys and values in the dtype of the call."""
         if state is None:
             return rows.k_BGTF[:, :, :0], rows.v_BGTV[:, :, :0]
         return state["keys"].to(rows.v_BGTV.dtype), state["values"].to(rows.v_BGTV.dtype)
 
-    def _convolved(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
+    def _convolve(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
         """Kernel scores, by FFT."""
         size, length = v_BGSV.shape[2], rows.v_BGTV.shape[2]
         h_GJS = self.distances(size)
@@ -92,8 +92,8 @@ class DistanceMask(Mask):
         at_BS = rows.start_B.unsqueeze(1) - (size - length) + torch.arange(size, device=rows.start_B.device)
         numbers = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
         out = torch.zeros((), dtype=v_BGSV.dtype, device=v_BGSV.device)
-        most = FFT_ELEMENTS.get(out.device.type, FFT_ELEMENTS["cuda"])
-        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, most // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
+        max_elements = FFT_ELEMENTS.get(out.device.type, FFT_ELEMENTS["cuda"])
+        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, max_elements // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
             args = (q_BGJTf, k_BGSf, v_BGSV, h_GJS, self.phase(at_BS), points)
             out = out + checkpoint(fft_filter, *args, use_reentrant=False)
         return out
@@ -101,15 +101,17 @@ class DistanceMask(Mask):
     def _row_by_row(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         """Either score rule, quadratic: (out_BGJTV, keys and values of the history and the call)."""
         length = rows.v_BGTV.shape[2]
-        frame = ChunkLayout.plain(rows.start_B, length, chunk)
-        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2)
-        v_BGNCV = frame.cut(rows.v_BGTV, 2)
-        scores = chunk_scores(frame.cut(rows.q_BGJTF, 3).transpose(2, 3), frame.cut(rows.k_BGTF, 2), beta)
-        (u_BGSF, v_BGSV), outs = self._before(rows, state), []
-        for n in range(frame.count):
+        layout = ChunkLayout.unaligned(rows.start_B, length, chunk)
+        beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
+        v_BGNCV = layout.to_chunks(rows.v_BGTV, 2)
+        scores = chunk_scores(layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3), layout.to_chunks(rows.k_BGTF, 2), beta)
+        (u_BGSF, v_BGSV), outs = self._with_history(rows, state), []
+        for n in range(layout.count):
             past_BGJCS = scores.read_xJCF[:, :, n] @ u_BGSF.mT.unsqueeze(2)
             v_BGSV = torch.cat([v_BGSV, v_BGNCV[:, :, n]], 2)
-            at_BC = rows.start_B.unsqueeze(1) + n * frame.chunk + torch.arange(frame.chunk, device=rows.start_B.device)
+            at_BC = (
+                rows.start_B.unsqueeze(1) + n * layout.chunk + torch.arange(layout.chunk, device=rows.start_B.device)
+            )
             from_BS = at_BC[:, -1:] - torch.arange(v_BGSV.shape[2] - 1, -1, -1, device=at_BC.device)
             mask_BGJCS = self.entries(at_BC, from_BS).to(v_BGSV.dtype)
             all_BGJCS = torch.cat([past_BGJCS, scores.inner_xJCC[:, :, n]], -1)

@@ -32,7 +32,7 @@ class GatesMask(Semiseparable):
     """Signal `gate` (B, T, G) is log alpha. At the start W = 0 and A = 0, so that gates are constant: their rates
     -log alpha are spread over 0.001 .. 0.1 (half lives of 693 .. 7 tokens) as Mamba-2 spreads its time steps."""
 
-    written: ClassVar[tuple[str, ...]] = ("gate",)
+    written_signals: ClassVar[tuple[str, ...]] = ("gate",)
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)

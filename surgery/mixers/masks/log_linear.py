@@ -64,14 +64,14 @@ class HierarchicalMask(Mask):
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
         self.gates: Semiseparable = MASKS[config.gates](config.gates, shape)  # type: ignore[assignment]
-        self.written = self.gates.written  # type: ignore[misc]
+        self.written_signals = self.gates.written_signals  # type: ignore[misc]
         self.level = nn.Linear(shape.dim, shape.heads * config.levels)
         with torch.no_grad():
             self.level.weight.zero_()
             self.level.bias.copy_(inverse_softplus(torch.ones(())))
 
     @classmethod
-    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         return length.bit_length() * features * values
 
     def signals(self, x_BTD: Tensor) -> MaskState:
@@ -79,7 +79,7 @@ class HierarchicalMask(Mask):
         level_BTGJL = F.softplus(affine(self.level, x_BTD)).unflatten(-1, heads)
         return {"level": level_BTGJL, **self.gates.signals(x_BTD)}
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
@@ -129,9 +129,9 @@ def log_linear(
     length = v_BGTV.shape[2]
     bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
     rows = upcast_inputs(MaskInputs(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
-    tree = FenwickTree.of(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
+    tree = FenwickTree.from_inputs(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
     levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
-    return tree.swept(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
+    return tree.sweep(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
 
 
 @dispatched
@@ -166,7 +166,7 @@ def log_linear_step(
 def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:
     """How many buckets there may be after the rows' tokens, None where only the device knows."""
     held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
-    return None if rows.most is None else max(held, rows.most.bit_length())
+    return None if rows.max_seen is None else max(held, rows.max_seen.bit_length())
 
 
 def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor) -> int:

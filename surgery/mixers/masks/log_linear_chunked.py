@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.masks.base import MaskInputs
-from surgery.mixers.masks.chunking import ChunkLayout, segsum, log_decay_to_end
+from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 
@@ -52,7 +52,7 @@ class Segments:
     gate_BnG: Tensor
     carry_BnGFF: Tensor | None
 
-    def paired(self, bucket_B1GFV: Tensor, odd_B: Tensor) -> tuple[Segments, Segments]:
+    def pair(self, bucket_B1GFV: Tensor, odd_B: Tensor) -> tuple[Segments, Segments]:
         """(left, right) of the pairs; the rows of which the first segment is a right one have their bucket before it.
         What was carried in a bucket is carried to the row's start already."""
         ones = torch.ones_like(self.gate_BnG[:, :1])
@@ -65,7 +65,7 @@ class Segments:
             left_carry, right_carry = _pair_up(self.carry_BnGFF, eye, eye, odd_B)
         return Segments(left_sum, left_gate, left_carry), Segments(right_sum, right_gate, right_carry)
 
-    def then(self, right: Segments) -> Segments:
+    def merge(self, right: Segments) -> Segments:
         """Each pair as one segment."""
         passed, carry = self.sum_BnGFV, None
         if self.carry_BnGFF is not None and right.carry_BnGFF is not None:
@@ -90,7 +90,7 @@ class SegmentQueries:
     fade_BXGC: Tensor
     read_BXGRF: Tensor
 
-    def reads(self, left: Segments, level: int, first_B: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, left: Segments, level: int, first_B: Tensor) -> tuple[Tensor, Tensor]:
         """What they see of the left siblings, (B, X, G, R, V), and how much of it is left, (B, X, G, C): zero where
         they are in left segments themselves. Carries them on to the pairs' starts."""
         right_BX = (self.at_BX >> level) & 1 == 1
@@ -111,7 +111,7 @@ class FenwickTree:
 
     rows: MaskInputs
     bits: int
-    frame: ChunkLayout
+    layout: ChunkLayout
     scores: ChunkScores
     v_BNGCV: Tensor
     gates_BNGC: Tensor
@@ -119,20 +119,22 @@ class FenwickTree:
     write_BNGCF: Tensor
 
     @classmethod
-    def of(cls, rows: MaskInputs, gates_BGT: Tensor, bits: int) -> FenwickTree:
-        frame = ChunkLayout.aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
+    def from_inputs(cls, rows: MaskInputs, gates_BGT: Tensor, bits: int) -> FenwickTree:
+        layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
         gates_BGT = gates_BGT.expand(rows.v_BGTV.shape[:3])
-        q_BNGJCF = frame.cut(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
-        k_BNGCF, v_BNGCV, gates_BNGC = (frame.cut(x, 2).transpose(1, 2) for x in (rows.k_BGTF, rows.v_BGTV, gates_BGT))
-        beta = None if rows.beta_BGT is None else frame.cut(rows.beta_BGT, 2).transpose(1, 2)
-        level_BNGJCL = frame.cut(rows.signals["level"], 1).permute(0, 1, 3, 4, 2, 5)
+        q_BNGJCF = layout.to_chunks(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)
+        k_BNGCF, v_BNGCV, gates_BNGC = (
+            layout.to_chunks(x, 2).transpose(1, 2) for x in (rows.k_BGTF, rows.v_BGTV, gates_BGT)
+        )
+        beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2).transpose(1, 2)
+        level_BNGJCL = layout.to_chunks(rows.signals["level"], 1).permute(0, 1, 3, 4, 2, 5)
         scores = chunk_scores(q_BNGJCF, k_BNGCF, beta)
         write_BNGCF = scores.write_xCF * log_decay_to_end(gates_BNGC).exp().unsqueeze(-1)
-        return cls(rows, bits, frame, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
+        return cls(rows, bits, layout, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
 
-    def swept(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
+    def sweep(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
         """(out_BGJTV, the buckets after the rows' tokens, as many as `levels`, or None)."""
-        end_B, first_B = self.rows.start_B + self.rows.count_B, self.frame.base_B
+        end_B, first_B = self.rows.start_B + self.rows.count_B, self.layout.base_B
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
         out_BNGJCV, low_BlGFV = self._inside(), before[:, : self.bits]
@@ -143,14 +145,14 @@ class FenwickTree:
         before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
         chunks, last, after = self._chunks(), self._last(segments, end_B), [self._low(low_BlGFV, end_B)]
         for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
-            left, right = segments.paired(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
-            seen_BNGRV, fade_BNGC = chunks.reads(left, level, first_B)
+            left, right = segments.pair(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
+            seen_BNGRV, fade_BNGC = chunks.read(left, level, first_B)
             weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(self.bits + level + 1)
             out_BNGJCV = out_BNGJCV + weight_BNGJC.unsqueeze(-1) * seen_BNGRV.unflatten(3, weight_BNGJC.shape[3:])
-            seen_B1GFV, fade_B1G1 = last.reads(left, level, first_B)
+            seen_B1GFV, fade_B1G1 = last.read(left, level, first_B)
             after.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
-            segments = left.then(right)
-        out = self.frame.joined(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
+            segments = left.merge(right)
+        out = self.layout.from_chunks(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
         return out, None if buckets_BLGFV is None else torch.cat(after, dim=1)[:, :levels]
 
     @property
@@ -161,10 +163,10 @@ class FenwickTree:
     def _lambda(self, level: int) -> Tensor:
         return self.level_BNGJCL[..., min(level, self.level_BNGJCL.shape[-1] - 1)]
 
-    def _lambdas(self, level_xCX: Tensor, of: Tensor) -> Tensor:
-        """lambda_xGJCX of the levels given for every token of `of`, (x, G, J, C, levels)."""
-        index = level_xCX.clamp_max(of.shape[-1] - 1)
-        return of.gather(-1, index.expand(*of.shape[:-1], index.shape[-1]))
+    def _lambdas(self, level_xCX: Tensor, lambdas: Tensor) -> Tensor:
+        """lambda_xGJCX of the levels given for every token of `lambdas`, (x, G, J, C, levels)."""
+        index = level_xCX.clamp_max(lambdas.shape[-1] - 1)
+        return lambdas.gather(-1, index.expand(*lambdas.shape[:-1], index.shape[-1]))
 
     def _inside(self) -> Tensor:
         at_C = torch.arange(1 << self.bits, device=self.v_BNGCV.device)
@@ -173,28 +175,30 @@ class FenwickTree:
         return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
 
     def _chunks(self) -> SegmentQueries:
-        at_N = torch.arange(self.frame.count, device=self.v_BNGCV.device)
-        return SegmentQueries(self.frame.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
+        at_N = torch.arange(self.layout.count, device=self.v_BNGCV.device)
+        return SegmentQueries(self.layout.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
 
     def _last(self, segments: Segments, end_B: Tensor) -> SegmentQueries:
         """The place behind the last token: what passes its chunk's tokens, for each feature."""
         at_B1 = (end_B >> self.bits).unsqueeze(1)
-        here_B1 = at_B1 - self.frame.base_B.unsqueeze(1)
+        here_B1 = at_B1 - self.layout.base_B.unsqueeze(1)
         through = segments.carry_BnGFF
         if through is None:
             eye = torch.eye(self.write_BNGCF.shape[-1], dtype=self.write_BNGCF.dtype, device=at_B1.device)
             through = eye.expand(*segments.gate_BnG.shape, -1, -1)
-        return SegmentQueries(at_B1, gather_entries(segments.gate_BnG, here_B1).unsqueeze(-1), gather_entries(through, here_B1))
+        return SegmentQueries(
+            at_B1, gather_entries(segments.gate_BnG, here_B1).unsqueeze(-1), gather_entries(through, here_B1)
+        )
 
     def _first_reads(self, low_BlGFV: Tensor) -> Tensor:
         """What the first chunk's queries see of the row's buckets below c, (B, G, J, C, V)."""
-        level_BCl = self._meeting(self.rows.start_B, low_BlGFV.shape[1])
+        level_BCl = self._meeting_level(self.rows.start_B, low_BlGFV.shape[1])
         lambda_BGJCl = self._lambdas(level_BCl[:, None, None], self.level_BNGJCL[:, 0])
         weight_BGJCl = lambda_BGJCl * self.fade[:, 0, :, None, :, None]
         seen_BlGJCV = self.scores.read_xJCF[:, 0].unsqueeze(1) @ low_BlGFV.unsqueeze(3)
         return torch.einsum("bgjcl,blgjcv->bgjcv", weight_BGJCl, seen_BlGJCV)
 
-    def _meeting(self, start_B: Tensor, low: int) -> Tensor:
+    def _meeting_level(self, start_B: Tensor, low: int) -> Tensor:
         """The level at which a slot of the chunk sees bucket l of the state at `start`: (B, C, l)."""
         at_C = torch.arange(1 << self.bits, device=start_B.device)
         differs_BC1 = bit_length(at_C ^ (start_B % (1 << self.bits)).unsqueeze(1), self.bits).unsqueeze(2)
@@ -208,7 +212,7 @@ class FenwickTree:
     def _low(self, old_BlGFV: Tensor, end_B: Tensor) -> Tensor:
         """Buckets below c after the last token: its own chunk's tokens, and what the row brought, in the same chunk."""
         which_c = torch.arange(self.bits, device=end_B.device)
-        here_B1 = ((end_B >> self.bits) - self.frame.base_B).unsqueeze(1)
+        here_B1 = ((end_B >> self.bits) - self.layout.base_B).unsqueeze(1)
         slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)
         at_C = torch.arange(1 << self.bits, device=end_B.device)
         into_BcC = bit_length(at_C ^ slot_B1, self.bits).unsqueeze(1) - 1 == which_c.unsqueeze(1)
@@ -217,6 +221,6 @@ class FenwickTree:
         old = old_BlGFV.shape[1]
         if not old:
             return new_BcGFV
-        level_Bl = self._meeting(self.rows.start_B, old).take_along_dim(slot_B1.unsqueeze(2), 1).squeeze(1)
+        level_Bl = self._meeting_level(self.rows.start_B, old).take_along_dim(slot_B1.unsqueeze(2), 1).squeeze(1)
         into_Bcl = (level_Bl.unsqueeze(1) - 1 == which_c.unsqueeze(1)) & (here_B1 == 0).unsqueeze(2)
         return new_BcGFV + torch.einsum("bcl,blgfv->bcgfv", into_Bcl.to(old_BlGFV.dtype), old_BlGFV)

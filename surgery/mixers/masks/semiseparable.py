@@ -15,7 +15,7 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, MaskInputs
-from surgery.mixers.masks.chunking import ChunkLayout, segsum, token_spans, log_decay_to_end
+from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 MaskState = dict[str, Tensor]
@@ -37,10 +37,10 @@ class Semiseparable(Mask):
         return 1
 
     @classmethod
-    def kept(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         return cls.components(config) * features * values
 
-    def empty(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
         shape = (rows, self.components(self.config), self.shape.groups, features, values)
         return {"sum": torch.zeros(shape, device=device)}
 
@@ -122,13 +122,17 @@ def _semiseparable_span(
     first_BRGFV: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], chunk)
-    q_BGNJCF = frame.cut(q_BGJTF, 3).transpose(2, 3)
-    k_BGNCF, v_BGNCV, gates_BRGNC = frame.cut(k_BGTF, 2), frame.cut(v_BGTV, 2), frame.cut(gates_BRGT, 3)
-    scores = chunk_scores(q_BGNJCF, k_BGNCF, None if beta_BGT is None else frame.cut(beta_BGT, 2))
+    layout = ChunkLayout.unaligned(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], chunk)
+    q_BGNJCF = layout.to_chunks(q_BGJTF, 3).transpose(2, 3)
+    k_BGNCF, v_BGNCV, gates_BRGNC = (
+        layout.to_chunks(k_BGTF, 2),
+        layout.to_chunks(v_BGTV, 2),
+        layout.to_chunks(gates_BRGT, 3),
+    )
+    scores = chunk_scores(q_BGNJCF, k_BGNCF, None if beta_BGT is None else layout.to_chunks(beta_BGT, 2))
     inside_BGNJCV = (scores.inner_xJCC * chunk_masks(gates_BRGNC, weight_RGJ)) @ v_BGNCV.unsqueeze(3)
     passed_BGNJCV, last_BRGFV = _inter_chunk(scores, v_BGNCV, gates_BRGNC, weight_RGJ, first_BRGFV)
-    return frame.joined((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), last_BRGFV
+    return layout.from_chunks((inside_BGNJCV + passed_BGNJCV).transpose(2, 3), 3), last_BRGFV
 
 
 def chunk_masks(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
@@ -158,7 +162,9 @@ def _inter_chunk(
     return out, torch.stack(after, 1)
 
 
-def scan_states(scores: ChunkScores, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor) -> tuple[Tensor, Tensor]:
+def scan_states(
+    scores: ChunkScores, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor
+) -> tuple[Tensor, Tensor]:
     """S_n+1 = total_n carry_n S_n + added_n from S_0 = first: (every S_n, the last one)."""
     before, state = [], first_BGFV.to(added_BGNFV.dtype)
     factors = None if scores.keys_xCF is None else (scores.write_xCF.mT.unbind(2), scores.keys_xCF.unbind(2))

@@ -114,7 +114,7 @@ class ToeplitzBlocksMask(Semiseparable):
         self.rate_RG = nn.Parameter(inverse_softplus(spread_R)[:, None].repeat(1, g))
 
     @classmethod
-    def refuse(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+    def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
         if delta and not shape.causal:
             raise SurgeryError(
                 "toeplitz_blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
@@ -134,7 +134,7 @@ class ToeplitzBlocksMask(Semiseparable):
         return torch.einsum("...rg,rgj->...gj", powers, self.amplitudes())
 
     @torch.no_grad()
-    def start(self, amplitude_RGJ: Tensor, rate_RG: Tensor) -> None:
+    def initialize(self, amplitude_RGJ: Tensor, rate_RG: Tensor) -> None:
         """Set a and lambda."""
         self.amplitude_RGJ.copy_(inverse_softplus(amplitude_RGJ.double().clamp_min(1e-12)))
         self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
@@ -211,10 +211,10 @@ def toeplitz_bidirectional(
 ) -> Tensor:
     """out_BGJTV in float32 or wider (a kernel: or v's dtype) of sequences that begin at position 0."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
-    frame = ChunkLayout.plain(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
-    k_BGNCF, v_BGNCV = frame.cut(k_BGTF.to(wide), 2), frame.cut(v_BGTV.to(wide), 2)
+    layout = ChunkLayout.unaligned(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
+    k_BGNCF, v_BGNCV = layout.to_chunks(k_BGTF.to(wide), 2), layout.to_chunks(v_BGTV.to(wide), 2)
     mixed_BGJNFV = block_scan_bidirectional(k_BGNCF.mT @ v_BGNCV, rate_RG, weight_RGJ)
-    return frame.joined(frame.cut(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
+    return layout.from_chunks(layout.to_chunks(q_BGJTF.to(wide), 3) @ mixed_BGJNFV, 3)
 
 
 def block_log_gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:

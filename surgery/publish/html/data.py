@@ -16,7 +16,14 @@ from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import MIXERS, mixer_config
-from surgery.publish.summary import describe_structure, describe_mixer, macs_per_token, read_report, softmax_cache, softmax_macs
+from surgery.publish.summary import (
+    describe_mixer,
+    describe_structure,
+    macs_per_token,
+    read_report,
+    softmax_cache,
+    softmax_macs,
+)
 
 CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
 MAX_BYTES = 64 * 2**20  # bytes of a log or of results that a page still shows
@@ -71,21 +78,21 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     """measured: a folder of `surgery eval --out`; by default OUT/eval, where there is one."""
     source = open_converted_checkpoint(name)
     report = read_report(source.folder, name)
-    facts = PageData(name, source.folder, report, {})
-    _add_attention(facts, source)
-    facts.notes += text_warnings(report)
-    facts.log = _read_log(source.folder / "training" / "log.jsonl", facts.notes)
+    data = PageData(name, source.folder, report, {})
+    _add_attention(data, source)
+    data.notes += text_warnings(report)
+    data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
     place = measured or source.folder / "eval"
     if (place / "results.json").is_file():
-        facts.results = _read_results(place / "results.json")
+        data.results = _read_results(place / "results.json")
     elif measured is not None:
         raise SurgeryError(
             f"{measured} has no results.json; `surgery eval {name} --compare SRC --out {measured}` writes one"
         )
-    return facts
+    return data
 
 
-def _add_attention(facts: PageData, source: CheckpointSource) -> None:
+def _add_attention(data: PageData, source: CheckpointSource) -> None:
     """What mixes tokens where, and what it costs at each context."""
     mixers = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
     try:
@@ -93,11 +100,11 @@ def _add_attention(facts: PageData, source: CheckpointSource) -> None:
         paths = attention_paths(model)
         shapes = {path: attention_shape(model, path) for path in paths}
     except SurgeryError as error:
-        facts.mixing = {path: describe_mixer(config) for path, config in mixers.items()}
-        facts.notes.append(f"costs against context are not shown: {error}")
+        data.mixing = {path: describe_mixer(config) for path, config in mixers.items()}
+        data.notes.append(f"costs against context are not shown: {error}")
         return
-    facts.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in paths}
-    linears = macs_per_token(facts.report, source) or {"before": 0, "after": 0}
+    data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in paths}
+    linears = macs_per_token(data.report, source) or {"before": 0, "after": 0}
     for context in CONTEXTS:
         cache, macs = [0, 0], [linears["before"], linears["after"]]
         for path, shape in shapes.items():
@@ -108,7 +115,7 @@ def _add_attention(facts: PageData, source: CheckpointSource) -> None:
                 after = cost.cache, cost.macs
             cache = [cache[0] + before[0], cache[1] + after[0]]
             macs = [macs[0] + before[1], macs[1] + after[1]]
-        facts.costs[context] = {"cache": (cache[0], cache[1]), "macs": (macs[0], macs[1])}
+        data.costs[context] = {"cache": (cache[0], cache[1]), "macs": (macs[0], macs[1])}
 
 
 def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -131,7 +138,9 @@ def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _read_results(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {MAX_BYTES:,}")
+        raise SurgeryError(
+            f"{path} has {path.stat().st_size:,} bytes; results of an evaluation have under {MAX_BYTES:,}"
+        )
     read = read_json(path)
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise SurgeryError(f"{path} is no result of `surgery eval`")

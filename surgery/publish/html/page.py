@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import explain_disk_errors, atomic_write
+from surgery.core.files import atomic_write, explain_disk_errors
 from surgery.core.version import __version__
 from surgery.publish.html import sections
 from surgery.publish.html.data import PageData, load_page_data
@@ -29,14 +29,14 @@ SECTIONS = (
 def write_page(converted: str, out: Path | None = None, measured: Path | None = None) -> Path:
     """OUT/report.html, or the file `out`; made beside and renamed."""
     try:
-        facts = load_page_data(converted, measured)
-        text = render_page(facts)
+        data = load_page_data(converted, measured)
+        text = render_page(data)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise SurgeryError(
             f"the report or the results of {converted} are not as surgery writes them ({type(error).__name__}: {error}); "
             "`surgery convert` and `surgery eval` write them anew"
         ) from None
-    target = out or facts.folder / PAGE_NAME
+    target = out or data.folder / PAGE_NAME
     if target.is_dir():
         raise SurgeryError(f"{target} is a folder; give a file, for example {target / PAGE_NAME}")
     if not target.absolute().parent.is_dir():
@@ -46,13 +46,13 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
     return target
 
 
-def render_page(facts: PageData) -> str:
-    parts = [(key, name, make(facts)) for key, name, make in SECTIONS]
-    top = sections.headline_figures(facts)
+def render_page(data: PageData) -> str:
+    parts = [(key, name, make(data)) for key, name, make in SECTIONS]
+    top = sections.headline_figures(data)
     shown = [(key, name, text) for key, name, text in parts if text]
-    title = f"{Path(facts.name).name} by surgery"
+    title = f"{Path(data.name).name} by surgery"
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in shown)
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in facts.notes)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in data.notes)
     script, style = _read_resource("page.js"), _read_resource("page.css")
     rules = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_csp_hash(script)}'; base-uri 'none'; form-action 'none'"
     return f"""<!doctype html>
@@ -69,15 +69,15 @@ def render_page(facts: PageData) -> str:
 <body>
 <a class="skip" href="#content">Skip to the content</a>
 <header>
-<h1>{escape(Path(facts.name).name)}</h1>
-<p class="lead">{_subtitle(facts)}</p>
+<h1>{escape(Path(data.name).name)}</h1>
+<p class="lead">{_subtitle(data)}</p>
 <nav aria-label="Sections">{links}</nav>
 {top}
 </header>
 <main id="content">
 {"".join(f"<section aria-labelledby={key}>{text}</section>" for key, _, text in shown)}
 {notes}
-<section aria-labelledby=recipe><h2 id=recipe>The recipe</h2>{_recipe_html(facts)}</section>
+<section aria-labelledby=recipe><h2 id=recipe>The recipe</h2>{_recipe_html(data)}</section>
 </main>
 <footer>Made by surgery {escape(__version__)} from surgery_report.json and what lies beside it.</footer>
 <script>{script}</script>
@@ -86,8 +86,8 @@ def render_page(facts: PageData) -> str:
 """
 
 
-def _subtitle(facts: PageData) -> str:
-    report = facts.report
+def _subtitle(data: PageData) -> str:
+    report = data.report
     source = report.get("source", {})
     at = f" at {source['revision'][:10]}" if source.get("revision") else ""
     kind = f" ({report['model_type']})" if report.get("model_type") else ""
@@ -97,9 +97,9 @@ def _subtitle(facts: PageData) -> str:
     )
 
 
-def _recipe_html(facts: PageData) -> str:
-    kept = {key: value for key, value in (facts.report.get("recipe") or {}).items() if value not in (None, [], {})}
-    return f"<details><summary>Keys and seed {escape(str(facts.report.get('seed', '')))}</summary><pre>{escape(json.dumps(kept, indent=2))}</pre></details>"
+def _recipe_html(data: PageData) -> str:
+    kept = {key: value for key, value in (data.report.get("recipe") or {}).items() if value not in (None, [], {})}
+    return f"<details><summary>Keys and seed {escape(str(data.report.get('seed', '')))}</summary><pre>{escape(json.dumps(kept, indent=2))}</pre></details>"
 
 
 def _read_resource(name: str) -> str:

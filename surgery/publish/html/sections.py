@@ -8,8 +8,8 @@ from typing import Any
 
 from surgery.core.files import size_text
 from surgery.core.tables import format_count
-from surgery.publish.html.data import PageData, structure_text, layer_index, module_role, structure_class
-from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart, format_si
+from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
+from surgery.publish.html.svg import Axis, MatrixBox, Series, format_si, heat_map, layer_diagram, line_chart
 from surgery.publish.tables import format_share
 
 HEADLINE_CONTEXT = 4096  # tokens of context that the few numbers at the top are for
@@ -41,52 +41,54 @@ def _cell_html(cell: Any, column: int, words: int) -> str:
     )
 
 
-def headline_figures(facts: PageData) -> str:
+def headline_figures(data: PageData) -> str:
     """The few numbers that say most."""
-    total = facts.report["totals"]
-    said = [
+    total = data.report["totals"]
+    text = [
         (
             format_share(total["params_after"], total["params_before"]),
             f"of {format_count(total['params_before'])} parameters are stored",
         ),
         (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
     ]
-    if facts.costs:
-        cache, macs = facts.costs[HEADLINE_CONTEXT]["cache"], facts.costs[HEADLINE_CONTEXT]["macs"]
+    if data.costs:
+        cache, macs = data.costs[HEADLINE_CONTEXT]["cache"], data.costs[HEADLINE_CONTEXT]["macs"]
         if cache[0] != cache[1]:
-            said.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
-        said.append((format_share(macs[1], macs[0]), f"of the FLOPs of a token at {HEADLINE_CONTEXT:,}"))
-    run = (facts.report.get("training") or [{}])[-1].get("validation") or {}
+            text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
+        text.append((format_share(macs[1], macs[0]), f"of the FLOPs of a token at {HEADLINE_CONTEXT:,}"))
+    run = (data.report.get("training") or [{}])[-1].get("validation") or {}
     scores = [(run.get(key) or {}).get("perplexity") for key in ("original", "before", "after")]
     if scores[0] and scores[2]:
-        said.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, to the original"))
-    elif held := facts.report.get("held_out"):
-        said.append((f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"))
+        text.append((f"{scores[2] / scores[0]:.3f} x", "perplexity after healing, to the original"))
+    elif held := data.report.get("held_out"):
+        text.append((f"{held['converted'] - held['original']:+.4f}", f"{held['unit']} on held-out text"))
     return (
         '<ul class="figures">'
-        + "".join(f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in said)
+        + "".join(f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in text)
         + "</ul>"
     )
 
 
-def model_section(facts: PageData) -> str:
+def model_section(data: PageData) -> str:
     """What was cut where, layer by layer."""
     by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
-    for record in facts.report["modules"]:
+    for record in data.report["modules"]:
         by_place.setdefault((layer_index(record["name"]), module_role(record)), []).append(record)
-    mixing = {layer_index(path): said for path, said in facts.mixing.items()}
+    mixing = {layer_index(path): text for path, text in data.mixing.items()}
     rows = [
-        (str(layer), mixing.get(layer, "as it was"), [_matrix_box(by_place.get((layer, role))) for role in facts.roles])
-        for layer in facts.layers
+        (str(layer), mixing.get(layer, "as it was"), [_matrix_box(by_place.get((layer, role))) for role in data.roles])
+        for layer in data.layers
     ]
     if not rows:
         return ""
-    kinds = dict.fromkeys(structure_class(record) for record in facts.report["modules"])
+    kinds = dict.fromkeys(structure_class(record) for record in data.report["modules"])
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(kind.replace("_", " "))}</li>' for kind in kinds)
-    names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in facts.roles]
+    names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
     caption = "Each box is a matrix as it was, its filled part the numbers that are kept. Point at one for its figures."
-    return "<h2 id=model>The model, before and after</h2>" + figure_html(drawn, caption, f'<ul class="legend">{keys}</ul>')
+    return "<h2 id=model>The model, before and after</h2>" + figure_html(
+        drawn, caption, f'<ul class="legend">{keys}</ul>'
+    )
 
 
 def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
@@ -96,15 +98,15 @@ def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
     error = "" if first["error"] is None else f", error {first['error']:.3f}"  # none from scratch
-    said = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} numbers{error}"
-    return MatrixBox(after / max(before, 1), structure_class(first), said)
+    text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} numbers{error}"
+    return MatrixBox(after / max(before, 1), structure_class(first), text)
 
 
-def error_section(facts: PageData) -> str:
+def error_section(data: PageData) -> str:
     """Error and rank of each matrix, by layer."""
     kinds = ("converted", "healed", "third", "base")
     by_role: dict[str, list[dict[str, Any]]] = {}
-    for record in facts.report["modules"]:
+    for record in data.report["modules"]:
         if layer_index(record["name"]) is not None:
             by_role.setdefault(module_role(record), []).append(record)
     if not by_role:
@@ -117,7 +119,9 @@ def error_section(facts: PageData) -> str:
         drawn = line_chart("Relative error by layer", worth, Axis("layer"), Axis("relative error"))
         parts.append(figure_html(drawn, "Of the outputs on held-out text; of the weights where there was none."))
         ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
-        parts.append(figure_html(line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread."))
+        parts.append(
+            figure_html(line_chart("Rank by layer", ranked, Axis("layer"), Axis("rank")), "How the budget was spread.")
+        )
     return "".join([*parts, "</div>"])
 
 
@@ -130,8 +134,8 @@ def _layer_points(records: list[dict[str, Any]], what: str) -> list[tuple[float,
     return sorted(points)
 
 
-def cost_section(facts: PageData) -> str:
-    if not facts.costs:
+def cost_section(data: PageData) -> str:
+    if not data.costs:
         return ""
     drawn = []
     for what, y, caption in (
@@ -140,26 +144,30 @@ def cost_section(facts: PageData) -> str:
     ):
         scale = 2  # operations of a multiply-accumulate, bytes of a number
         series = [
-            Series(name, kind, [(float(c), float(scale * facts.costs[c][what][i])) for c in facts.costs])
+            Series(name, kind, [(float(c), float(scale * data.costs[c][what][i])) for c in data.costs])
             for i, (name, kind) in enumerate((("original", "base"), ("converted", "converted")))
         ]
         title = "FLOPs against context" if what == "macs" else "Cache against context"
-        drawn.append(figure_html(line_chart(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption))
+        drawn.append(
+            figure_html(line_chart(title, series, Axis("tokens of context", log=True), Axis(y, log=True)), caption)
+        )
     return '<h2 id=costs>What it costs, by context</h2><div class="pair">' + "".join(drawn) + "</div>"
 
 
-def training_section(facts: PageData) -> str:
+def training_section(data: PageData) -> str:
     """Loss of every stage and validation, and what the runs were."""
     stages: dict[str, list[dict[str, Any]]] = {}
-    for line in facts.log:
+    for line in data.log:
         stages.setdefault(f"{line.get('stage', 0)}: {line.get('kind', '')}", []).append(line)
     drawn = []
     for name, found in stages.items():
         loss = _step_points(found, "loss")
         held = _step_points(found, "validation")
         series = [Series("training loss", "converted", loss), Series("validation, nats per token", "healed", held)]
-        drawn.append(figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}"))
-    runs = facts.report.get("training") or []
+        drawn.append(
+            figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}")
+        )
+    runs = data.report.get("training") or []
     rows = []
     for number, run in enumerate(runs, 1):
         scores = [
@@ -171,8 +179,8 @@ def training_section(facts: PageData) -> str:
     if not rows and not any(drawn):
         return ""
     heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
-    told = table_html("Healing, run by run", heads, rows, words=2) if rows else ""
-    return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{told}"
+    run_table = table_html("Healing, run by run", heads, rows, words=2) if rows else ""
+    return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{run_table}"
 
 
 def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
@@ -180,11 +188,11 @@ def _step_points(found: list[dict[str, Any]], key: str) -> list[tuple[float, flo
     return [(float(s), float(v)) for s, v in pairs if isinstance(s, (int, float)) and isinstance(v, (int, float))]
 
 
-def eval_section(facts: PageData) -> str:
+def eval_section(data: PageData) -> str:
     """What `surgery eval` found: one row for each task, maps of needles, loss by position."""
-    if facts.results is None:
+    if data.results is None:
         return ""
-    rows = [row for row in facts.results["rows"] if not row["group"]]
+    rows = [row for row in data.results["rows"] if not row["group"]]
     roles = [role for role in ("base", "converted") if any(role in row["values"] for row in rows)]
     body = []
     for row in rows:
@@ -193,9 +201,9 @@ def eval_section(facts: PageData) -> str:
         low, high = change.get("low"), change.get("high")
         interval = "-" if low is None else f"{low:+.4g} to {high:+.4g}"
         moved = "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"])
-        said = "; ".join(str(flag) for flag in row.get("flags", []))
+        text = "; ".join(str(flag) for flag in row.get("flags", []))
         measure = str(row["metric"]["title"] or row["metric"]["name"])
-        body.append([str(row["task"]), measure, *cells, moved, interval, str(row["samples"]), said])
+        body.append([str(row["task"]), measure, *cells, moved, interval, str(row["samples"]), text])
     heads = [
         "task",
         "measure",
@@ -206,7 +214,7 @@ def eval_section(facts: PageData) -> str:
         "remarks",
     ]
     parts = ["<h2 id=measured>Before against after</h2>", table_html("Measured side by side", heads, body, words=2)]
-    return "".join([*parts, needle_maps(facts.results["rows"], roles), position_chart(facts.results["rows"], roles)])
+    return "".join([*parts, needle_maps(data.results["rows"], roles), position_chart(data.results["rows"], roles)])
 
 
 def _format_value(row: dict[str, Any], role: str) -> Any:
@@ -253,12 +261,14 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
         for role in roles
     ]
     drawn = line_chart("Loss by position", series, Axis("position in the text", log=True), Axis("nats per token"))
-    return "<h3>Loss by position</h3>" + figure_html(drawn, "Mean around each position; lower is better.") if drawn else ""
+    return (
+        "<h3>Loss by position</h3>" + figure_html(drawn, "Mean around each position; lower is better.") if drawn else ""
+    )
 
 
-def matrix_section(facts: PageData) -> str:
+def matrix_section(data: PageData) -> str:
     rows = []
-    for record in facts.report["modules"]:
+    for record in data.report["modules"]:
         before, after = int(record["params_before"]), int(record["params_after"])
         rows.append(
             [

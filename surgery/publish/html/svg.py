@@ -86,8 +86,8 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
             f'<circle class="{dot} {s.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(s.name)}: {format_si(v)} at {format_si(u)}</title></circle>'
             for a, b, u, v in places
         ]
-    told = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in kept)
-    return _chart(title, f"{title}: {told}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
+    description = "; ".join(f"{s.name} from {format_si(s.points[0][1])} to {format_si(s.points[-1][1])}" for s in kept)
+    return _chart(title, f"{title}: {description}.", "".join(marks), WIDTH, HEIGHT) + _legend(kept)
 
 
 def _is_drawable(point: tuple[float, float], x: Axis, y: Axis) -> bool:
@@ -106,7 +106,9 @@ def _grid(across: AxisScale, up: AxisScale, x: Axis, y: Axis) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{format_si(tick)}</text>')
     for tick in ticks(across.low, across.high, x.log):
-        parts.append(f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{format_si(tick)}</text>')
+        parts.append(
+            f'<text class="tick mid" x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}">{format_si(tick)}</text>'
+        )
     parts.append(f'<text class="tick mid" x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(f'<text class="tick mid" transform="translate(14 {middle}) rotate(-90)">{escape(y.label)}</text>')
@@ -129,32 +131,34 @@ def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Se
         y = top + i * high
         parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 18}">{escape(name)}</text>')
         for j, value in enumerate(row):
-            x, said = left + j * wide, "-" if value is None else f"{100 * value:.0f}"
+            x, label = left + j * wide, "-" if value is None else f"{100 * value:.0f}"
             strength = 0.0 if value is None else 0.06 + 0.54 * max(0.0, min(1.0, value))
             parts.append(
-                f'<g><title>{escape(name)}, {escape(columns[j])}: {said} %</title><rect class="cell" x="{x + 1}" y="{y + 1}" '
+                f'<g><title>{escape(name)}, {escape(columns[j])}: {label} %</title><rect class="cell" x="{x + 1}" y="{y + 1}" '
                 f'width="{wide - 2}" height="{high - 2}" rx="3" fill-opacity="{strength:.2f}"/>'
-                f'<text class="tick mid" x="{x + wide / 2}" y="{y + 18}">{said}</text></g>'
+                f'<text class="tick mid" x="{x + wide / 2}" y="{y + 18}">{label}</text></g>'
             )
     known = [v for row in values for v in row if v is not None]
-    told = (
+    description = (
         f"{title}: from {100 * min(known):.0f} to {100 * max(known):.0f} percent."
         if known
         else f"{title}: not measured."
     )
-    return _chart(title, told, "".join(parts), left + wide * len(columns) + 6, top + high * len(rows) + 6)
+    return _chart(title, description, "".join(parts), left + wide * len(columns) + 6, top + high * len(rows) + 6)
 
 
 @dataclass(frozen=True)
 class MatrixBox:
-    """One box of the picture of a model: kept of it is filled. kind: a class of the style."""
+    """One box of the picture of a model: fraction of it is filled. kind: a class of the style."""
 
-    kept: float
+    fraction: float
     kind: str
-    said: str
+    title: str
 
 
-def layer_diagram(title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[MatrixBox | None]]]) -> str:
+def layer_diagram(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[MatrixBox | None]]]
+) -> str:
     """The picture of a model: a row for each layer (name, what mixes its tokens, its matrices)."""
     wide, high, left, top, mixer = 92, 24, 52, 26, 120
     parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
@@ -175,9 +179,9 @@ def layer_diagram(title: str, columns: Sequence[str], rows: Sequence[tuple[str, 
             if cell is None:
                 continue
             x = left + mixer + j * wide
-            share = max(0.0, min(1.0, cell.kept))
+            share = max(0.0, min(1.0, cell.fraction))
             parts.append(
-                f'<g><title>{escape(cell.said)}</title><rect class="was" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
+                f'<g><title>{escape(cell.title)}</title><rect class="was" x="{x + 2}" y="{y + 3}" width="{wide - 6}" height="{high - 6}" rx="3"/>'
                 f'<rect class="is {cell.kind}" x="{x + 2}" y="{y + 3}" width="{(wide - 6) * share:.1f}" height="{high - 6}" rx="3"/></g>'
             )
     width, height = left + mixer + wide * len(columns) + 6, top + high * len(rows) + 6
@@ -190,10 +194,10 @@ def layer_diagram(title: str, columns: Sequence[str], rows: Sequence[tuple[str, 
     )
 
 
-def _chart(title: str, told: str, inside: str, width: float, height: float) -> str:
+def _chart(title: str, description: str, inside: str, width: float, height: float) -> str:
     least = f"min-width:{width * 0.75:.0f}px;" if width > SCROLL_WIDTH else ""
     drawn = (
-        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(told)}">'
+        f'<svg role="img" viewBox="0 0 {width:g} {height:g}" style="{least}max-width:{width * 1.4:.0f}px" aria-label="{escape(description)}">'
         f"<title>{escape(title)}</title>{inside}</svg>"
     )
     # By keyboard as well.

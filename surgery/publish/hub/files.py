@@ -24,7 +24,15 @@ from surgery.core.files import REPORT_NAME, parse_json, read_json
 
 CARD_NAME = "README.md"
 PAGE_NAME = "report.html"
-CHECKPOINT_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME, REPORT_NAME, SHIM_NAME, CARD_NAME, PAGE_NAME)
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    SAFE_WEIGHTS_INDEX_NAME,
+    REPORT_NAME,
+    SHIM_NAME,
+    CARD_NAME,
+    PAGE_NAME,
+)
 # Beside the weights: healing's log and curve, a kept adapter, what was measured. Samples stay here: they quote data sets.
 EXTRA_FILES = (
     *("training/log.jsonl", "training/curve.png"),
@@ -165,7 +173,11 @@ def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
     """Of a path on this machine only the last part goes up, in the configs as in what was written about the runs."""
     read: dict[str, Any] = {}
     for item in items:
-        if item.path is not None and item.name.endswith((".json", ".jsonl")) and matches_any(item.name, (*TOLD, *CONFIGS)):
+        if (
+            item.path is not None
+            and item.name.endswith((".json", ".jsonl"))
+            and matches_any(item.name, (*TOLD, *CONFIGS))
+        ):
             read[item.name] = _lines_of(item.path) if item.name.endswith(".jsonl") else read_json(item.path)
     found = {path for name, data in read.items() for path in local_paths(data, everywhere=matches_any(name, TOLD))}
     return [_cleaned_item(item, read.get(item.name), found) for item in items]

@@ -25,23 +25,25 @@ class License:
     link: str | None = None
 
     def metadata(self) -> dict[str, str]:
-        told = {"license": self.id, "license_name": self.name, "license_link": self.link}
-        return {key: value for key, value in told.items() if value is not None}
+        fields = {"license": self.id, "license_name": self.name, "license_link": self.link}
+        return {key: value for key, value in fields.items() if value is not None}
 
 
-def find_license(source: CheckpointSource, report: dict[str, Any], given: str | None, base: str | None) -> License:
+def find_license(source: CheckpointSource, report: dict[str, Any], choice: str | None, base: str | None) -> License:
     """What the user says, else what the source's card says, else the licence file that travelled with it.
 
     base: Hub id of the source where the user names one.
     """
-    if given is not None:
-        return License(given, "given with --license")
+    if choice is not None:
+        return License(choice, "given with --license")
     name = base or report["source"]["name"]
     revision = None if base else report["source"].get("revision")
     card = read_local_card(Path(name)) if Path(name).is_dir() else download_hub_card(name, revision)
     if card.get("license"):
-        told = card.get("license_name"), card.get("license_link")
-        return License(str(card["license"]), f"of {public_name(name)}", *(None if t is None else str(t) for t in told))
+        fields = card.get("license_name"), card.get("license_link")
+        return License(
+            str(card["license"]), f"of {public_name(name)}", *(None if t is None else str(t) for t in fields)
+        )
     files = sorted(p.name for p in source.folder.glob("LICENSE*"))
     if files:
         return License("other", f"{files[0]}, which came with {public_name(name)}", "as in the file", files[0])

@@ -38,12 +38,17 @@ PAPERS |= dict.fromkeys(("bilinear_mlr", "bilinear_btt"), PAPERS["mlr"])
 
 
 def render_card(
-    source: CheckpointSource, report: dict[str, Any], licence: License, base: str | None, items: list[UploadFile], repo: str
+    source: CheckpointSource,
+    report: dict[str, Any],
+    license: License,
+    base: str | None,
+    items: list[UploadFile],
+    repo: str,
 ) -> str:
     """README.md: head for the Hub, then what it is, how to load it, what was measured, limits, papers."""
     name = base or report["source"]["name"]
     parts = [
-        _front_matter(source, report, licence, name, items),
+        _front_matter(source, report, license, name, items),
         GENERATED_MARK,
         f"# {repo.split('/')[-1]}",
         _introduction(source, report, name),
@@ -51,7 +56,7 @@ def render_card(
         _usage_section(repo),
         _eval_section(source, items, report),
         _training_section(report),
-        _limits_section(report, licence),
+        _limits_section(report, license),
         _recipe_section(report),
         _papers_section(source),
     ]
@@ -64,10 +69,12 @@ def plain(value: Any) -> str:
     return " ".join(re.sub(r"[`<>|\[\]]", " ", str(value)).split())
 
 
-def _front_matter(source: CheckpointSource, report: dict[str, Any], licence: License, name: str, items: list[UploadFile]) -> str:
+def _front_matter(
+    source: CheckpointSource, report: dict[str, Any], license: License, name: str, items: list[UploadFile]
+) -> str:
     import yaml
 
-    data: dict[str, Any] = {**licence.metadata(), "library_name": "transformers"}
+    data: dict[str, Any] = {**license.metadata(), "library_name": "transformers"}
     architecture = (source.config.get("architectures") or [""])[0]
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         data["pipeline_tag"] = "text-generation"
@@ -95,7 +102,9 @@ def _mixer_name(spec: dict[str, Any]) -> str:
 def _introduction(source: CheckpointSource, report: dict[str, Any], name: str) -> str:
     revision = report["source"].get("revision")
     at = f" at revision `{plain(revision)}`" if revision else ""
-    link = f"[{plain(name)}](https://huggingface.co/{plain(name)})" if is_hub_id(name) else f"`{plain(public_name(name))}`"
+    link = (
+        f"[{plain(name)}](https://huggingface.co/{plain(name)})" if is_hub_id(name) else f"`{plain(public_name(name))}`"
+    )
     how = "converted and healed" if report.get("training") else "converted, without training,"
     return (
         f"{link}{at}, {how} by [surgery](https://pypi.org/project/transformer-surgery/) {plain(report['surgery'])}: its "
@@ -117,8 +126,8 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
     swapped = ", ".join(
         f"softmax attention of {number} layers by {plain(name)}" for name, number in _count_mixers(source).items()
     )
-    told = "; ".join(part for part in (kinds, swapped) if part)
-    return "\n".join([*lines, "", f"Replaced: {told}. `surgery_report.json` has every matrix with its error."])
+    summary = "; ".join(part for part in (kinds, swapped) if part)
+    return "\n".join([*lines, "", f"Replaced: {summary}. `surgery_report.json` has every matrix with its error."])
 
 
 def _row(label: str, before: int, after: int) -> str:
@@ -181,23 +190,23 @@ def _training_section(report: dict[str, Any]) -> str:
         scores = run.get("validation", {})
         shown_scores = ((scores.get(key) or {}).get("perplexity") for key in ("original", "before", "after"))
         cells = " | ".join("-" if score is None else f"{score:.3f}" for score in shown_scores)
-        told = run.get("delivered") or {"state": "last"}
-        state = {"last": "after the last step", "start": "the start, unchanged"}.get(told["state"], told["state"])
-        state += ", worse than the start" if told.get("worse") else ""
+        summary = run.get("delivered") or {"state": "last"}
+        state = {"last": "after the last step", "start": "the start, unchanged"}.get(summary["state"], summary["state"])
+        state += ", worse than the start" if summary.get("worse") else ""
         lines.append(f"| {number} | {kinds} | {tokens:,} | {cells} | {state} |")
     return "\n".join(
-        [*lines, "", "Recipes, seeds and losses of every run are in `surgery_report.json` under `training_section`."]
+        [*lines, "", "Recipes, seeds and losses of every run are in `surgery_report.json` under `training`."]
     )
 
 
-def _limits_section(report: dict[str, Any], licence: License) -> str:
+def _limits_section(report: dict[str, Any], license: License) -> str:
     text = report.get("calibration")
     fitted = f"fitted to {text['tokens']:,} tokens of a calibration text" if text else "fitted to the weights alone"
     return (
         "## Limits\n\n"
         f"It answers as the original does only as far as the figures above say; it was {fitted}, and texts unlike that "
         "(other languages, longer contexts, code) may lose more than is shown. What the original is not for, this is not for "
-        f"either. Licence: {plain(licence.id)} ({plain(licence.origin)})."
+        f"either. Licence: {plain(license.id)} ({plain(license.origin)})."
     )
 
 
@@ -207,9 +216,9 @@ def _recipe_section(report: dict[str, Any]) -> str:
     recipe = {key: value for key, value in report["recipe"].items() if value not in (None, [], {})}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
     versions = ", ".join(plain(f"{name} {version}") for name, version in report.get("versions", {}).items())
-    told = ", ".join(part for part in (f"surgery {plain(report['surgery'])}", versions) if part)
+    summary = ", ".join(part for part in (f"surgery {plain(report['surgery'])}", versions) if part)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # longer than any in the recipe's texts
-    return f"## Recipe\n\n{fence}yaml\n{text}\n{fence}\n\nSeed {plain(report['seed'])}; {told}."
+    return f"## Recipe\n\n{fence}yaml\n{text}\n{fence}\n\nSeed {plain(report['seed'])}; {summary}."
 
 
 def _papers_section(source: CheckpointSource) -> str:

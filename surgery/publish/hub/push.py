@@ -18,13 +18,19 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
-from surgery.publish.hub.files import EXTRA_FILES, CARD_NAME, UploadFile, cleaned_told, collect_files, matches_any
+from surgery.publish.hub.files import CARD_NAME, EXTRA_FILES, UploadFile, cleaned_told, collect_files, matches_any
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
 from surgery.publish.summary import read_report
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
-REPLACED_FILES = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, "*.bin.index.json", *EXTRA_FILES)  # of an earlier push, or of the branch's root
+REPLACED_FILES = (
+    "*.safetensors",
+    "*.bin",
+    SAFE_WEIGHTS_INDEX_NAME,
+    "*.bin.index.json",
+    *EXTRA_FILES,
+)  # of an earlier push, or of the branch's root
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Upload:
 
     repo: str
     items: tuple[UploadFile, ...]
-    licence: License
+    license: License
     card: str
     note: str | None
 
@@ -43,8 +49,8 @@ class Upload:
 
     def to_dict(self) -> dict[str, Any]:
         files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
-        told = {"id": self.licence.id, "origin": self.licence.origin}
-        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": told, "note": self.note}
+        license_record = {"id": self.license.id, "origin": self.license.origin}
+        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": license_record, "note": self.note}
 
 
 def prepare_upload(
@@ -73,7 +79,7 @@ def prepare_upload(
 
 
 def push(
-    parcel: Upload,
+    upload: Upload,
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
@@ -91,8 +97,8 @@ def push(
             "`hf auth login`, or set HF_TOKEN"
         )
     api = HfApi(library_name="surgery", library_version=__version__)
-    with _explain_hub_errors(parcel.repo), (progress or Progress()).bar(f"to {parcel.repo}", parcel.nbytes) as tick:
-        repo = api.create_repo(parcel.repo, private=private or None, exist_ok=True).repo_id
+    with _explain_hub_errors(upload.repo), (progress or Progress()).bar(f"to {upload.repo}", upload.nbytes) as tick:
+        repo = api.create_repo(upload.repo, private=private or None, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:
             raise SurgeryError(
                 f"{repo} is there already, and public; --private is for a repository that is made now. Make it private in "
@@ -103,20 +109,25 @@ def push(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
             there = set(api.list_repo_files(repo, revision=revision))
-        stale = sorted(name for name in there - {i.name for i in parcel.items} if matches_any(name, REPLACED_FILES))
+        stale = sorted(name for name in there - {i.name for i in upload.items} if matches_any(name, REPLACED_FILES))
         additions = []
-        for item in parcel.items:
+        for item in upload.items:
             content = item.path if item.path is not None else (item.text or "").encode()
             additions.append(CommitOperationAdd(item.name, content))
             if item.name.endswith(".safetensors"):  # one at a time: those that arrive are not sent again
                 api.preupload_lfs_files(repo, [additions[-1]], revision=revision)
             tick(item.nbytes)
         changes: list[Any] = [*additions, *(CommitOperationDelete(name) for name in stale)]
-        said = api.create_commit(
+        commit_info = api.create_commit(
             repo, changes, commit_message=message or f"Converted by surgery {__version__}", revision=revision
         )
-    sent = [item.name for item in parcel.items]
-    return {"url": said.commit_url.split("/commit/")[0], "commit": said.oid, "uploaded": sent, "removed": stale}
+    sent = [item.name for item in upload.items]
+    return {
+        "url": commit_info.commit_url.split("/commit/")[0],
+        "commit": commit_info.oid,
+        "uploaded": sent,
+        "removed": stale,
+    }
 
 
 def _check_overwrite(repo: str, there: set[str], revision: str | None) -> None:

@@ -29,47 +29,47 @@ Message = dict[str, Any]
 def encode_chats(documents: list[Document], source: SourceConfig, encoder: TextEncoder) -> list[TokenSequence]:
     """One piece a conversation, never cut into windows: what is too long loses its end."""
     writer = ChatEncoder(encoder, source)
-    return [writer.piece(document.content) for document in documents]
+    return [writer.encode(document.content) for document in documents]
 
 
 class ChatEncoder:
     def __init__(self, encoder: TextEncoder, source: SourceConfig):
         self.encoder, self.tokenizer, self.source = encoder, encoder.tokenizer, source
 
-    def piece(self, content: Any) -> TokenSequence:
+    def encode(self, content: Any) -> TokenSequence:
         if not isinstance(content, tuple):
-            return self._conversation(parse_messages(content, self.source), 0)
+            return self._encode_conversation(parse_messages(content, self.source), 0)
         prompt, completion = content
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._completion(prompt, completion)
+            return self._encode_completion(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise SurgeryError(
                 f"data source {self.source.path}: prompt and completion are both text or both turns, and one of each is there"
             )
         asked = parse_messages(prompt, self.source)
-        return self._conversation([*asked, *parse_messages(completion, self.source)], len(asked))
+        return self._encode_conversation([*asked, *parse_messages(completion, self.source)], len(asked))
 
-    def _completion(self, prompt: str, completion: str) -> TokenSequence:
+    def _encode_completion(self, prompt: str, completion: str) -> TokenSequence:
         asked, answered = (self._ids(text) for text in (prompt, completion))
-        asked, answered = [*self.encoder.before, *asked], [*answered, *self.encoder.after]
+        asked, answered = [*self.encoder.prefix_ids, *asked], [*answered, *self.encoder.suffix_ids]
         trained = None
         if self.source.train_on != "all":
             trained = torch.tensor([False] * len(asked) + [True] * len(answered))
-        return TokenSequence(torch.tensor([*asked, *answered], dtype=torch.int64), trained, whole=True)
+        return TokenSequence(torch.tensor([*asked, *answered], dtype=torch.int64), trained, indivisible=True)
 
-    def _conversation(self, turns: list[Message], first: int) -> TokenSequence:
+    def _encode_conversation(self, turns: list[Message], first: int) -> TokenSequence:
         """first: answers before this turn are not trained on."""
         template = self._template()
         last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
         if self.source.train_on == "last":
             first = last
         if self.source.train_on != "all" and first == 0 and GENERATION_TAG.search(template):
-            return self._marked(turns)
-        text = self._rendered(turns)
+            return self._encode_marked(turns)
+        text = self._render(turns)
         if self.source.train_on == "all":
-            return TokenSequence(torch.tensor(self._ids(text), dtype=torch.int64), whole=True)
+            return TokenSequence(torch.tensor(self._ids(text), dtype=torch.int64), indivisible=True)
         answers = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT and i >= first]
-        return self._between(text, [self._span(turns, i, text) for i in answers])
+        return self._encode_spans(text, [self._span(turns, i, text) for i in answers])
 
     # -- the template --------------------------------------------------------------------------------
     def _template(self) -> str:
@@ -81,11 +81,11 @@ class ChatEncoder:
                 "chat_template.jinja beside it, or write the conversations out as text"
             ) from None
 
-    def _rendered(self, turns: list[Message], opened: bool = False) -> str:
+    def _render(self, turns: list[Message], opened: bool = False) -> str:
         """opened: with what an answer begins with."""
-        return self._applied(turns, tokenize=False, add_generation_prompt=opened)
+        return self._apply_template(turns, tokenize=False, add_generation_prompt=opened)
 
-    def _applied(self, turns: list[Message], **options: Any) -> Any:
+    def _apply_template(self, turns: list[Message], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(turns, **options)
         except Exception as error:  # a template may raise, and fail, in any way
@@ -94,14 +94,14 @@ class ChatEncoder:
                 f"({' '.join(str(error).split())[:160]}): {str(turns)[:160]}"
             ) from None
 
-    def _marked(self, turns: list[Message]) -> TokenSequence:
-        found = self._applied(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def _encode_marked(self, turns: list[Message]) -> TokenSequence:
+        found = self._apply_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, marks = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"], dtype=torch.bool)
-        return TokenSequence(ids.long(), marks, whole=True)
+        return TokenSequence(ids.long(), marks, indivisible=True)
 
     def _span(self, turns: list[Message], i: int, text: str) -> Span:
         """Characters of turn i."""
-        before, until = self._rendered(turns[:i], opened=True), self._rendered(turns[: i + 1])
+        before, until = self._render(turns[:i], opened=True), self._render(turns[: i + 1])
         if not (until.startswith(before) and text.startswith(until)):
             raise SurgeryError(
                 f"data source {self.source.path}: which tokens are answers cannot be told: the chat template writes turn "
@@ -114,26 +114,28 @@ class ChatEncoder:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _between(self, text: str, spans: Sequence[Span]) -> TokenSequence:
+    def _encode_spans(self, text: str, spans: Sequence[Span]) -> TokenSequence:
         """A token is an answer's if one of its characters is."""
         if not self.tokenizer.is_fast:
-            return self._piecewise(text, spans)
+            return self._encode_piecewise(text, spans)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begin_T, end_T = torch.tensor(found["offset_mapping"], dtype=torch.int64).view(-1, 2).unbind(1)
         trained_T = torch.zeros(len(begin_T), dtype=torch.bool)
         for start, stop in spans:
             trained_T |= (end_T > start) & (begin_T < stop) & (end_T > begin_T)
-        return TokenSequence(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, whole=True)
+        return TokenSequence(torch.tensor(found["input_ids"], dtype=torch.int64), trained_T, indivisible=True)
 
-    def _piecewise(self, text: str, spans: Sequence[Span]) -> TokenSequence:
+    def _encode_piecewise(self, text: str, spans: Sequence[Span]) -> TokenSequence:
         """For tokenizers that do not say which characters a token is of."""
         ids: list[int] = []
         trained: list[bool] = []
-        cuts = [0, *(cut for span in spans for cut in span), len(text)]
-        for number, (start, stop) in enumerate(pairwise(cuts)):
+        bounds = [0, *(bound for span in spans for bound in span), len(text)]
+        for number, (start, stop) in enumerate(pairwise(bounds)):
             some = self._ids(text[start:stop]) if stop > start else []
             ids, trained = ids + some, trained + [number % 2 == 1] * len(some)
-        return TokenSequence(torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), whole=True)
+        return TokenSequence(
+            torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), indivisible=True
+        )
 
 
 def parse_messages(content: Any, source: SourceConfig) -> list[Message]:

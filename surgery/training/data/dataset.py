@@ -23,16 +23,27 @@ import torch
 from surgery.core.errors import SurgeryError
 from surgery.training.data.chat import encode_chats
 from surgery.training.data.documents import Document, Side
-from surgery.training.data.packing import IGNORE_INDEX, Example, pack_in_order, pack_best_fit, pack_stream, make_row, split_windows
+from surgery.training.data.packing import (
+    IGNORE_INDEX,
+    Example,
+    make_row,
+    pack_best_fit,
+    pack_in_order,
+    pack_stream,
+    split_windows,
+)
 from surgery.training.data.readers import derive_seed
 from surgery.training.data.recipe import DataConfig, SourceConfig
 from surgery.training.data.shared_tokens import SharedTokens
 from surgery.training.data.sources import open_data_source
 from surgery.training.data.tokenize import TextEncoder, TokenSequence, tokenizer_fingerprint
 
-__all__ = ["TrainingData", "DataConfig", "Example", "SourceConfig", "make_data"]
+__all__ = ["DataConfig", "Example", "SourceConfig", "TrainingData", "make_data"]
 
-FIRST_BLOCK, MAX_BLOCK = 2**17, 2**23  # characters of the first block, so that training begins soon, and of the largest, about
+FIRST_BLOCK, MAX_BLOCK = (
+    2**17,
+    2**23,
+)  # characters of the first block, so that training begins soon, and of the largest, about
 BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
@@ -56,7 +67,7 @@ class TrainingData:
             for number, source in enumerate(config.sources)
         ]
         self.tokens: SharedTokens | None = None
-        self._state = self._beginning()
+        self._state = self._initial_state()
 
     # -- examples ------------------------------------------------------------------------------------
     def examples(self, start: int | None = None) -> Iterator[Example]:
@@ -64,7 +75,7 @@ class TrainingData:
         if start is not None and start != self._state["taken"]:
             round_ = start - start % (self.config.rows or start + 1)
             if round_ != self._state["round"] or start < round_ + self._state["first"]:
-                self._state = {**self._beginning(), "round": round_}
+                self._state = {**self._initial_state(), "round": round_}
             self._state = {**self._state, "taken": start}
         return self._examples()
 
@@ -74,10 +85,10 @@ class TrainingData:
         self._seek(state)
         while True:
             if limit is not None and state["taken"] == state["round"] + limit:
-                state = {**self._beginning(), "round": state["taken"], "taken": state["taken"]}
+                state = {**self._initial_state(), "round": state["taken"], "taken": state["taken"]}
                 self._seek(state)
-            began = {**self._where(), **{name: state[name] for name in ("round", "first", "number")}}
-            rows = self._block(state["number"])
+            began = {**self._cursors(), **{name: state[name] for name in ("round", "first", "number")}}
+            rows = self._next_block(state["number"])
             if rows is None:
                 return
             at, last = state["taken"] - state["round"] - state["first"], len(rows)
@@ -102,41 +113,47 @@ class TrainingData:
             )
         self._state = state
 
-    def tokens_of(self, examples: Example) -> int:
+    def count_tokens(self, examples: Example) -> int:
         """Tokens it trains on, or many of them stacked."""
         return int((examples["labels"] != IGNORE_INDEX).sum())
 
-    def drawn(self) -> list[dict[str, int]]:
+    def source_counts(self) -> list[dict[str, int]]:
         """Of each source the documents, characters and tokens read by the blocks so far."""
-        return [dict(d) for d in self._drawn]
+        return [dict(d) for d in self._source_counts]
 
     # -- blocks --------------------------------------------------------------------------------------
-    def _beginning(self) -> dict[str, Any]:
-        readers = [reader.beginning for reader in self.readers]
+    def _initial_state(self) -> dict[str, Any]:
+        readers = [reader.initial_cursor for reader in self.readers]
         drawn = [{"documents": 0, "characters": 0, "tokens": 0} for _ in readers]
         return {"readers": readers, "drawn": drawn, "tail": None, "round": 0, "first": 0, "taken": 0, "number": 0}
 
-    def _where(self) -> dict[str, Any]:
+    def _cursors(self) -> dict[str, Any]:
         tail = self._tail
-        kept = None if tail is None or tail.trained_T is None else [tail.ids_T.tolist(), tail.trained_T.int().tolist()]
-        return {"readers": [r.cursor() for r in self.readers], "drawn": self.drawn(), "tail": kept}
+        tail_state = (
+            None if tail is None or tail.trained_T is None else [tail.ids_T.tolist(), tail.trained_T.int().tolist()]
+        )
+        return {"readers": [r.cursor() for r in self.readers], "drawn": self.source_counts(), "tail": tail_state}
 
     def _seek(self, state: dict[str, Any]) -> None:
         for reader, cursor in zip(self.readers, state["readers"]):
             reader.restore(cursor)
-        self._drawn = [dict(d) for d in state["drawn"]]
-        kept = state["tail"]
-        self._tail = None if kept is None else TokenSequence(torch.tensor(kept[0]).long(), torch.tensor(kept[1]).bool())
+        self._source_counts = [dict(d) for d in state["drawn"]]
+        tail_state = state["tail"]
+        self._tail = (
+            None
+            if tail_state is None
+            else TokenSequence(torch.tensor(tail_state[0]).long(), torch.tensor(tail_state[1]).bool())
+        )
 
-    def _block(self, number: int) -> list[list[TokenSequence]] | None:
+    def _next_block(self, number: int) -> list[list[TokenSequence]] | None:
         """The rows of the next block that has any; None where the data ends."""
-        before, had = [reader.epoch for reader in self.readers], self._waiting()
-        while (read := self._read(min(MAX_BLOCK, FIRST_BLOCK << min(number, 20)))) is not None:
-            rows = self._packed(self._encoded(read), derive_seed(self.seed, "block", number))
+        before, had = [reader.epoch for reader in self.readers], self._pending_tokens()
+        while (read := self._read_documents(min(MAX_BLOCK, FIRST_BLOCK << min(number, 20)))) is not None:
+            rows = self._pack(self._encode(read), derive_seed(self.seed, "block", number))
             if rows:
                 return rows
-            if self._waiting() > had:  # a stream of little text, which is read again until it makes a row
-                before, had = [reader.epoch for reader in self.readers], self._waiting()
+            if self._pending_tokens() > had:  # a stream of little text, which is read again until it makes a row
+                before, had = [reader.epoch for reader in self.readers], self._pending_tokens()
             elif all(reader.epoch >= epoch + 2 for reader, epoch in zip(self.readers, before)):
                 break
         else:
@@ -145,55 +162,57 @@ class TrainingData:
         names = ", ".join(source.path for source in self.config.sources)
         raise SurgeryError(f"data: {names}: no {self.side} document with a token to train on")
 
-    def _waiting(self) -> int:
+    def _pending_tokens(self) -> int:
         return 0 if self._tail is None else len(self._tail)
 
-    def _read(self, wanted: int) -> list[list[Document]] | None:
+    def _read_documents(self, wanted: int) -> list[list[Document]] | None:
         """Documents of each source, so many characters, always from the one that is farthest behind its share of the
         tokens."""
         read: list[list[Document]] = [[] for _ in self.readers]
-        ahead = [float(drawn["tokens"]) for drawn in self._drawn]
-        rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._drawn]
+        ahead = [float(drawn["tokens"]) for drawn in self._source_counts]
+        rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._source_counts]
         limit, characters = self.config.shuffle or BLOCK_DOCUMENTS, 0
-        round_about: set[int] = set()
-        while sum(map(len, read)) < limit and characters < wanted and len(round_about) < len(self.readers):
-            who = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
-            if self.config.epochs is not None and self.readers[who].epoch >= self.config.epochs:
+        finished_readers: set[int] = set()
+        while sum(map(len, read)) < limit and characters < wanted and len(finished_readers) < len(self.readers):
+            index = min(range(len(read)), key=lambda i: ahead[i] / self.config.sources[i].weight)
+            if self.config.epochs is not None and self.readers[index].epoch >= self.config.epochs:
                 return read if any(read) else None
-            document = self.readers[who].take()
+            document = self.readers[index].take()
             if document is None:
-                round_about.add(who)
+                finished_readers.add(index)
                 continue
-            read[who].append(document)
+            read[index].append(document)
             size = document.size + 1
-            self._drawn[who]["documents"] += document.begins
-            self._drawn[who]["characters"] += size
-            ahead[who], characters = ahead[who] + size * rates[who], characters + size
+            self._source_counts[index]["documents"] += document.begins
+            self._source_counts[index]["characters"] += size
+            ahead[index], characters = ahead[index] + size * rates[index], characters + size
         return read
 
-    def _encoded(self, read: list[list[Document]]) -> list[TokenSequence]:
-        pieces = self._tokenised(read) if self.tokens is None else self.tokens.of(read, self._tokenised)
-        for some, drawn in zip(pieces, self._drawn):
+    def _encode(self, read: list[list[Document]]) -> list[TokenSequence]:
+        pieces = self._tokenize(read) if self.tokens is None else self.tokens.get_or_tokenize(read, self._tokenize)
+        for some, drawn in zip(pieces, self._source_counts):
             drawn["tokens"] += sum(map(len, some))
         return [piece for some in pieces for piece in some]
 
-    def _tokenised(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
+    def _tokenize(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
         """Of each source."""
         found = []
         for documents, source in zip(read, self.config.sources):
             text = not source.chat and all(isinstance(document.content, str) for document in documents)
-            found.append(self.encoder.texts(documents) if text else encode_chats(documents, source, self.encoder))
+            found.append(
+                self.encoder.encode_texts(documents) if text else encode_chats(documents, source, self.encoder)
+            )
         return found
 
-    def _packed(self, pieces: list[TokenSequence], seed: int) -> list[list[TokenSequence]]:
+    def _pack(self, pieces: list[TokenSequence], seed: int) -> list[list[TokenSequence]]:
         generator, shuffled = torch.Generator().manual_seed(seed), self.config.shuffle > 0
         if self.config.packing == "stream":
             rows, self._tail = pack_stream(self._tail, _shuffle(pieces, generator) if shuffled else pieces, self.length)
         else:
-            cut = list(split_windows(pieces, self.length))
-            cut = _shuffle(cut, generator) if shuffled else cut
+            sequences = list(split_windows(pieces, self.length))
+            sequences = _shuffle(sequences, generator) if shuffled else sequences
             pack = {"none": lambda c, _: [[p] for p in c], "documents": pack_best_fit if shuffled else pack_in_order}
-            rows = pack[self.config.packing](cut, self.length)
+            rows = pack[self.config.packing](sequences, self.length)
         return _shuffle(rows, generator) if shuffled else rows
 
     # -- validation, identity ------------------------------------------------------------------------
@@ -206,8 +225,10 @@ class TrainingData:
         if not isinstance(self.config.validation, float):
             changed["validation"] = 0.0
         side: Side = "validation" if isinstance(self.config.validation, float) else "training"
-        held = TrainingData(self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side)
-        found = [example for example, _ in zip(held.examples(), range(self.config.validation_examples))]
+        validation_data = TrainingData(
+            self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side
+        )
+        found = [example for example, _ in zip(validation_data.examples(), range(self.config.validation_examples))]
         if not found:
             raise SurgeryError(
                 f"data: a share of {self.config.validation} for validation holds no document; give a larger share, or "
@@ -220,8 +241,8 @@ class TrainingData:
         config = self.config.model_dump(mode="json", exclude={"epochs", "rows", "validation_examples"})
         for source in (*config["sources"], *(config["validation"] if isinstance(config["validation"], list) else ())):
             source["path"] = source["path"].rstrip("/").rpartition("/")[2]  # wherever it lies
-        told = [config, [r.identity() for r in self.readers], self.length, self.seed, self.side]
-        text = json.dumps([*told, tokenizer_fingerprint(self.tokenizer)], sort_keys=True)
+        identity = [config, [r.identity() for r in self.readers], self.length, self.seed, self.side]
+        text = json.dumps([*identity, tokenizer_fingerprint(self.tokenizer)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

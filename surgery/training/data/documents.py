@@ -43,12 +43,12 @@ def is_held_out(content: Any, share: float) -> bool:
 
 # -- tables: documents by number -------------------------------------------------------------------
 class DocumentTable(Protocol):
-    """`unit(i)` gives the parts of document i. by_content: whether what is held out is chosen among them."""
+    """`document_parts(i)` gives the parts of document i. held_out_by_content: whether what is held out is chosen among them."""
 
-    by_content: bool
+    held_out_by_content: bool
 
     def __len__(self) -> int: ...
-    def unit(self, i: int) -> Iterator[Document]: ...
+    def document_parts(self, i: int) -> Iterator[Document]: ...
     def identity(self) -> str: ...
 
 
@@ -57,7 +57,7 @@ class TextFiles:
     beginning on, is for validation."""
 
     def __init__(self, files: list[Path], separator: str | None, side: Side, share: float):
-        self.files, self.by_content = files, separator is not None
+        self.files, self.held_out_by_content = files, separator is not None
         self.spans = array("q")  # file, start, stop; start, stop; ..
         for number, path in enumerate(files):
             data = _map_file(path)
@@ -69,7 +69,7 @@ class TextFiles:
     def __len__(self) -> int:
         return len(self.spans) // 3
 
-    def unit(self, i: int) -> Iterator[Document]:
+    def document_parts(self, i: int) -> Iterator[Document]:
         number, start, stop = self.spans[3 * i : 3 * i + 3]
         data = _map_file(self.files[number])
         at = start
@@ -106,10 +106,10 @@ def _separator_spans(data: Any, separator: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]:
-    cut = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
-    if cut == len(data) and share > 0:  # one long line: between two words
-        cut = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
-    yield (0, cut) if side == "training" else (cut, len(data))
+    boundary = len(data) if share == 0 else data.find(b"\n", int(len(data) * (1 - share))) + 1 or len(data)
+    if boundary == len(data) and share > 0:  # one long line: between two words
+        boundary = data.rfind(b" ", 0, int(len(data) * (1 - share))) + 1 or len(data)
+    yield (0, boundary) if side == "training" else (boundary, len(data))
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
@@ -135,7 +135,7 @@ def files_identity(files: list[Path]) -> str:
 class DatasetTable:
     """A data set of `datasets` that is on this machine."""
 
-    by_content = True
+    held_out_by_content = True
 
     def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], identity: str):
         self.rows, self.content, self._identity = rows, content, identity
@@ -143,7 +143,7 @@ class DatasetTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def unit(self, i: int) -> Iterator[Document]:
+    def document_parts(self, i: int) -> Iterator[Document]:
         if (content := self.content(self.rows[i])) is not None:
             yield Document(content)
 

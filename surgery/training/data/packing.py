@@ -25,7 +25,7 @@ IGNORE_INDEX = -100  # as a label: not trained on
 def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[TokenSequence]:
     """No piece longer than `length`; none that trains nothing."""
     for piece in pieces:
-        last = length if piece.whole else len(piece)
+        last = length if piece.indivisible else len(piece)
         for start in range(0, last, length):
             part = slice(start, start + length)
             trained_T = None if piece.trained_T is None else piece.trained_T[part]
@@ -94,7 +94,9 @@ def pack_in_order(pieces: list[TokenSequence], length: int) -> list[list[TokenSe
     return rows
 
 
-def pack_stream(tail: TokenSequence | None, pieces: list[TokenSequence], length: int) -> tuple[list[list[TokenSequence]], TokenSequence | None]:
+def pack_stream(
+    tail: TokenSequence | None, pieces: list[TokenSequence], length: int
+) -> tuple[list[list[TokenSequence]], TokenSequence | None]:
     """Rows of a stream, and what is left of it."""
     every = [*([tail] if tail is not None else []), *pieces]
     if not every:
@@ -104,9 +106,9 @@ def pack_stream(tail: TokenSequence | None, pieces: list[TokenSequence], length:
     if any(piece.trained_T is not None for piece in every):
         marks = [torch.ones(len(p), dtype=torch.bool) if p.trained_T is None else p.trained_T for p in every]
         trained_N = torch.cat(marks)
-    whole = len(ids_N) - len(ids_N) % length
-    rows = [[TokenSequence(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, whole, length)]
-    return rows, TokenSequence(ids_N[whole:].clone(), trained_N[whole:].clone())
+    end = len(ids_N) - len(ids_N) % length
+    rows = [[TokenSequence(ids_N[i : i + length], trained_N[i : i + length])] for i in range(0, end, length)]
+    return rows, TokenSequence(ids_N[end:].clone(), trained_N[end:].clone())
 
 
 def check_packed_attention(model: Any, packing: str, rows: int) -> None:

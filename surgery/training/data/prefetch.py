@@ -28,7 +28,7 @@ PREFETCH_FACTOR = 4  # steps on their way from process to process, which lie in 
 
 
 def prefetch(items: Callable[[], Iterator[Any]], ahead: int, device: torch.device) -> AbstractContextManager[Any]:
-    """with reading(..) as ready: the items, `ahead` of them read before they are asked for."""
+    """with prefetch(..) as ready: the items, `ahead` of them read before they are asked for."""
     return ProcessPrefetcher(items, ahead) if device.type == "cuda" else ThreadPrefetcher(items(), ahead)
 
 
@@ -36,15 +36,15 @@ class ThreadPrefetcher:
     """In a thread; used as a context so that it ends with the loop."""
 
     def __init__(self, items: Iterator[Any], ahead: int):
-        self.items, self.queue, self.over = items, queue.Queue[Any](ahead), threading.Event()
+        self.items, self.queue, self.stop_event = items, queue.Queue[Any](ahead), threading.Event()
         self.thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> Iterator[Any]:
         self.thread.start()
-        return self._taken()
+        return self._iterate()
 
     def __exit__(self, *_: Any) -> None:
-        self.over.set()
+        self.stop_event.set()
         self.thread.join()
 
     def _read(self) -> None:
@@ -57,7 +57,7 @@ class ThreadPrefetcher:
             self._put((None, error))
 
     def _put(self, entry: Any) -> bool:
-        while not self.over.is_set():
+        while not self.stop_event.is_set():
             try:
                 self.queue.put(entry, timeout=0.1)
                 return True
@@ -65,7 +65,7 @@ class ThreadPrefetcher:
                 continue
         return False
 
-    def _taken(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         while True:
             item, error = self.queue.get()
             if isinstance(error, StopIteration):
@@ -91,12 +91,12 @@ class ProcessPrefetcher:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child uses none of them
             self.live = iter(loader)
-        return self._taken()
+        return self._iterate()
 
     def __exit__(self, *_: Any) -> None:
         self.live = None  # the process ends with the iterator
 
-    def _taken(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         while True:
             try:
                 item = next(self.live)
@@ -132,7 +132,7 @@ class _ItemDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         """What a person can put right is handed over as it is: DataLoader would wrap it in tracebacks."""
-        if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see one_thread
+        if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see limit_tokenizer_threads
             os.environ[TOKENIZERS_PARALLELISM] = "true"
         with ThreadPrefetcher(self.items(), self.ahead) as ready:
             try:

@@ -18,9 +18,9 @@ from surgery.training.data.documents import Document, DocumentTable
 
 
 class DocumentReader(Protocol):
-    """beginning: the cursor of a reader that has read nothing."""
+    """initial_cursor: the cursor of a reader that has read nothing."""
 
-    beginning: dict[str, Any]
+    initial_cursor: dict[str, Any]
 
     def take(self) -> Document | None: ...
     def cursor(self) -> dict[str, Any]: ...
@@ -35,9 +35,9 @@ class TableReader:
 
     def __init__(self, table: DocumentTable, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
         self.table, self.seed, self.shuffled = table, seed, shuffled
-        self.wanted = wanted if table.by_content else None
-        self.beginning = {"epoch": 0, "unit": 0, "part": 0}
-        self.restore(self.beginning)
+        self.wanted = wanted if table.held_out_by_content else None
+        self.initial_cursor = {"epoch": 0, "unit": 0, "part": 0}
+        self.restore(self.initial_cursor)
 
     @property
     def epoch(self) -> int:
@@ -63,7 +63,7 @@ class TableReader:
                     return document
             self._unit, self._part = self._unit + 1, 0
             self._parts = self._open()
-        self.restore({**self.beginning, "epoch": self._epoch + 1})
+        self.restore({**self.initial_cursor, "epoch": self._epoch + 1})
         return None
 
     def identity(self) -> str:
@@ -72,7 +72,7 @@ class TableReader:
     def _open(self) -> Iterator[Document]:
         if self._unit >= len(self.table):
             return iter(())
-        return self.table.unit(int(self._order[self._unit]) if self._order is not None else self._unit)
+        return self.table.document_parts(int(self._order[self._unit]) if self._order is not None else self._unit)
 
     def _permutation(self) -> Any:
         if not self.shuffled:
@@ -87,8 +87,8 @@ class StreamReader:
 
     def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], wanted: Any, identity: str, where: str):
         self.rows, self.content, self.wanted, self._identity, self.where = rows, content, wanted, identity, where
-        self.beginning = {"epoch": 0, "state": json.loads(json.dumps(rows.state_dict()))}
-        self.restore(self.beginning)
+        self.initial_cursor = {"epoch": 0, "state": json.loads(json.dumps(rows.state_dict()))}
+        self.restore(self.initial_cursor)
 
     @property
     def epoch(self) -> int:
@@ -114,7 +114,7 @@ class StreamReader:
                     return Document(content)
         except Exception as error:  # datasets raises many kinds, from many libraries
             raise unreadable_error(self.where, error) from None
-        self.restore({**self.beginning, "epoch": self._epoch + 1})
+        self.restore({**self.initial_cursor, "epoch": self._epoch + 1})
         return None
 
     def identity(self) -> str:

@@ -44,7 +44,7 @@ class SourceConfig(_FrozenModel):
     train_on: Literal["answers", "last", "all"] = "answers"
 
     @model_validator(mode="after")
-    def _one_kind(self) -> SourceConfig:
+    def _check_columns(self) -> SourceConfig:
         if (self.prompt is None) != (self.completion is None):
             raise SurgeryError(f"data source {self.path}: prompt and completion are given together, as two columns")
         kinds = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
@@ -78,7 +78,7 @@ class DataConfig(_FrozenModel):
 
     @field_validator("sources", "validation", mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def _normalize_sources(cls, value: Any) -> Any:
         """A path alone, or one source without the list around it."""
         if isinstance(value, (str, dict, SourceConfig)):
             value = (value,)
@@ -88,7 +88,7 @@ class DataConfig(_FrozenModel):
 
     @field_validator("sources")
     @classmethod
-    def _some(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+    def _check_not_empty(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
         if not sources:
             raise SurgeryError("data.sources is empty; name at least one, for example [{path: corpus.jsonl}]")
         return sources

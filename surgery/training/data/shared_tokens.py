@@ -31,23 +31,23 @@ SequenceLists = list[list[TokenSequence]]
 class SharedTokens:
     def __init__(self, folder: Path, writes: bool):
         self.folder, self.writes = folder, writes
-        self.behind: deque[tuple[Path, int]] = deque()
+        self.recent_files: deque[tuple[Path, int]] = deque()
 
-    def of(self, read: DocumentLists, tokenise: Callable[[DocumentLists], SequenceLists]) -> SequenceLists:
+    def get_or_tokenize(self, read: DocumentLists, tokenize: Callable[[DocumentLists], SequenceLists]) -> SequenceLists:
         path = self.folder / f"{documents_fingerprint(read)}.safetensors"
         if self.writes and not path.is_file():
-            pieces = tokenise(read)
+            pieces = tokenize(read)
             self.folder.mkdir(parents=True, exist_ok=True)
             write_shard(path, _to_entries(pieces))
-            self._remember(path, sum(len(piece) for some in pieces for piece in some))
+            self._add_and_prune(path, sum(len(piece) for some in pieces for piece in some))
             return pieces
         self._wait(path)
         return _read_sequences(path)
 
-    def _remember(self, path: Path, tokens: int) -> None:
-        self.behind.append((path, tokens))
-        while sum(count for _, count in self.behind) - self.behind[0][1] > KEPT_TOKENS:
-            self.behind.popleft()[0].unlink(missing_ok=True)
+    def _add_and_prune(self, path: Path, tokens: int) -> None:
+        self.recent_files.append((path, tokens))
+        while sum(count for _, count in self.recent_files) - self.recent_files[0][1] > KEPT_TOKENS:
+            self.recent_files.popleft()[0].unlink(missing_ok=True)
 
     def _wait(self, path: Path) -> None:
         until = time.monotonic() + WAIT_SECONDS
@@ -66,8 +66,8 @@ def documents_fingerprint(read: DocumentLists) -> str:
         digest.update(b"source")
         for document in documents:
             text = document.content if isinstance(document.content, str) else repr(document.content)
-            told = text.encode("utf-8", "surrogatepass")
-            digest.update(f"{len(told)} {document.begins} {document.ends} ".encode() + told)
+            text_bytes = text.encode("utf-8", "surrogatepass")
+            digest.update(f"{len(text_bytes)} {document.begins} {document.ends} ".encode() + text_bytes)
     return digest.hexdigest()
 
 
@@ -79,10 +79,10 @@ def _to_entries(pieces: SequenceLists) -> list[TensorSource]:
         "trained": _concatenate([p.trained_T.to(torch.uint8) for p in every if p.trained_T is not None], torch.uint8),
         "lengths": torch.tensor([len(piece) for piece in every], dtype=torch.int64),
         "marked": torch.tensor([piece.trained_T is not None for piece in every], dtype=torch.uint8),
-        "whole": torch.tensor([piece.whole for piece in every], dtype=torch.uint8),
+        "whole": torch.tensor([piece.indivisible for piece in every], dtype=torch.uint8),
         "counts": torch.tensor([len(some) for some in pieces], dtype=torch.int64),
     }
-    return [TensorSource.of(name, tensor) for name, tensor in tensors.items()]
+    return [TensorSource.from_tensor(name, tensor) for name, tensor in tensors.items()]
 
 
 def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,10 @@ from surgery.training.data.documents import DatasetTable, Side, TextFiles, files
 from surgery.training.data.readers import DocumentReader, StreamReader, TableReader, unreadable_error
 from surgery.training.data.recipe import SourceConfig
 
-TEXT_SUFFIXES, TABLE_FORMATS = (".txt", ".md"), {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+TEXT_SUFFIXES, TABLE_FORMATS = (
+    (".txt", ".md"),
+    {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"},
+)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")  # of tables
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -77,7 +80,9 @@ def _find_files(path: Path) -> tuple[str, list[Path]]:
     return kinds.pop(), files
 
 
-def _open_table(config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any) -> Any:
+def _open_table(
+    config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any
+) -> Any:
     import datasets
 
     where = f"data source {config.path}"
@@ -114,7 +119,9 @@ def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> C
     named = [n for n in (config.text, config.messages, config.prompt, config.completion) if n is not None]
     for name in named:
         if name not in first:
-            raise SurgeryError(f"{where} has no column {name!r}{suggestion(name, first)}; its columns: {', '.join(first)}")
+            raise SurgeryError(
+                f"{where} has no column {name!r}{suggestion(name, first)}; its columns: {', '.join(first)}"
+            )
     config = guess_columns(config, first)
     if config.messages is not None:
         turns = config.messages

@@ -16,11 +16,11 @@ from surgery.training.data.documents import Document
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). whole: not to be cut into windows."""
+    """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). indivisible: not to be cut into windows."""
 
     ids_T: Tensor
     trained_T: Tensor | None = None
-    whole: bool = False
+    indivisible: bool = False
 
     def __len__(self) -> int:
         return self.ids_T.numel()
@@ -31,15 +31,15 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.before, self.after = special_tokens(tokenizer)
+        self.prefix_ids, self.suffix_ids = special_tokens(tokenizer)
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         self.end: int | None = end
-        if end is not None and self.after[-1:] != [end]:
-            self.after = [*self.after, end]
-        pads = (tokenizer.pad_token_id, end, self.before[0] if self.before else None, 0)
+        if end is not None and self.suffix_ids[-1:] != [end]:
+            self.suffix_ids = [*self.suffix_ids, end]
+        pads = (tokenizer.pad_token_id, end, self.prefix_ids[0] if self.prefix_ids else None, 0)
         self.pad = int(next(p for p in pads if p is not None))
 
-    def texts(self, documents: list[Document]) -> list[TokenSequence]:
+    def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
         """One piece a document, in their order; the parts of a long one are one piece."""
         if not documents:
             return []
@@ -50,9 +50,9 @@ class TextEncoder:
         lengths: list[int] = []
         for row, document in zip(ids, documents):  # one tensor for all: a small one each would take as long as the rest
             before = len(every)
-            every += self.before if document.begins else []
+            every += self.prefix_ids if document.begins else []
             every += row
-            every += self.after if document.ends else []
+            every += self.suffix_ids if document.ends else []
             if document.begins or not lengths:
                 lengths.append(0)
             lengths[-1] += len(every) - before
@@ -68,5 +68,5 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
             model.pop(passing, None)
     else:
         model = {"vocabulary": tokenizer.get_vocab(), "kind": type(tokenizer).__name__}
-    told = {"model": model, "specials": tokenizer.special_tokens_map, "chat": tokenizer.chat_template}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    identity = {"model": model, "specials": tokenizer.special_tokens_map, "chat": tokenizer.chat_template}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

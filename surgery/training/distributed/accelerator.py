@@ -20,11 +20,13 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     from accelerate import Accelerator
 
     cpu = device == "cpu" or not torch.accelerator.is_available()
-    told: dict[str, Any] = {"log_with": tracker_names(track) or None, "project_dir": str(folder)}
-    word = "no" if zero.is_deepspeed_launch() else _accelerate_precision(precision, cpu)  # DeepSpeed's is the engine's, see prepared
+    tracking_options: dict[str, Any] = {"log_with": tracker_names(track) or None, "project_dir": str(folder)}
+    word = (
+        "no" if zero.is_deepspeed_launch() else _accelerate_precision(precision, cpu)
+    )  # DeepSpeed's is the engine's, see prepare
     _reset_accelerator_state(cpu, word)
     zero.disable_zero3_init()
-    accelerator = Accelerator(cpu=cpu, mixed_precision=word, **told)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=word, **tracking_options)
     if cpu and accelerator.num_processes > 1 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _enable_fsdp_on_cpu(accelerator)
     if zero.is_deepspeed_launch():
@@ -35,7 +37,7 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
 
 def batch_layout(accelerator: Any, config: Any) -> BatchLayout:
     """config: of a stage."""
-    return BatchLayout.of(config.batch, config.rows, accelerator.process_index, accelerator.num_processes)
+    return BatchLayout.create(config.batch, config.rows, accelerator.process_index, accelerator.num_processes)
 
 
 def prepare(accelerator: Any, model: Any, optimiser: Any, config: Any, precision: str) -> tuple[Any, Any]:

@@ -29,8 +29,16 @@ from surgery.training.optim import ParameterGroup
 from surgery.training.sharded_tensors import MaybeSharded, full_tensor
 
 HALF_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-BUCKET_ELEMENTS = 50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
-INITIAL_SCALE = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+BUCKET_ELEMENTS = (
+    50_000_000  # numbers sent at once, where the settings say nothing; DeepSpeed's own 500M are 2 GB in float32
+)
+INITIAL_SCALE = {
+    "scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
 UNSUPPORTED_SETTINGS = {
     "optimizer": "the optimiser is the recipe's (stages.*.optimiser)",
     "scheduler": "the schedule is the recipe's (stages.*.schedule)",
@@ -90,13 +98,13 @@ def zero_stage(accelerator: Any) -> int:
 # -- settings ----------------------------------------------------------------------------------------------
 def check_settings(accelerator: Any) -> None:
     """Settings that a healing cannot keep."""
-    told = accelerator.state.deepspeed_plugin.deepspeed_config
-    zero = told.get("zero_optimization", {})
-    why = next((f"{key}: {reason}" for key, reason in UNSUPPORTED_SETTINGS.items() if told.get(key)), None)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    zero = config.get("zero_optimization", {})
+    why = next((f"{key}: {reason}" for key, reason in UNSUPPORTED_SETTINGS.items() if config.get(key)), None)
     if zero_stage(accelerator) not in (1, 2, 3):
         why = f"stage {zero_stage(accelerator)} spreads nothing: use accelerate launch --multi_gpu"
     for half in ("fp16", "bf16"):
-        if told.get(half, {}).get("enabled") is True:
+        if config.get(half, {}).get("enabled") is True:
             why = f"{half}: enabled: trained weights are float32 beneath; set precision: {half} in the recipe"
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         why = "offload_param: weights stay on the devices; offload_optimizer: {device: cpu} is possible"
@@ -114,24 +122,28 @@ def check_settings(accelerator: Any) -> None:
         )
 
 
-def configure_engine(accelerator: Any, shares: BatchLayout, clip: float | None, precision: str) -> None:
+def configure_engine(accelerator: Any, layout: BatchLayout, clip: float | None, precision: str) -> None:
     """The engine that `prepare` makes next."""
-    told = accelerator.state.deepspeed_plugin.deepspeed_config
-    told |= {
-        "train_micro_batch_size_per_gpu": shares.rows,
-        "gradient_accumulation_steps": shares.forwards,
-        "train_batch_size": shares.batch,
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config |= {
+        "train_micro_batch_size_per_gpu": layout.rows,
+        "gradient_accumulation_steps": layout.accumulation_steps,
+        "train_batch_size": layout.batch,
         "gradient_clipping": clip or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "torch_autocast": {"enabled": False},
     }
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        told["zero_optimization"].setdefault(key, BUCKET_ELEMENTS)
-    accelerator.gradient_accumulation_steps = shares.forwards
+        config["zero_optimization"].setdefault(key, BUCKET_ELEMENTS)
+    accelerator.gradient_accumulation_steps = layout.accumulation_steps
     if precision in HALF_DTYPES:
         safe = [f"{cls.__module__}.{cls.__qualname__}" for cls in _linear_classes()]
-        told["torch_autocast"] = {"enabled": True, "dtype": HALF_DTYPES[precision], "lower_precision_safe_modules": safe}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": HALF_DTYPES[precision],
+            "lower_precision_safe_modules": safe,
+        }
 
 
 def _linear_classes() -> list[type]:
@@ -175,22 +187,22 @@ def _clear_engine_hooks(engine: Any) -> None:
 class ZeroOptimizerStep(OptimizerStep):
     """By the engine. A step whose gradient is no number is left out by it, in all processes."""
 
-    again = False
+    can_rerun = False
 
     def _parameters(self, groups: list[ParameterGroup]) -> dict[str, Tensor]:
         return {name: p for group in groups for name, p in zip(group.names, group.parameters)}
 
-    def _begin(self, skip: bool) -> None:
+    def _setup(self, skip: bool) -> None:
         self.zero = self.run.optimizer
-        self.memory = ZeroOptimizerState(self.zero, self.names, self.parameters)
-        self.own_scale: dict[str, Any] | None = None
+        self.optimizer_state = ZeroOptimizerState(self.zero, self.names, self.parameters)
+        self.loss_scale_state: dict[str, Any] | None = None
         if getattr(self.zero, "torch_autocast_gradscaler", None) is not None:
             self.zero.torch_autocast_gradscaler = None  # it unscales neither the norm nor what is clipped by it
             self.restore_scale(INITIAL_SCALE)
 
     @property
-    def scaled(self) -> bool:
-        return self.own_scale is not None
+    def uses_loss_scale(self) -> bool:
+        return self.loss_scale_state is not None
 
     def forward(self, last: bool) -> AbstractContextManager[Any]:
         self.run.set_gradient_accumulation_boundary(last)
@@ -198,22 +210,22 @@ class ZeroOptimizerStep(OptimizerStep):
 
     def backward(self, loss: Tensor) -> None:
         """The engine takes the mean over processes."""
-        self.run.backward(loss * self.shares.world, scale_wrt_gas=False)
+        self.run.backward(loss * self.layout.world, scale_wrt_gas=False)
 
     def step(self) -> Tensor | None:
         self.run.step()
-        if self.own_scale is not None:
+        if self.loss_scale_state is not None:
             self._rescale(bool(self.zero.overflow))
         norm = self.run.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm, device=self.accelerator.device).detach().float()
 
-    def forget_bad(self) -> None:
+    def clear_found_inf(self) -> None:
         pass
 
     # -- the loss scale ------------------------------------------------------------------------------
     def _rescale(self, overflow: bool) -> None:
         """By the rule and in the words of torch's GradScaler, so that a run may go on with that, and the other way round."""
-        state: dict[str, Any] = {**(self.own_scale or INITIAL_SCALE)}
+        state: dict[str, Any] = {**(self.loss_scale_state or INITIAL_SCALE)}
         state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
             state["scale"] *= state["backoff_factor"]
@@ -221,12 +233,12 @@ class ZeroOptimizerStep(OptimizerStep):
             state |= {"scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
         self.restore_scale(state)
 
-    def scale(self) -> dict[str, Any] | None:
-        return self.own_scale
+    def scaler_state(self) -> dict[str, Any] | None:
+        return self.loss_scale_state
 
     def restore_scale(self, state: dict[str, Any]) -> None:
-        self.own_scale = dict(state)
-        self.zero.override_loss_scale(self.own_scale["scale"])
+        self.loss_scale_state = dict(state)
+        self.zero.override_loss_scale(self.loss_scale_state["scale"])
 
 
 class ZeroOptimizerState:

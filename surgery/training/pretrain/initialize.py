@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from surgery.architectures.linears import ModelLayout, is_linear, find_linears
+from surgery.architectures.linears import ModelLayout, find_linears, is_linear
 from surgery.checkpoint.meta_model import MetaModel, bare_model, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource
@@ -43,7 +43,7 @@ def plan_new_model(folder: Path, recipe: ConversionRecipe) -> Plan:
     """What the recipe replaces in a model of folder/config.json, whose weights are nowhere yet."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = f"a new {config['model_type']}"
-    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.measured:
+    if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
             "attention.hybrid by sensitivity is measured on a trained model; to train one, say by: every, or layers: [..]"
         )
@@ -61,13 +61,13 @@ def make_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, dtype=torch.float32)
-        body = find_linears(model)
+        layout = find_linears(model)
         if plan is not None:
             replace_linears(model, plan)
-        initialize_weights(model, body, embedding_std)
+        initialize_weights(model, layout, embedding_std)
         if low_rank_start == "unit":
             init_unit_low_rank(model)
-        if plan is not None and plan.seats:
+        if plan is not None and plan.attention_targets:
             install_mixers(model, plan)
     return model
 
@@ -76,44 +76,48 @@ def replace_linears(model: Any, plan: Plan) -> None:
     """In place, with the table that from_pretrained reads."""
     from surgery.modeling.quantization_config import SurgeryConfig
 
-    table = {path: entry for path, cuts in plan.cuts.items() if (entry := _module_entry(cuts))}
+    table = {path: entry for path, targets in plan.targets.items() if (entry := _module_entry(targets))}
     for path, entry in table.items():
         model.set_submodule(path, build_module(entry, device="cpu", dtype=torch.float32))
     if table:
         model.config.quantization_config = SurgeryConfig(modules=table)
 
 
-def _module_entry(cuts: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
+def _module_entry(targets: tuple[LinearTarget, ...]) -> dict[str, Any] | None:
     """None where the linear stays as it is."""
-    linear, specs = cuts[0].linear, [table_entry(cut, cut.first) for cut in cuts]
-    if all(cut.first is None for cut in cuts):
+    linear, specs = targets[0].linear, [table_entry(target, target.preview) for target in targets]
+    if all(target.preview is None for target in targets):
         return None
-    if cuts[0].part is None:
+    if targets[0].part is None:
         entry = specs[0]
     else:
-        names = [slice_name(cut.part.role) for cut in cuts if cut.part]
-        entry = {"structure": "split", "parts": dict(zip(names, specs)), "heads": cuts[0].part.heads}
+        names = [slice_name(target.part.role) for target in targets if target.part]
+        entry = {"structure": "split", "parts": dict(zip(names, specs)), "heads": targets[0].part.heads}
     return {**entry, **({"transposed": True} if linear.transposed else {})}
 
 
 def install_mixers(model: Any, plan: Plan) -> None:
-    install(model, {seat.path: seat.config for seat in plan.seats.values()})
-    for seat in plan.seats.values():
-        state = model.get_submodule(seat.path).mixer.state_dict()
-        for name, value in seat.fixed.items():
+    install(
+        model, {attention_target.path: attention_target.config for attention_target in plan.attention_targets.values()}
+    )
+    for attention_target in plan.attention_targets.values():
+        state = model.get_submodule(attention_target.path).mixer.state_dict()
+        for name, value in attention_target.fixed.items():
             state[name].copy_(torch.tensor(value))
 
 
 # -- initialisation --------------------------------------------------------------------------------------
 @torch.no_grad()
-def initialize_weights(model: Any, body: ModelLayout, embedding_std: float) -> None:
-    """body: the walk of the model before anything stood in for its linears."""
+def initialize_weights(model: Any, layout: ModelLayout, embedding_std: float) -> None:
+    """layout: the layout of the model before anything stood in for its linears."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=embedding_std)
-    for linear in body.linears:
+    for linear in layout.linears:
         module = model.get_submodule(linear.path)
-        (zero_output if linear.path == body.head or set(RESIDUAL_ROLES) & set(linear.roles) else initialize_module)(module)
+        (zero_output if linear.path == layout.head or set(RESIDUAL_ROLES) & set(linear.roles) else initialize_module)(
+            module
+        )
 
 
 def initialize_module(module: Any) -> None:

@@ -60,7 +60,9 @@ def make_config(keys: dict[str, Any], tokenizer: Any) -> Any:
 
     kind = keys["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise SurgeryError(f"model.model_type {kind!r} is none that transformers knows{suggestion(kind, CONFIG_MAPPING)}")
+        raise SurgeryError(
+            f"model.model_type {kind!r} is none that transformers knows{suggestion(kind, CONFIG_MAPPING)}"
+        )
     family: Any = CONFIG_MAPPING[kind]
     causal: Any = AutoModelForCausalLM._model_mapping
     if family not in causal or family in AutoModelForMaskedLM._model_mapping:
@@ -69,10 +71,10 @@ def make_config(keys: dict[str, Any], tokenizer: Any) -> Any:
     for key in keys:
         if key not in known:
             raise SurgeryError(f"model: {kind} has no key {key!r}{suggestion(key, known)}")
-    words = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    told = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **words, **keys}
+    special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    options = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **special_ids, **keys}
     try:
-        config = family(**{k: parse_float(v) for k, v in told.items() if k != "model_type"})
+        config = family(**{k: parse_float(v) for k, v in options.items() if k != "model_type"})
     except Exception as error:  # transformers' checks have exceptions of their own
         raise SurgeryError(f"model: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
     config.architectures = [causal[family].__name__]

@@ -19,13 +19,20 @@ from typing import Any
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.conversion.convert import totals
 from surgery.core.errors import SurgeryError
-from surgery.core.files import REPORT_NAME, exclusive_lock, explain_disk_errors, partial_path, refuse_links_in, write_json
+from surgery.core.files import (
+    REPORT_NAME,
+    exclusive_lock,
+    explain_disk_errors,
+    partial_path,
+    refuse_links_in,
+    write_json,
+)
 from surgery.core.progress import Progress, is_main_process
 from surgery.core.version import __version__
 from surgery.modeling.auto_classes import write_shims
 from surgery.planning.plan import Plan
 from surgery.structures import STRUCTURES
-from surgery.training.finetune import RESUME_HINT, finetune, check_run
+from surgery.training.finetune import RESUME_HINT, check_run, finetune
 from surgery.training.pretrain.initialize import make_model, plan_new_model
 from surgery.training.pretrain.model_config import make_config
 from surgery.training.pretrain.recipe import PretrainRecipe
@@ -83,9 +90,9 @@ def _pretrain(
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
     """By the first process, whole or absent; what an interrupted run left of the same recipe is used again."""
     wanted = json.dumps({"recipe": recipe_digest(recipe), "version": __version__})
-    made = blank / MARKER_NAME
+    marker = blank / MARKER_NAME
     began = time.monotonic()
-    while not (made.is_file() and made.read_text(encoding="utf-8") == wanted):
+    while not (marker.is_file() and marker.read_text(encoding="utf-8") == wanted):
         if is_main_process():
             shutil.rmtree(blank, ignore_errors=True)
             work = partial_path(blank)
@@ -97,20 +104,22 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
         elif time.monotonic() - began > TIMEOUT_SECONDS:
-            raise SurgeryError(f"{blank} was not made within {TIMEOUT_SECONDS / 60:.0f} minutes by the process of rank 0")
+            raise SurgeryError(
+                f"{blank} was not made within {TIMEOUT_SECONDS / 60:.0f} minutes by the process of rank 0"
+            )
         else:
             time.sleep(0.5)
 
 
 def recipe_digest(recipe: PretrainRecipe) -> str:
     """Of all that decides the numbers a model begins with."""
-    told = [recipe.new.model_dump(mode="json"), recipe.training.data, recipe.training.seed]
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    identity = [recipe.new.model_dump(mode="json"), recipe.training.data, recipe.training.seed]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
 # -- the model before any training -----------------------------------------------------------------------
 def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
-    """A checkpoint in `pretrain_folder`, made there."""
+    """A checkpoint in `folder`, made there."""
     data = stage_data_config(recipe.training, recipe.training.stages[0])
     assert data is not None, "refused before"
     folder.mkdir(parents=True)
@@ -121,10 +130,10 @@ def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
     model = make_model(config, plan, recipe.new.embedding_std, recipe.training.seed, recipe.new.low_rank_start)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config_data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if plan is not None:
-        write_shims(folder, written, model)
-        write_json(folder / "config.json", written)
+        write_shims(folder, config_data, model)
+        write_json(folder / "config.json", config_data)
         write_json(folder / REPORT_NAME, initial_report(plan, folder, recipe))
 
 
@@ -132,10 +141,10 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
     """As `convert` writes it, so that `inspect` shows what stands in place of dense layers; there are no errors, for
     there was nothing to be close to."""
     stored = open_converted_checkpoint(str(folder))
-    records = [_module_record(cut) for cut in plan.replaced()]
-    counted = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})
-    saved = counted["replaced_params_before"] - counted["replaced_params_after"]
-    counted |= {"params_before": counted["params_after"] + saved, "bytes_before": counted["bytes_after"] + 4 * saved}
+    records = [_module_record(target) for target in plan.replaced_targets()]
+    counts = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})
+    saved = counts["replaced_params_before"] - counts["replaced_params_after"]
+    counts |= {"params_before": counts["params_after"] + saved, "bytes_before": counts["bytes_after"] + 4 * saved}
     return {
         "surgery": __version__,
         "source": {"name": plan.source, "revision": None, "fingerprint": None},
@@ -146,19 +155,21 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
         "calibration": None,
         "allocation": {"kept": "as in the recipe"},
         "held_out": None,
-        "totals": counted,
+        "totals": counts,
         "modules": records,
-        "mixers": [{"name": seat.path, "errors": {}} for seat in plan.seats.values()],
+        "mixers": [
+            {"name": attention_target.path, "errors": {}} for attention_target in plan.attention_targets.values()
+        ],
         "hybrid": None,
         "time": {"seconds": {"total": 0.0}, "layers": {}, "device": "cpu"},
         "memory": {"peak_rss": None},
     }
 
 
-def _module_record(cut: Any) -> dict[str, Any]:
-    structure = STRUCTURES[cut.first]
-    macs = structure(cut.in_, cut.out, cut.first, bias=False, device="meta").macs()
-    told = {"name": cut.name, "roles": [cut.part.role] if cut.part else list(cut.linear.roles)}
-    told |= {"shape": [cut.out, cut.in_], "structure": cut.first.to_dict(), "error": None}
-    told |= {"params_before": cut.numel, "params_after": structure.params(cut.first, cut.out, cut.in_)}
-    return {**told, "macs_before": cut.numel, "macs_after": macs}
+def _module_record(target: Any) -> dict[str, Any]:
+    structure = STRUCTURES[target.preview]
+    macs = structure(target.in_, target.out, target.preview, bias=False, device="meta").macs()
+    record = {"name": target.name, "roles": [target.part.role] if target.part else list(target.linear.roles)}
+    record |= {"shape": [target.out, target.in_], "structure": target.preview.to_dict(), "error": None}
+    record |= {"params_before": target.numel, "params_after": structure.params(target.preview, target.out, target.in_)}
+    return {**record, "macs_before": target.numel, "macs_after": macs}

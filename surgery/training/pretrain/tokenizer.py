@@ -42,9 +42,11 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> Any:
                 f"--tokenizer {config.path} is no tokenizer that transformers can load ({reason})"
             ) from None
     text = limit_characters(iter_training_texts(data), config.sample)
-    made = make_character_tokenizer(text) if config.kind == "characters" else train_bpe_tokenizer(text, config.vocabulary)
+    backend = (
+        make_character_tokenizer(text) if config.kind == "characters" else train_bpe_tokenizer(text, config.vocabulary)
+    )
     unknown = {"unk_token": UNKNOWN_TOKEN} if config.kind == "characters" else {}
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_TOKEN, **unknown)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_TOKEN, **unknown)
 
 
 def make_character_tokenizer(texts: Iterable[str]) -> Any:

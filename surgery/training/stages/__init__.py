@@ -1,5 +1,5 @@
 """What can be trained towards: a file for each kind of stage."""
 
-from surgery.training.stages.base import STAGES, Batch, StageModels, Stage, StageConfig
+from surgery.training.stages.base import STAGES, Batch, Stage, StageConfig, StageModels
 
-__all__ = ["STAGES", "Batch", "StageModels", "Stage", "StageConfig"]
+__all__ = ["STAGES", "Batch", "Stage", "StageConfig", "StageModels"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from surgery.core.config import Real
 from surgery.core.errors import SurgeryError
 from surgery.training.sharded_tensors import any_sharded
-from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, StageConfig, model_inputs, skip_logits
-from surgery.training.stages.match_hidden import TeacherStage, relative_error_sum, mean_square, valid_mask_BT1
+from surgery.training.stages.base import STAGES, Batch, Roles, StageConfig, StageModels, model_inputs, skip_logits
+from surgery.training.stages.match_hidden import TeacherStage, mean_square, relative_error_sum, valid_mask_BT1
 from surgery.training.stages.mixing_matrix import CallArguments, MatrixComparison
 
 OUTPUT_ROLES = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of the linears that end the modules
@@ -47,7 +47,7 @@ class ModuleRecord:
 
     x: Tensor
     y: Tensor
-    asked: CallArguments
+    call: CallArguments
 
 
 def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
@@ -59,7 +59,7 @@ def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
 @STAGES.register(AlignConfig)
 class AlignStage(TeacherStage):
     config: AlignConfig
-    places: list[str]
+    paths: list[str]
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -73,10 +73,10 @@ class AlignStage(TeacherStage):
             raise SurgeryError(
                 "stage align: memory: checkpoint has nothing to save, no gradient passes from layer to layer; keep"
             )
-        trained = self.trains(models, roles)
-        self.places = [p for p in module_paths(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
+        trained = self.trained_parameters(models, roles)
+        self.paths = [p for p in module_paths(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
         theirs = {name for name, _ in models.teacher.named_modules()}
-        if lost := [place for place in self.places if place not in theirs]:
+        if lost := [path for path in self.paths if path not in theirs]:
             raise SurgeryError(
                 f"stage align: the teacher has no {lost[0]}; give the checkpoint the student was made of"
             )
@@ -90,16 +90,16 @@ class AlignStage(TeacherStage):
                 )
             return
         attention = set(module_paths(("attention",), roles))
-        places = [place for place in self.places if place in attention]
-        if not places:
+        paths = [path for path in self.paths if path in attention]
+        if not paths:
             raise SurgeryError(
                 "stage align: matrix_weight is of attention modules, and none of them trains; of: [attention], trains: [new]"
             )
-        self.matrices = MatrixComparison(models.student, models.teacher, places, self.config.matrix_probes)
+        self.matrices = MatrixComparison(models.student, models.teacher, paths, self.config.matrix_probes)
 
-    def trains(self, models: StageModels, roles: Roles) -> set[str]:
-        inside = tuple(f"{place}." for place in module_paths(self.config.of, roles))
-        names = super().trains(models, roles)
+    def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
+        inside = tuple(f"{path}." for path in module_paths(self.config.of, roles))
+        names = super().trained_parameters(models, roles)
         able = {name for name in names if name.startswith(inside)}
         if not able:
             raise SurgeryError(
@@ -111,24 +111,24 @@ class AlignStage(TeacherStage):
     @torch.no_grad()
     def measure(self, models: StageModels, batch: Batch) -> None:
         valid = valid_mask_BT1(batch)
-        for place, seen in self._taught(models, batch).items():
-            self.sizes[place] = mean_square(seen.y, valid)
-            if self.matrices is not None and place in self.matrices.pairs:
-                self.matrix_sizes[place] = self.matrices.sizes(place, seen.asked, batch, valid)
+        for path, seen in self._record_teacher(models, batch).items():
+            self.sizes[path] = mean_square(seen.y, valid)
+            if self.matrices is not None and path in self.matrices.pairs:
+                self.matrix_sizes[path] = self.matrices.mean_squares(path, seen.call, batch, valid)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         self.spread = any_sharded(models.student.parameters())
-        known = self._taught(models, batch)
+        teacher_records = self._record_teacher(models, batch)
         outputs: dict[str, Tensor] = {}
         matrices: dict[str, Tensor] = {}
         with ExitStack() as stack:
-            for place in self.places:
-                module = models.student.get_submodule(place)
-                stack.enter_context(self._forced(module, place, known[place], batch, outputs, matrices))
+            for path in self.paths:
+                module = models.student.get_submodule(path)
+                stack.enter_context(self._teacher_forced(module, path, teacher_records[path], batch, outputs, matrices))
             answer = models.run(**model_inputs(batch), **skip_logits(models.student))
         parts: dict[str, list[Tensor]] = {}
-        for place, loss in outputs.items():
-            parts.setdefault(place.rpartition(".")[2], []).append(loss)
+        for path, loss in outputs.items():
+            parts.setdefault(path.rpartition(".")[2], []).append(loss)
         means = {name: torch.stack(some).mean() for name, some in parts.items()}
         total = self.config.output_weight * torch.stack(list(outputs.values())).mean()
         if matrices:
@@ -138,29 +138,29 @@ class AlignStage(TeacherStage):
             total = total + answer.logits.sum() * 0
         return {"total": total, **{name: mean.detach() for name, mean in means.items()}}
 
-    def _taught(self, models: StageModels, batch: Batch) -> dict[str, ModuleRecord]:
+    def _record_teacher(self, models: StageModels, batch: Batch) -> dict[str, ModuleRecord]:
         """Of every module, the teacher's."""
         seen: dict[str, ModuleRecord] = {}
 
-        def noting(place: str) -> Any:
+        def make_hook(path: str) -> Any:
             def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
                 x = args[0] if args else kwargs["hidden_states"]
-                seen[place] = ModuleRecord(x, _first_output(output), (args, kwargs))
+                seen[path] = ModuleRecord(x, _first_output(output), (args, kwargs))
 
             return hook
 
         with ExitStack() as stack:
-            for place in self.places:
-                handle = models.teacher.get_submodule(place).register_forward_hook(noting(place), with_kwargs=True)
+            for path in self.paths:
+                handle = models.teacher.get_submodule(path).register_forward_hook(make_hook(path), with_kwargs=True)
                 stack.callback(handle.remove)
-            models.taught(batch, **skip_logits(models.teacher))
+            models.teacher_output(batch, **skip_logits(models.teacher))
         return seen
 
     @contextmanager
-    def _forced(
+    def _teacher_forced(
         self,
         module: Any,
-        place: str,
+        path: str,
         seen: ModuleRecord,
         batch: Batch,
         outputs: dict[str, Tensor],
@@ -172,16 +172,16 @@ class AlignStage(TeacherStage):
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             like = args[0] if args else kwargs["hidden_states"]
-            given = self._instead(x, like)
+            given = self._substitute(x, like)
             return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             out = _first_output(output)
-            outputs[place] = relative_error_sum(out, y, valid, self.sizes[place])
-            if self.matrices is not None and place in self.matrix_sizes:
-                size, asked = self.matrix_sizes[place], (args, kwargs)
-                matrices[place] = self.matrices.apart(place, asked, seen.asked, batch, valid, size)
-            target = self._instead(y, out)
+            outputs[path] = relative_error_sum(out, y, valid, self.sizes[path])
+            if self.matrices is not None and path in self.matrix_sizes:
+                size, call = self.matrix_sizes[path], (args, kwargs)
+                matrices[path] = self.matrices.relative_error_sum(path, call, seen.call, batch, valid, size)
+            target = self._substitute(y, out)
             return (target, *output[1:]) if isinstance(output, tuple) else target
 
         handles = (
@@ -194,7 +194,7 @@ class AlignStage(TeacherStage):
             for handle in handles:
                 handle.remove()
 
-    def _instead(self, value: Tensor, own: Tensor) -> Tensor:
+    def _substitute(self, value: Tensor, own: Tensor) -> Tensor:
         """The teacher's in place of the student's own. FSDP2 gathers a layer's weights for the way back when a gradient
         reaches its output, so there one goes through, and is zero."""
         value = value.to(own.dtype)

@@ -3,7 +3,7 @@
     stage = STAGES[config](config)
     stage.prepare(models, roles)           once, before the optimiser is made: new parameters
     stage.losses(models, batch)            {part: sum over what counts}, and `total`, the weighted sum to descend
-    stage.counted(examples)                how many positions of some examples count, known before they are run
+    stage.count_positions(examples)                how many positions of some examples count, known before they are run
     stage.finish(models, roles, folder)    what must not outlive the stage
 
 B batch, T tokens, D model width, V vocabulary.
@@ -32,7 +32,7 @@ IGNORE_INDEX = -100
 class StageConfig(StrictModel):
     """What every stage says. tokens: positions to train on (rows x length); batch: rows of a step, over all devices;
     rows: of one forward on one device, batch being a multiple of rows x devices. rates: of some kinds of parameters
-    (see optim.KINDS), in place of `rate`. trains: kinds, roles, or paths with * and ?; data: over the recipe's."""
+    (see optim.PARAMETER_KINDS), in place of `rate`. trains: kinds, roles, or paths with * and ?; data: over the recipe's."""
 
     name: ClassVar[str]
     kind: str
@@ -66,11 +66,11 @@ class StageModels:
     teacher: Any = None
     cache: Any = None
 
-    def taught(self, batch: Batch, **options: Any) -> Any:
+    def teacher_output(self, batch: Batch, **options: Any) -> Any:
         """The teacher's answer, on the student's device."""
-        place = next(self.teacher.parameters()).device
+        device = next(self.teacher.parameters()).device
         with torch.no_grad():
-            return self.teacher(**model_inputs({name: t.to(place) for name, t in batch.items()}), **options)
+            return self.teacher(**model_inputs({name: t.to(device) for name, t in batch.items()}), **options)
 
 
 class Stage:
@@ -90,18 +90,18 @@ class Stage:
     def measure(self, models: StageModels, batch: Batch) -> None:
         """Look at the first rows of the data, the same ones in every process and after a resume."""
 
-    def trains(self, models: StageModels, roles: Roles) -> set[str]:
+    def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         """Names of the parameters that learn."""
         return select_parameters(models.student, self.config.trains, roles)
 
-    def changes(self, models: StageModels, roles: Roles) -> set[str]:
+    def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         """Of the student as it is before `prepare`, the parameters that will be others after the stage."""
-        return self.trains(models, roles)
+        return self.trained_parameters(models, roles)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def counted(self, examples: Batch) -> int:
+    def count_positions(self, examples: Batch) -> int:
         return int((examples["labels"][..., 1:] != IGNORE_INDEX).sum())
 
     def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from surgery.core.config import Real
 from surgery.core.errors import SurgeryError
-from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, Stage, StageConfig, model_inputs, next_token_targets
+from surgery.training.stages.base import (
+    STAGES,
+    Batch,
+    Roles,
+    Stage,
+    StageConfig,
+    StageModels,
+    model_inputs,
+    next_token_targets,
+)
 from surgery.training.stages.lm import cross_entropy
 
 MIN_MASS = 1e-7  # of the mass that is lumped, so that its logarithm is a number
@@ -39,7 +48,9 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) ->
     return torch.nn.functional.kl_div(q_NV, p_NV, reduction="none", log_target=True).sum(-1)
 
 
-def top_k_kl_divergence(student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float) -> Tensor:
+def top_k_kl_divergence(
+    student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float
+) -> Tensor:
     """(N,) over k tokens and the rest as one; top, rest: the teacher's log-probabilities."""
     q_NV = student_NV.float() / temperature
     q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
@@ -89,18 +100,18 @@ class DistillStage(Stage):
 
     def _targets(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
         """(logits,) or (tokens, log-probabilities, rest), (B, T, ..) each."""
-        place = batch["input_ids"].device
+        device = batch["input_ids"].device
         if models.cache is not None:
             rows = zip(batch["index"].tolist(), batch["input_ids"].cpu())
             stored = [models.cache.targets(index, ids_T) for index, ids_T in rows]
-            tokens, top, rest = (torch.stack([t[i] for t in stored]).to(place) for i in range(3))
+            tokens, top, rest = (torch.stack([t[i] for t in stored]).to(device) for i in range(3))
             k = self.config.top_k or top.shape[-1]
             top = top.float()[..., :k]
             return tokens.long()[..., :k], top, rest.float() if k >= stored[0][1].shape[-1] else log_remaining_mass(top)
-        logits_BTV = models.taught(batch).logits
+        logits_BTV = models.teacher_output(batch).logits
         if self.config.top_k is None:
-            return (logits_BTV.to(place),)
-        return tuple(t.to(place) for t in top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature))
+            return (logits_BTV.to(device),)
+        return tuple(t.to(device) for t in top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature))
 
     def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], counts_BT: Tensor) -> Tensor:
         """Some rows at a time, and each again on the way back: log-probabilities of all would be kept for it."""
@@ -111,14 +122,14 @@ class DistillStage(Stage):
         rows = max(1, MAX_LOGITS // student.shape[-1])
         weight_N = counts_BT.flatten().float()
         parts = zip(student.split(rows), weight_N.split(rows), *(t.split(rows) for t in others))
-        sums = [self._again(part) if len(student) > rows else self._summed(*part) for part in parts]
+        sums = [self._checkpointed_kl_sum(part) if len(student) > rows else self._kl_sum(*part) for part in parts]
         return torch.stack(sums).sum()
 
-    def _again(self, part: tuple[Any, ...]) -> Tensor:
+    def _checkpointed_kl_sum(self, part: tuple[Any, ...]) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(self._summed, *part, use_reentrant=False)
+        return checkpoint(self._kl_sum, *part, use_reentrant=False)
 
-    def _summed(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
+    def _kl_sum(self, student_NV: Tensor, weight_N: Tensor, *targets: Tensor) -> Tensor:
         kl: Callable[..., Tensor] = kl_divergence if len(targets) == 1 else top_k_kl_divergence
         return (kl(student_NV, *targets, self.config.temperature) * weight_N).sum()

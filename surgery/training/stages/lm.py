@@ -6,7 +6,16 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from surgery.training.stages.base import IGNORE_INDEX, STAGES, Batch, StageModels, Stage, StageConfig, model_inputs, next_token_targets
+from surgery.training.stages.base import (
+    IGNORE_INDEX,
+    STAGES,
+    Batch,
+    Stage,
+    StageConfig,
+    StageModels,
+    model_inputs,
+    next_token_targets,
+)
 
 
 class LMConfig(StageConfig):

@@ -20,7 +20,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import full_tensor
-from surgery.training.stages.base import STAGES, Batch, StageModels, Roles, Stage, StageConfig
+from surgery.training.stages.base import STAGES, Batch, Roles, Stage, StageConfig, StageModels
 from surgery.training.stages.distill import DistillConfig, DistillStage
 from surgery.training.stages.lm import LMConfig, LMStage
 
@@ -90,21 +90,21 @@ class LoraStage(Stage):
                     found[ends].append(path)
         return found
 
-    def keeps(self, models: StageModels, roles: Roles) -> bool:
+    def keeps_adapter(self, models: StageModels, roles: Roles) -> bool:
         """Whether an adapter will be left."""
         return bool(self._paths(models.student, roles)["keep"])
 
-    def trains(self, models: StageModels, roles: Roles) -> set[str]:
+    def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         return {name for name, _ in models.student.named_parameters() if ".lora_" in name}
 
-    def changes(self, models: StageModels, roles: Roles) -> set[str]:
+    def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         return {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         return self.inner.losses(models, batch)
 
     def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
-        student, kept = models.student, {}
+        student, adapter_tensors = models.student, {}
         paths = self._paths(student, roles)
         for path in paths["merge"]:
             layer = student.get_submodule(path)
@@ -113,20 +113,24 @@ class LoraStage(Stage):
         for path in paths["keep"]:
             layer = student.get_submodule(path)
             for side in ("lora_A", "lora_B"):
-                kept[f"base_model.model.{path}.{side}.weight"] = full_tensor(getattr(layer, side)["default"].weight)
+                adapter_tensors[f"base_model.model.{path}.{side}.weight"] = full_tensor(
+                    getattr(layer, side)["default"].weight
+                )
             student.set_submodule(path, layer.get_base_layer())
-        if kept and folder is not None:
-            self._write(folder / ADAPTER, paths["keep"], kept)
+        if adapter_tensors and folder is not None:
+            self._write_adapter(folder / ADAPTER, paths["keep"], adapter_tensors)
         for name in ("peft_config", "_hf_peft_config_loaded"):
             student.__dict__.pop(name, None)
 
-    def _write(self, folder: Path, paths: list[str], tensors: dict[str, Tensor]) -> None:
+    def _write_adapter(self, folder: Path, paths: list[str], tensors: dict[str, Tensor]) -> None:
         from peft import LoraConfig
 
         folder.mkdir(exist_ok=True)
-        told: dict[str, Any] = {"r": self.config.rank, "lora_alpha": self.config.alpha, "target_modules": paths}
-        LoraConfig(**told, task_type="CAUSAL_LM", inference_mode=True).save_pretrained(str(folder))
-        write_shard(folder / "adapter_model.safetensors", [TensorSource.of(name, t) for name, t in tensors.items()])
+        options: dict[str, Any] = {"r": self.config.rank, "lora_alpha": self.config.alpha, "target_modules": paths}
+        LoraConfig(**options, task_type="CAUSAL_LM", inference_mode=True).save_pretrained(str(folder))
+        write_shard(
+            folder / "adapter_model.safetensors", [TensorSource.from_tensor(name, t) for name, t in tensors.items()]
+        )
 
 
 def _target_matches(word: str, path: str, roles: tuple[str, ...]) -> bool:

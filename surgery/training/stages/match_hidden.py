@@ -19,7 +19,7 @@ class TeacherStage(Stage):
     def needs_teacher(self) -> Literal["model"]:
         return "model"
 
-    def counted(self, examples: Batch) -> int:
+    def count_positions(self, examples: Batch) -> int:
         return int(examples["valid"].sum())
 
 

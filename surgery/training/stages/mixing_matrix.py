@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.attention import require_architecture, attention_shape, output_path
+from surgery.architectures.attention import attention_shape, output_path, require_architecture
 from surgery.core.errors import SurgeryError
 from surgery.training.data.readers import derive_seed
 from surgery.training.stages.base import Batch
@@ -37,10 +37,10 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module'
 
 @dataclass(frozen=True)
 class MixingProbe:
-    """The attention at `set_module_tensor` of a model: which linear gives its values, and in which of its outputs they lie."""
+    """The attention at `path` of a model: which linear gives its values, and in which of its outputs they lie."""
 
     model: Any
-    place: str
+    path: str
     source: str
     reader: str
     heads: int
@@ -49,38 +49,38 @@ class MixingProbe:
     layout: str
 
     @classmethod
-    def of(cls, model: Any, place: str) -> MixingProbe:
-        shape, anatomy = attention_shape(model, place), require_architecture(model)
+    def from_model(cls, model: Any, path: str) -> MixingProbe:
+        shape, architecture = attention_shape(model, path), require_architecture(model)
         modules = dict(model.named_modules())
-        found = {f"{place}.{end}": "whole" for end in anatomy.value.split("|") if end}
-        found |= {f"{place}.{f.path}": f.layout for f in anatomy.fused if f.roles[-1] == "attention.value"}
+        found = {f"{path}.{end}": "whole" for end in architecture.value.split("|") if end}
+        found |= {f"{path}.{f.path}": f.layout for f in architecture.fused if f.roles[-1] == "attention.value"}
         source = next((path for path in found if path in modules), None)
         if source is None:
             raise SurgeryError(
-                f"stage align: matrix_weight: {place} has no projection that gives values alone; set it to 0"
+                f"stage align: matrix_weight: {path} has no projection that gives values alone; set it to 0"
             )
-        reader = output_path(model, place)
-        return cls(model, place, source, reader, shape.heads, shape.groups, shape.value, found[source])
+        reader = output_path(model, path)
+        return cls(model, path, source, reader, shape.heads, shape.groups, shape.value, found[source])
 
-    def mixed(self, asked: CallArguments, given_BTV: Tensor) -> Tensor:
+    def mix_values(self, call: CallArguments, given_BTV: Tensor) -> Tensor:
         """(B, T, H, V): what every head makes of these values."""
         read: list[Tensor] = []
 
         def values(_: Any, args: Any, out: Tensor) -> Tensor:
-            return self._placed(given_BTV.to(out.device, out.dtype), out)
+            return self._replace_values(given_BTV.to(out.device, out.dtype), out)
 
-        def noting(_: Any, args: tuple[Any, ...]) -> None:
+        def record_input(_: Any, args: tuple[Any, ...]) -> None:
             read.append(args[0])
 
-        module = self.model.get_submodule(self.place)
+        module = self.model.get_submodule(self.path)
         with ExitStack() as stack:
             stack.callback(self.model.get_submodule(self.source).register_forward_hook(values).remove)
-            stack.callback(self.model.get_submodule(self.reader).register_forward_pre_hook(noting).remove)
+            stack.callback(self.model.get_submodule(self.reader).register_forward_pre_hook(record_input).remove)
             stack.enter_context(norm_disabled(getattr(module, "mixer", None)))
-            module.forward(*asked[0], **asked[1])
+            module.forward(*call[0], **call[1])
         return read[0].unflatten(-1, (self.heads, self.value))
 
-    def _placed(self, given_BTV: Tensor, out_BTX: Tensor) -> Tensor:
+    def _replace_values(self, given_BTV: Tensor, out_BTX: Tensor) -> Tensor:
         """The linear's output with the given values in the place of its own."""
         every_BTGV = given_BTV.unsqueeze(2).expand(-1, -1, self.groups, -1)
         if self.layout == "whole":
@@ -107,19 +107,21 @@ def norm_disabled(mixer: Any) -> Iterator[None]:
 class MatrixComparison:
     """probes: of random signs, None for every column."""
 
-    def __init__(self, student: Any, teacher: Any, places: list[str], probes: int | None, seed: int = 0):
-        self.pairs = {place: (MixingProbe.of(student, place), MixingProbe.of(teacher, place)) for place in places}
+    def __init__(self, student: Any, teacher: Any, paths: list[str], probes: int | None, seed: int = 0):
+        self.pairs = {
+            path: (MixingProbe.from_model(student, path), MixingProbe.from_model(teacher, path)) for path in paths
+        }
         self.probes, self.seed = probes, seed
-        self.asked: tuple[Any, list[int]] = (None, [])
+        self._indices: tuple[Any, list[int]] = (None, [])
 
-    def given(self, batch: Batch, value: int) -> list[Callable[[], Tensor]]:
+    def value_factories(self, batch: Batch, value: int) -> list[Callable[[], Tensor]]:
         """What makes the values of every call, (B, T, V), on the CPU: the same for an example wherever it is run."""
         B, T = batch["input_ids"].shape
         if self.probes is None:
             return [partial(_identity_columns, B, T, first, value) for first in range(0, T, value)]
-        if self.asked[0] is not batch["index"]:  # the device is asked once a batch, not at every layer
-            self.asked = batch["index"], batch["index"].tolist()
-        indices = self.asked[1]
+        if self._indices[0] is not batch["index"]:  # the device is asked once a batch, not at every layer
+            self._indices = batch["index"], batch["index"].tolist()
+        indices = self._indices[1]
         calls = range(-(-self.probes // value))
         return [partial(self._signs, indices, T, value, call) for call in calls]
 
@@ -130,36 +132,41 @@ class MatrixComparison:
             rows.append(torch.randint(0, 2, (T, value), generator=generator, dtype=torch.int8) * 2 - 1)
         return torch.stack(rows).float()
 
-    def _share(self, value: int) -> float:
+    def _call_weight(self, value: int) -> float:
         """Of a call's squares in |W|_F^2."""
         return 1.0 if self.probes is None else 1.0 / (-(-self.probes // value) * value)
 
     @torch.no_grad()
-    def sizes(self, place: str, asked: CallArguments, batch: Batch, valid_BT1: Tensor) -> Tensor:
+    def mean_squares(self, path: str, call: CallArguments, batch: Batch, valid_BT1: Tensor) -> Tensor:
         """The mean over tokens and heads of |W*_t|^2, by its columns' squares."""
-        _, theirs = self.pairs[place]
+        _, theirs = self.pairs[path]
         total = torch.zeros((), device=valid_BT1.device)
-        for made in self.given(batch, theirs.value):
-            wide = theirs.mixed(asked, made()).float().square().sum(-1).mean(-1, keepdim=True)
-            total += (wide.to(valid_BT1.device) * valid_BT1).sum() * self._share(theirs.value)
+        for make_values in self.value_factories(batch, theirs.value):
+            wide = theirs.mix_values(call, make_values()).float().square().sum(-1).mean(-1, keepdim=True)
+            total += (wide.to(valid_BT1.device) * valid_BT1).sum() * self._call_weight(theirs.value)
         return (total / valid_BT1.sum()).clamp_min(1e-12)
 
-    def apart(self, place: str, asked: CallArguments, taught: CallArguments, batch: Batch, valid_BT1: Tensor, size: Tensor) -> Tensor:
+    def relative_error_sum(
+        self, path: str, call: CallArguments, teacher_call: CallArguments, batch: Batch, valid_BT1: Tensor, size: Tensor
+    ) -> Tensor:
         """The sum over tokens. A call's work is done again on the way back, so that one at a time is in memory."""
         from torch.utils.checkpoint import checkpoint
 
-        ours, theirs = self.pairs[place]
+        ours, theirs = self.pairs[path]
         device = valid_BT1.device
 
-        def of_call(made: Callable[[], Tensor]) -> Tensor:
-            given = made().to(device)
+        def of_call(make_values: Callable[[], Tensor]) -> Tensor:
+            values = make_values().to(device)
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                target = theirs.mixed(taught, given).to(device)
-            gap = ours.mixed(asked, given).float() - target.float()
+                target = theirs.mix_values(teacher_call, values).to(device)
+            gap = ours.mix_values(call, values).float() - target.float()
             return (gap.square().sum(-1).mean(-1, keepdim=True) * valid_BT1).sum()
 
-        sums = [checkpoint(of_call, made, use_reentrant=False) for made in self.given(batch, ours.value)]
-        return torch.stack(sums).sum() * self._share(ours.value) / size.to(device)
+        sums = [
+            checkpoint(of_call, make_values, use_reentrant=False)
+            for make_values in self.value_factories(batch, ours.value)
+        ]
+        return torch.stack(sums).sum() * self._call_weight(ours.value) / size.to(device)
 
 
 def _identity_columns(B: int, T: int, first: int, value: int) -> Tensor:

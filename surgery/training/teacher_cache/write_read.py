@@ -19,14 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.safetensors_io import TensorSource, TensorInfo, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, read_tensor, write_shard
 from surgery.core.errors import SurgeryError
 from surgery.core.files import exclusive_lock, explain_disk_errors, refuse_links_in, write_json
 from surgery.core.progress import Progress
-from surgery.training.data.dataset import TrainingData, Example
+from surgery.training.data.dataset import Example, TrainingData
 from surgery.training.data.packing import check_packed_attention
 from surgery.training.data.tokenize import tokenizer_fingerprint
-from surgery.training.teacher_cache.index import FORMAT, INDEX_NAME, VERSION, is_intact, open_shard, read_index, file_sha256
+from surgery.training.teacher_cache.index import (
+    FORMAT,
+    INDEX_NAME,
+    VERSION,
+    file_sha256,
+    is_intact,
+    open_shard,
+    read_index,
+)
 
 TENSOR_NAMES = ("tokens", "log_probs", "rest", "input_ids")
 MIN_LOG_PROB = -80.0  # a log-probability that counts for nothing and is finite
@@ -59,7 +67,7 @@ def write_teacher_cache(
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise SurgeryError(f"teacher cache: log-probabilities as {dtype}? float16, bfloat16 or float32")
     check_packed_attention(model, data.config.packing, rows)
-    about = {
+    header = {
         "format": FORMAT, "version": VERSION, "teacher": teacher or getattr(model, "name_or_path", ""),
         "top_k": top_k, "length": data.length, "dtype": str(dtype).removeprefix("torch."), "vocabulary": size,
         "examples": examples, "per_shard": per_shard, "seed": data.seed,
@@ -69,35 +77,41 @@ def write_teacher_cache(
     with explain_disk_errors(out, "run the same command with --resume"):
         out.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(out, "teacher cache"):
-            return _write_missing(model, data, out, _open_index(out, about, resume), rows, dtype, progress or Progress())
+            return _write_missing(
+                model, data, out, _open_index(out, header, resume), rows, dtype, progress or Progress()
+            )
 
 
-def _open_index(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any]:
+def _open_index(out: Path, header: dict[str, Any], resume: bool) -> dict[str, Any]:
     """The index as far as it goes; more examples than were asked for then may be asked for now."""
     if not (out / INDEX_NAME).is_file():
-        write_json(out / INDEX_NAME, {**about, "shards": []})
-        return {**about, "shards": []}
+        write_json(out / INDEX_NAME, {**header, "shards": []})
+        return {**header, "shards": []}
     if not resume:
         raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
     index = read_index(out)
-    if None in (about["teacher_digest"], index.get("teacher_digest")):  # it was not said, then or now
-        about["teacher_digest"] = index.get("teacher_digest")
-    for key, value in about.items():
+    if None in (header["teacher_digest"], index.get("teacher_digest")):  # it was not said, then or now
+        header["teacher_digest"] = index.get("teacher_digest")
+    for key, value in header.items():
         if index.get(key) != value and key not in ("examples", "teacher", "sources"):
             raise SurgeryError(
                 f"{out} was begun with another {key} ({index.get(key)}, now {value}); resume with what it was begun "
                 "with, or choose another folder"
             )
     good = [shard for shard in index["shards"] if is_intact(out, shard)]
-    return {**index, "examples": max(about["examples"], index["examples"]), "shards": good}
+    return {**index, "examples": max(header["examples"], index["examples"]), "shards": good}
 
 
 def _write_missing(
     model: Any, data: TrainingData, out: Path, index: dict[str, Any], rows: int, dtype: torch.dtype, progress: Progress
 ) -> dict[str, Any]:
     per, wanted = index["per_shard"], index["examples"]
-    there = {shard["first"]: shard for shard in index["shards"]}
-    missing = [f for f in range(0, wanted, per) if f not in there or there[f]["count"] < min(per, wanted - f)]
+    shards_by_first = {shard["first"]: shard for shard in index["shards"]}
+    missing = [
+        f
+        for f in range(0, wanted, per)
+        if f not in shards_by_first or shards_by_first[f]["count"] < min(per, wanted - f)
+    ]
     stream: Iterator[Example] = iter(())
     at = -1
     with progress.bar("teacher", len(missing)) as tick:
@@ -110,8 +124,8 @@ def _write_missing(
                     f"teacher cache: the data ends after {first:,} rows and {wanted:,} are asked for; leave out "
                     f"data.epochs, or ask for {first:,}"
                 )
-            there[first] = _write_targets(model, some, out, first, index, rows, dtype)
-            index = {**index, "shards": [there[f] for f in sorted(there)]}
+            shards_by_first[first] = _write_targets(model, some, out, first, index, rows, dtype)
+            index = {**index, "shards": [shards_by_first[f] for f in sorted(shards_by_first)]}
             write_json(out / INDEX_NAME, index)
             at = first + len(some)
             tick()
@@ -129,7 +143,7 @@ def _write_targets(
         "rest": rest,
         "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
     }
-    write_shard(out / file, [TensorSource.of(name, tensor) for name, tensor in tensors.items()])
+    write_shard(out / file, [TensorSource.from_tensor(name, tensor) for name, tensor in tensors.items()])
     size = (out / file).stat().st_size
     return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": file_sha256(out / file)}
 
