@@ -83,7 +83,7 @@ def _length_cases(
     for back in (False, True):
         tokens = BenchmarkTokens.random(widths, length, device, dtype)
         implementations = [
-            TimedImplementation(name, lambda m=make, b=back: _make_call(m, b), choice, work, op=op, options=options)  # type: ignore[misc]
+            TimedImplementation(name, lambda m=make, b=back: _make_call(m, b), choice, work, op=op, options=options)
             for name, choice, make, work, op, options in _call_makers(tokens, back, others)
         ]
         sizes = {**where, "lanes": batch * heads, "tokens": length}

@@ -118,8 +118,9 @@ def _make_case(
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
     implementations = [
-        _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype) for entry in entries
-    ]  # type: ignore[misc]
+        _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype)  # type: ignore[misc]
+        for entry in entries
+    ]
     return BenchmarkCase(name, where["tokens"], where, implementations)
 
 
@@ -131,7 +132,7 @@ def _make_graph_case(
 
     def run(module: nn.Module, copies: int) -> Call:
         turns = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
-        return graph_call([forward(lambda m=m: m(x_1I)) for m in turns], device)  # type: ignore[misc]
+        return graph_call([forward(lambda m=m: m(x_1I)) for m in turns], device)
 
     implementations = []
     for entry in entries:

@@ -22,7 +22,7 @@ def quantization_table(
     from surgery.core.version import __version__
 
     table_entry = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
-    return {**told, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
+    return {**table_entry, **({"mixers": mixers} if mixers else {}), **({"unused": unused} if unused else {})}
 
 
 def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:

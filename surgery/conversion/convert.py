@@ -151,7 +151,7 @@ class Conversion:
 
     def run(self, began: float) -> dict[str, Any]:
         torch.manual_seed(self.recipe.seed)
-        self.journal.keep(well_formed(self.journal.lines, self.plan))
+        self.journal.keep(well_formed(self.journal.entries, self.plan))
         self._check_text()
         hybrid = self._resolve_attention()
         self._keep_sound()
@@ -286,7 +286,7 @@ class Conversion:
 
     def _keep_sound(self) -> None:
         """What an interrupted run left is looked at once, by the first process for all."""
-        lines = self.journal.lines
+        lines = self.journal.entries
         if not any(line["step"] == "piece" for line in lines):
             return
         sound = self.ranks.on_main(lambda: self._pieces().sound(lines, self.partial))

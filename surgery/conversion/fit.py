@@ -180,7 +180,7 @@ def _evaluate(b: Any, target_OI: Tensor, scorer: CandidateScorer) -> tuple[float
     matrix_OI = b if isinstance(b, Tensor) else b.dense()
     if isinstance(scorer, HeldOutError):
         return scorer.measure(matrix_OI)
-    error = scorer.error(target_OI, matrix_OI)
+    error = scorer.relative_error(target_OI, matrix_OI)
     return error, error
 
 

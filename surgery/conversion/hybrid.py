@@ -37,7 +37,7 @@ class MixerTrial:
         self, meta_model: MetaModel, plan: Plan, recipe: ConversionRecipe, batch: CalibrationSet, runner: LayerRunner
     ):
         self.meta_model, self.plan, self.recipe, self.batch = meta_model, plan, recipe, batch
-        self.runner, self.ranks = runner.alone(), runner.ranks
+        self.runner, self.ranks = runner.single_process(), runner.ranks
         self.mixers: dict[str, Mixer] = {}
         self.contenders: dict[str, set[str]] = {}
         self.done: Callable[[], None] = lambda: None
@@ -85,9 +85,8 @@ class MixerTrial:
                 i % self.ranks.count,
                 self.runner.device,
             )
-            initialized = broadcast_mixer(
-                self.ranks, owner, attention_target, lambda at=layer: InitializedMixer(self.mixers[at], {}), device
-            )  # type: ignore[misc]
+            read = lambda at=layer: InitializedMixer(self.mixers[at], {})  # noqa: E731
+            initialized = broadcast_mixer(self.ranks, owner, attention_target, read, device)
             self.mixers[layer] = initialized.mixer.eval().requires_grad_(False)
 
     def _init_mixer(self, call: LayerCall) -> Mixer:

@@ -232,7 +232,7 @@ def _agrees(step: str, line: dict[str, Any], plan: Plan) -> bool:
 def _serves(attention_target: AttentionTarget, chosen: dict[str, Any]) -> bool:
     """Whether a mixer of this attention_target can be made with the config and the tensors that were chosen."""
     config = mixer_config(chosen["config"])
-    MIXERS[config].refuse(config, attention_target.shape)
+    MIXERS[config].check_config(config, attention_target.shape)
     try:
         state = build_mixer(
             replace(attention_target, config=config, fixed=chosen["fixed"]), torch.device("cpu")

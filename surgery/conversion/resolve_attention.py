@@ -47,7 +47,7 @@ def resolve_attention_plan(
         )
     if settings is not None and settings.cache is not None:
         if journal.find("arranged") is None:
-            alone = runner.alone()  # what is gathered is a sum over windows that has no parts
+            alone = runner.single_process()  # what is gathered is a sum over windows that has no parts
             look = partial(allocate_score_dims, meta_model, plan, recipe, batch, alone, folder, progress)
             journal.add("arranged", chosen=runner.ranks.on_main(look))
             runner.hidden_bytes = max(runner.hidden_bytes, alone.hidden_bytes)

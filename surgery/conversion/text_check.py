@@ -53,7 +53,10 @@ def text_fit(
     length = min(LENGTH, ids.shape[1])
     if length < SHORTEST:
         return None
-    alone, head = runner.alone(), ChunkedLMHead(meta_model, plan.layout.head, plan.layout.architecture, runner.device)
+    alone, head = (
+        runner.single_process(),
+        ChunkedLMHead(meta_model, plan.layout.head, plan.layout.architecture, runner.device),
+    )
     loss = _loss(alone, head, ids[:TEXT_ROWS, :length])
     drawn = _drawn(meta_model, alone, head, length, seed)
     own = None if drawn is None else _loss(alone, head, drawn)
@@ -86,7 +89,7 @@ def _drawn(meta_model: MetaModel, runner: LayerRunner, head: ChunkedLMHead, leng
     ids_BT = torch.full((ROWS, 1), first)
     while ids_BT.shape[1] < length:
         last_BD = _hidden(runner, ids_BT)[:, -1].to(head.device)
-        ids_BT = torch.cat([ids_BT, head.cotangent(last_BD, generator)[2].cpu()[:, None]], dim=1)
+        ids_BT = torch.cat([ids_BT, head.output_gradient(last_BD, generator)[2].cpu()[:, None]], dim=1)
     return ids_BT
 
 

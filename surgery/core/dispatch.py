@@ -113,7 +113,7 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
 @contextmanager
 def record_dispatch() -> Iterator[set[str]]:
     """Names of the functions that kernels stood in for meanwhile."""
-    global _watched
+    global _recorded_names
     before, _recorded_names = _recorded_names, set()
     try:
         yield _recorded_names
@@ -138,7 +138,7 @@ run_after_import("torch._dynamo", _mark_constant)  # importing it for the decora
 @functools.cache
 def _import_kernels() -> bool:
     """Imports every kernel, once; none where Triton is not installed or would compile them wrongly."""
-    if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.ptxas").settled():
+    if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.ptxas").use_sound_ptxas():
         return False
     for info in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
         importlib.import_module(info.name)

@@ -32,7 +32,7 @@ PLAIN_INPUTS = {
 }
 
 
-def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captured | None:
+def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> CapturedDecodeStep | None:
     """What stands in for the model while it generates, None where that is the model itself."""
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])

@@ -28,11 +28,11 @@ class Best(CheckpointManager):
 
     def latest(self) -> Path | None:
         """The folder of the best state, None where none is saved."""
-        return min(self.all(), key=lambda folder: (self.loss(folder), folder.name), default=None)
+        return min(self.list_all(), key=lambda folder: (self.loss(folder), folder.name), default=None)
 
     def loss(self, folder: Path) -> float:
         """Nats per token of validation text."""
-        return float(self.position(folder).notes["validation"])
+        return float(self.read_position(folder).notes["validation"])
 
     def see(self, loss: float | None, start: float | None, at: TrainPosition, held: TrainState) -> None:
         """Save a state that is better than the start and than all before it. Every process calls, with the same loss."""
@@ -44,7 +44,7 @@ class Best(CheckpointManager):
 
     def _prune(self) -> None:
         best = self.latest()
-        for old in self.all():
+        for old in self.list_all():
             if old != best:
                 gone = old.with_name(old.name + ".tmp")
                 os.replace(old, gone)

@@ -47,7 +47,7 @@ FIRST_BLOCK, MAX_BLOCK = (
 BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
-def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> Data:
+def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> TrainingData:
     """SurgeryError where a source cannot be read, or has nothing to train on."""
     return TrainingData(config, tokenizer, length, seed, "training")
 
