@@ -63,7 +63,7 @@ def write_teacher_cache(
     refuse_links_in(out)
     size = model.config.get_text_config().vocab_size
     if not 1 <= top_k <= size:
-        raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}, e.g. 64")
+        raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise SurgeryError(f"teacher cache: log-probabilities as {dtype}? float16, bfloat16 or float32")
     check_packed_attention(model, data.config.packing, rows)
