@@ -82,7 +82,7 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
 FRESH = """
 import sys
 import transformers
-from small import tiny_inputs, outputs_of
+from helpers.small import tiny_inputs, outputs_of
 import torch
 inputs = tiny_inputs("llama", 2)
 for folder in {refused!r}:

@@ -110,7 +110,7 @@ def test_two_hundred_tokens_and_a_sabotaged_state(llama, monkeypatch):
 def test_the_cache_stays_small(llama):
     done = llama.generate(prompts(), max_new_tokens=30, return_dict_in_generate=True, **GREEDY)
     cache = done.past_key_values
-    assert layers_of(cache) == ["MixerLayer"] * 2
+    assert layers_of(cache) == ["MixerCacheLayer"] * 2
     assert cache.get_seq_length() == 39 and cache.layers[1].state.seen_B.tolist() == [39, 39]
     assert cache.layers[0].nbytes() == 2 * 2 * 8 * 8 * 4
 
@@ -173,7 +173,7 @@ def test_pieces_of_many_lengths(family, layers, make):
         cache, start = done.past_key_values, start + length
         outs.append(done.logits)
     assert far(torch.cat(outs, 1), model(ids, use_cache=False).logits) < 1e-5
-    assert layers_of(cache).count("MixerLayer") == len(list(mixer_modules(model)))
+    assert layers_of(cache).count("MixerCacheLayer") == len(list(mixer_modules(model)))
 
 
 @torch.no_grad()

@@ -159,7 +159,7 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     skeleton = MetaModel(source)
     plan = make_plan(skeleton, make_recipe(**{**RECIPE, "calibration": place / "text.txt"}))
     batch = load_calibration(source, skeleton, plan.recipe)
-    stream = LayerRunner(skeleton, plan.body.layers, plan.body.head, torch.device("cpu"))
+    stream = LayerRunner(skeleton, plan.layout.layers, plan.layout.head, torch.device("cpu"))
     again = text_fit(skeleton, plan, batch, stream, plan.recipe.seed)
     assert again is not None and again.own_samples == pytest.approx(
         suits[0]["calibration"]["own_samples_loss"], abs=2e-4

@@ -148,7 +148,7 @@ def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch,
             for early in (False, True):
                 with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
                     if early:
-                        patch.setattr("surgery.conversion.convert.refuse_out", lambda out, resume: None)
+                        patch.setattr("surgery.conversion.convert.check_output_path", lambda out, resume: None)
                     convert(str(source), recipe, tmp_path / "out", resume=resume)
                 said.append(str(error.value))
             assert sorted(p.name for p in self.folder.rglob("*")) == before

@@ -667,7 +667,7 @@ def _(grid: str) -> Iterator[Case]:
             return rooms
 
         yield Case(f"{T} new slots of {B} x {G}, {len(ranks)} rooms of {size}", dtype, B * G * T, rows, call,
-                   names=("placed",), gradients=False)  # fmt: skip
+                   names=("write_slots",), gradients=False)  # fmt: skip
 
 
 # B, G, J, T, F, V, components, block, dtype
@@ -819,7 +819,7 @@ def linears(grid: str, way: str) -> Iterator[Case]:
         }
         shared = {name: x.to(dtype) for name, x in shared.items()}
         op: Any = btt_linear
-        stand_in = next(kernel for kernel in op.kernels if kernel.way == way)
+        stand_in = next(kernel for kernel in op.kernels if kernel.implementation == way)
 
         def of(function: Any, out: int = out) -> Callable[[Leaves], list[Any]]:
             return lambda leaves: [function(*(leaves[name] for name in ("x", "right", "left", "offset")), out)]

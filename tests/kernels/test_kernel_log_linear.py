@@ -114,10 +114,10 @@ def test_log_linear_rows_keep_to_their_places():
     _, k, v, gates = random_tokens(B, G, 1, T, F, F, gates="none")
     q = k.unsqueeze(2)
     start_B = torch.arange(B, device=DEVICE) % 3 * chunk
-    lay = ssd_launch.ChunkTable.rows(start_B, T, chunk)
+    lay = ssd_launch.ChunkTable.from_rows(start_B, T, chunk)
     assert lay.count % 8 == 7 and lay.units(3) == B * 3
     with guard_allocations() as buffers:
-        of = ssd_launch.TokenTensors.of(q, k, v, ssd_launch.gate_sums(lay, gates))
+        of = ssd_launch.TokenTensors.from_inputs(q, k, v, ssd_launch.gate_sums(lay, gates))
         slots, *_ = launch_build_slots(lay, of, start_B, 0)
     buffers.check()
     for row in range(B):  # a slot behind chunk e - 1 has the last lowest-bit(e) chunks
@@ -144,11 +144,11 @@ def test_log_linear_places_are_one_sequence_s_own():
         if packed:
             lengths = [draw.choice([0, 1, chunk, draw.randint(0, 3000)]) for _ in range(seqs)]
             ends = torch.tensor([0, *itertools.accumulate(lengths)])
-            lay = ssd_launch.ChunkTable.packed(ends, int(ends[-1]), chunk)
+            lay = ssd_launch.ChunkTable.from_cu_seqlens(ends, int(ends[-1]), chunk)
             assert lay.first_of is not None
             bases = lay.first_of.tolist()
         else:
-            lay = ssd_launch.ChunkTable.rows(torch.tensor(starts), lengths[0], chunk)
+            lay = ssd_launch.ChunkTable.from_rows(torch.tensor(starts), lengths[0], chunk)
             bases = [seq * lay.count for seq in range(seqs)]
         firsts = [start // chunk for start in starts]
         counts = [-(-(start % chunk + n) // chunk) if n else 0 for start, n in zip(starts, lengths)]

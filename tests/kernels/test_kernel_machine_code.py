@@ -17,7 +17,7 @@ from helpers.machine_code import unwritten_reads
 
 from surgery.kernels import ptxas as assembler
 
-CODE = Path(__file__).with_name("machine_code.py")
+CODE = Path(__file__).resolve().parents[1] / "helpers/machine_code.py"
 
 
 def compiled(folder, *names):

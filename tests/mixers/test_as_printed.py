@@ -80,8 +80,8 @@ def test_published_monarch_is_kept_in_checkpoints_and_recipes(checkpoints):
         exact = STRUCTURES[config].project(random(out, in_).float(), config)
         assert exact.dense().shape == (out, in_)
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("monarch-half", ["blocks=4"]))
-    assert {cut.first.blocks for cut in plan.replaced()} == {(4, 4)}
-    assert all(cut.first.rank == -(-min(cut.out, cut.in_) // 16) for cut in plan.replaced())
+    assert {cut.preview.blocks for cut in plan.replaced_targets()} == {(4, 4)}
+    assert all(cut.preview.rank == -(-min(cut.out, cut.in_) // 16) for cut in plan.replaced_targets())
     with pytest.raises(SurgeryError, match="blocks"):
         make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("btt-half", ["blocks=4"]))
     with pytest.raises(SurgeryError, match="must be 2 to 8"):
@@ -160,10 +160,10 @@ def test_queries_do_not_start_at_zero():
 # -- Customizing the Inductive Biases of Softmax Attention -----------------------------------------------
 def test_global_and_window_layers_in_turn(checkpoints):
     seats = [SimpleNamespace(index=i) for i in range(6)]
-    assert HybridRecipe(keep=0.5, by="every").fixed(seats) == {1, 3, 5}
+    assert HybridRecipe(keep=0.5, by="every").fixed_layers(seats) == {1, 3, 5}
     turns = ["attention.hybrid={keep: 0.5, by: every}"]
     plan = make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("sliding-window", turns))
-    assert [(seat.index, seat.config.name) for seat in plan.seats.values()] == [(0, "window")]
+    assert [(seat.index, seat.config.name) for seat in plan.attention_targets.values()] == [(0, "window")]
 
 
 # -- Toeplitz Block Mixing -------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_item_4_7_each_difference_names_its_test():
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| paper", "| ---"))]
     here = Path(__file__).read_text(encoding="utf-8")
     for row in rows:
-        named = re.findall(r"`(tests/\w+\.py|test_\w+)`", row.rstrip("|").rsplit("|", 1)[1])
+        named = re.findall(r"`(tests/[\w/]+\.py|test_\w+)`", row.rstrip("|").rsplit("|", 1)[1])
         assert named, row
         for name in named:
             assert (ROOT / name).is_file() if "/" in name else f"def {name}(" in here, name

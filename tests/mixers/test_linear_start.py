@@ -75,7 +75,7 @@ def started(config, target=softmax, steps=2):
     seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
     settings = AttentionRecipe(mixer="linear", steps=steps)
     held = Rows(target, seed=1)
-    return LinearInit().start(seat, settings, Rows(target, seed=0), held), held
+    return LinearInit().init(seat, settings, Rows(target, seed=0), held), held
 
 
 def own_window(held, norm):

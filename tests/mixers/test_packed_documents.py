@@ -203,7 +203,9 @@ def test_what_is_remembered_is_of_this_call():
     mask, x = torch.ones(1, 1, 6, 6).tril().bool(), torch.zeros(1, 6, 2)
     mask[..., 3:, :3] = False
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    known = DocumentMemo(PackedDocuments.of(document_borders(positions, mask, None, x))).remember(mask, positions)
+    known = DocumentMemo(PackedDocuments.from_borders(document_borders(positions, mask, None, x))).remember(
+        mask, positions
+    )
     assert known.documents is not None and DocumentMemo.recall(mask, positions) is known
     assert DocumentMemo.recall(mask, positions.clone()) is None and DocumentMemo.recall(None, positions) is None
     positions += 1

@@ -78,7 +78,9 @@ def test_the_source_distribution_can_be_read_and_tested(sdist):
 
 def test_data_marker_and_licence(wheel):
     files = names_in(wheel)
-    tiny = {f"recipes/tiny/checkpoint/{p.name}" for p in (ROOT / "recipes/tiny/checkpoint").iterdir() if p.is_file()}
+    tiny = {
+        f"surgery/recipes/tiny/checkpoint/{p.name}" for p in (ROOT / "recipes/tiny/checkpoint").iterdir() if p.is_file()
+    }
     assert len(tiny) >= 9 and tiny <= files
     assert {"surgery/py.typed", "surgery/kernels/README.md"} <= files
     assert [name for name in files if name.endswith("licenses/LICENSE")]

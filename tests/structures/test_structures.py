@@ -140,11 +140,11 @@ def test_refining_never_hurts(name, dims, keep, seed):
     linear = STRUCTURES[config].project(weight, config, metric)
     for moment in (metric, Metric(metric.c_II)):
         for _ in range(3):
-            before = moment.error(weight, linear.dense())
+            before = moment.relative_error(weight, linear.dense())
             if not linear.refine(weight, moment):
                 break
             # With G each row block of BTT is fitted in its own block of G: descent there, nearly so in the whole.
-            assert moment.error(weight, linear.dense()) <= before + (2e-2 if moment.g_OO is not None else 1e-4)
+            assert moment.relative_error(weight, linear.dense()) <= before + (2e-2 if moment.g_OO is not None else 1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
