@@ -716,7 +716,7 @@ def _(grid: str) -> Iterator[Case]:
                 return [*toeplitz_causal(*given, state, x["start"], count, block, block)][: 1 if state is None else 2]
 
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}, {way}", dtype, B * G * J * -(-T // block), rows, call,
-                       kernel_of(R, G, J), names=("toeplitz_both_ways" if way == "both ways" else "toeplitz_causal",))  # fmt: skip
+                       kernel_of(R, G, J), names=("toeplitz_bidirectional" if way == "both ways" else "toeplitz_causal",))  # fmt: skip
             if grid in ("tiny", "far") and way == "goes on":
                 return
 
@@ -759,7 +759,7 @@ def _(grid: str) -> Iterator[Case]:
                 return [*block_scan(x["x"], x["rate"], x["weight"], x["first"], x["count"])]
 
             yield Case(f"{B} x {G} x {J} heads, {M} blocks of {F} x {V}{', both ways' if both else ''}", dtype, B * G * J * M,
-                       rows, call, kernel_of(R, G, J), names=("block_scan_both" if both else "block_scan",))  # fmt: skip
+                       rows, call, kernel_of(R, G, J), names=("block_scan_bidirectional" if both else "block_scan",))  # fmt: skip
 
 
 @cases("blocks")
@@ -783,7 +783,7 @@ def _(grid: str) -> Iterator[Case]:
             yield Case(f"{B} x {G} x {J} heads, {T} tokens of {F} x {V}{', both ways' if both else ''}", dtype,
                        B * G * J * count, block_rows(B, G, J, T, F, V, dtype), call,
                        {"matrix": normal(G, J, count, count) / count**0.5},
-                       names=("blocks_both_ways" if both else "blocks_from_zero",))  # fmt: skip
+                       names=("blocks_bidirectional" if both else "blocks_from_zero",))  # fmt: skip
 
 
 # tokens, c, d, b, a, rank, inputs, outputs, dtype, tokens of a small call
