@@ -170,6 +170,18 @@ class Mixer(nn.Module):
         return {}
 
 
+class MethodModule(nn.Module):
+    """A module with several methods that read its parameters. Callers run them as `module("method", *args)`.
+
+    Offloading (accelerate), sharding (FSDP, ZeRO-3) and user hooks act on the call of a module, not on its methods.
+    Parameters that are offloaded exist only during such a call.
+    """
+
+    def forward(self, method: str, *args: Any) -> Any:
+        """Return what the method of that name returns for `args`."""
+        return getattr(self, method)(*args)
+
+
 MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
 
 

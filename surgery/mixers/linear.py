@@ -36,12 +36,11 @@ from surgery.mixers.base import (
     from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
-from surgery.mixers.common.layers import HeadNorm, OutputGate, ShortConvolution, autocast_disabled
+from surgery.mixers.common.layers import Float32Linear, HeadNorm, OutputGate, ShortConvolution, autocast_disabled
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import RingAndSinks, Tensors, WindowBuffer, local_attention
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS, MaskInputs
-from surgery.mixers.masks.chunking import affine
 
 SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
 BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
@@ -158,7 +157,7 @@ class LinearMixer(Mixer):
         self.rotated = config.rope == "keep"
         self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
         self.feature_map = FEATURES[config.features](config.features, shape)
-        self.beta_proj = nn.Linear(shape.dim, shape.groups) if config.scores == "delta" else None
+        self.beta_proj = Float32Linear(shape.dim, shape.groups) if config.scores == "delta" else None
         channels = shape.heads * shape.key + shape.groups * (shape.key + shape.value)
         self.convolution = ShortConvolution(channels, config.convolution) if config.convolution else None
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
@@ -186,11 +185,11 @@ class LinearMixer(Mixer):
         """What is remembered beside the mask's state: inputs of the convolution, the window, the sinks."""
         tensors: dict[str, Tensor] = {}
         if self.convolution is not None:
-            channels, width = self.convolution.weight.shape
+            channels, width = self.convolution.channels, self.convolution.width
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
         if self.window_buffer is not None:
             nothing_BWD = torch.zeros(batch, self.window_buffer.window, self.shape.dim, device=device)
-            for name, t in self._written_signals(nothing_BWD, self.mask.signals(nothing_BWD)).items():
+            for name, t in self._written_signals(nothing_BWD, self.mask("signals", nothing_BWD)).items():
                 tensors[f"ring.{name}"] = torch.zeros_like(t)
             for name, size in (("k", self.shape.key), ("v", self.shape.value)):
                 tensors[f"ring.{name}"] = torch.zeros(
@@ -207,7 +206,7 @@ class LinearMixer(Mixer):
     def _written_signals(self, x_BTD: Tensor, signals: dict[str, Tensor]) -> dict[str, Tensor]:
         """What tokens write besides k and v: (B, T, ..) each."""
         written = {name: signals[name] for name in self.mask.written_signals}
-        return written if self.beta_proj is None else {**written, "beta": affine(self.beta_proj, x_BTD).sigmoid()}
+        return written if self.beta_proj is None else {**written, "beta": self.beta_proj(x_BTD).sigmoid()}
 
     # -- the verb ------------------------------------------------------------------------------------
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
@@ -225,8 +224,8 @@ class LinearMixer(Mixer):
 
     def _read(self, rows: MaskInputs, kept: Tensors | None, inputs: MixerInputs) -> tuple[Tensor, Tensors | None]:
         if kept is not None and rows.v_BGTV.shape[2] == 1:
-            return self.mask.step(rows, kept)
-        out_BGJTV, after = self.mask.chunked(to_matmul_dtype(rows, inputs.v_BGTV), kept, self.config.chunk)
+            return self.mask("step", rows, kept)
+        out_BGJTV, after = self.mask("chunked", to_matmul_dtype(rows, inputs.v_BGTV), kept, self.config.chunk)
         return out_BGJTV.to(rows.v_BGTV.dtype), after
 
     def _run(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
@@ -259,7 +258,7 @@ class LinearMixer(Mixer):
         """(the linear part before its weight, the softmax part, the tokens, the state after them)."""
         tokens, after = self._tokens(inputs, past)
         unpadder, near = tokens.unpadder, None
-        signals = self.mask.signals(tokens.x_BTD)
+        signals = self.mask("signals", tokens.x_BTD)
         written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
         if self.window_buffer is not None:
             queue = self.window_buffer.queue(written, past.tensors)
@@ -294,9 +293,9 @@ class LinearMixer(Mixer):
         dtype, length = accumulation_dtype(tokens.q_BTHK), tokens.x_BTD.shape[1]
         position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
         root = self.shape.scaling**0.5
-        q_BHTF = self.feature_map.queries(tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
+        q_BHTF = self.feature_map("queries", tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
         k_BHTK = written["k"].transpose(1, 2).to(dtype) * root
-        k_BGTF = self.feature_map.keys(k_BHTK, position_BT - self.config.window)
+        k_BGTF = self.feature_map("keys", k_BHTK, position_BT - self.config.window)
         if self.beta_proj is not None:
             q_BHTF, k_BGTF = l2_normalize(q_BHTF), l2_normalize(k_BGTF)
         v_BGTV = written["v"].transpose(1, 2).to(dtype)

@@ -34,7 +34,7 @@ class Rows:
     """Windows with random inputs and given targets."""
 
     def __init__(self, target, seed, count=1, length=28):
-        self.seat = SimpleNamespace(shape=SHAPE)
+        self.target = SimpleNamespace(shape=SHAPE)
         generator = torch.Generator().manual_seed(seed)
         self.rows = []
         for _ in range(count):
@@ -75,7 +75,7 @@ def started(config, target=softmax, steps=2):
     seat = SimpleNamespace(config=config, shape=SHAPE, fixed={})
     settings = AttentionRecipe(mixer="linear", steps=steps)
     held = Rows(target, seed=1)
-    return LinearInit().start(seat, settings, Rows(target, seed=0), held), held
+    return LinearInit().init(seat, settings, Rows(target, seed=0), held), held
 
 
 def own_window(held, norm):
