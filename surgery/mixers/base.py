@@ -81,6 +81,7 @@ class MixerState:
         )
 
     def to(self, device: torch.device | str) -> MixerState:
+        """Return the state with all tensors on `device`."""
         return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.max_seen)
 
     def nbytes(self) -> int:
@@ -105,6 +106,7 @@ class MixerConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data, for recipes and checkpoints."""
         return {"mixer": self.name, **{f.name: to_plain(getattr(self, f.name)) for f in fields(self)}}
 
 
@@ -146,6 +148,7 @@ class Mixer(nn.Module):
         """SurgeryError where this config cannot serve an attention of that shape; says why."""
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         raise NotImplementedError
 
     def forward(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
@@ -162,6 +165,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:

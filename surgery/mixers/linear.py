@@ -171,10 +171,12 @@ class LinearMixer(Mixer):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
+        """Raise SurgeryError if the config does not fit the attention shape."""
         check_config(config, shape)
 
     # -- states --------------------------------------------------------------------------------------
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         kept = self.mask.empty_state(batch, self._width(), self.shape.value + self.config.normalise, device)
@@ -210,6 +212,7 @@ class LinearMixer(Mixer):
 
     # -- the verb ------------------------------------------------------------------------------------
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
         window = self.config.window
         if state is None:
             past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
@@ -219,6 +222,7 @@ class LinearMixer(Mixer):
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
         return self._run(inputs, past, lambda rows: (dense_output(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
 
@@ -356,6 +360,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         with torch.device("meta"):
             mixer = cls(config, shape)
         state = mixer._past(1, "meta")
@@ -400,6 +405,7 @@ def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
 
 
 def l2_normalize(x: Tensor) -> Tensor:
+    """Return x divided by its L2 norm over the last axis."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -45,6 +45,7 @@ class MuP(NamedTuple):
 
     @property
     def std(self) -> float:
+        """Return the initial standard deviation."""
         return (min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5
 
 
@@ -55,6 +56,7 @@ class StructureConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data, for recipes and checkpoints."""
         return {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
 
 
@@ -109,6 +111,7 @@ class StructuredLinear(nn.Module):
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Return the linear module closest to `weight_OI` (O, I) in the metric."""
         raise NotImplementedError
 
     @classmethod
@@ -122,6 +125,7 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         raise NotImplementedError
 
     def macs(self) -> int:
@@ -158,12 +162,14 @@ class StructuredLinear(nn.Module):
         return replace(config, rank=rank)
 
     def cost(self) -> Cost:
+        """Return stored elements and multiply-accumulates per token."""
         return Cost(sum(getattr(self, n).numel() for n in self.core_names()), self.macs())
 
     def check_loaded(self) -> None:
         """SurgeryError where numbers that were loaded are none that it can hold: indices out of range."""
 
     def core_names(self) -> list[str]:
+        """Return the names of the stored tensors."""
         return list(self.shapes(self.config, self.out_features, self.in_features))
 
     def reset_parameters(self) -> None:
@@ -196,6 +202,7 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 

@@ -102,6 +102,7 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        """Return the config with `blocks` as numbers. SurgeryError if they cannot tile an (out, in) matrix."""
         blocks = (sqrt_blocks(out), sqrt_blocks(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
         for count, dim, side in zip(blocks, (out, in_), ("out", "in")):
             if not 1 <= count <= dim:
@@ -113,15 +114,18 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def block_shape(cls, config: Any, out: int, in_: int) -> tuple[int, int]:
+        """Return the shape (a, d) of one block, rounded up."""
         return -(-out // config.blocks[0]), -(-in_ // config.blocks[1])
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every core (layout in the class docstring)."""
         (b, c), (a, d), s = config.blocks, cls.block_shape(config, out, in_), config.rank
         return {"weight": (b, c, s, a), "right": (c, d, b, s)}
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         return min(cls.block_shape(config, out, in_))
 
     @classmethod
@@ -166,6 +170,7 @@ class BTTLinear(StructuredLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         tail = cls.block_tails(weight_OI, config, metric)
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
@@ -201,18 +206,23 @@ class BTTLinear(StructuredLinear):
         return square
 
     def product(self, x: Tensor) -> Tensor:
+        """Return B x (..., O) without the bias, for x (..., I)."""
         return btt_linear(x, self.right, self.weight, None, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
         return btt_linear(x, self.right, self.weight, self.bias, self.out_features)
 
     def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
         return btt_dense(self.right, self.weight)[: self.out_features, : self.in_features]
 
     def macs(self) -> int:
+        """Return multiply-accumulates per token."""
         return self.weight.numel() + self.right.numel()
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         (b, c, s, a), d = self.weight.shape, self.right.shape[1]
         return {"right": MuP(d, b * s), "weight": MuP(c * s, a)}
 
@@ -242,6 +252,7 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
 
 
 def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
+    """Yield slices of row blocks whose temporaries of `numbers_each` elements a block stay below SWEEP_ELEMENTS."""
     size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // numbers_each)
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 

@@ -60,6 +60,7 @@ def solve(matrix: Tensor, rhs: Tensor, left: bool = True) -> Tensor:
 
 
 def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = True) -> Tensor:
+    """Return matrix^-1 rhs for a triangular matrix, or rhs matrix^-1 if not `left`."""
     return _first_that_works(
         "solve_triangular", lambda m, b: torch.linalg.solve_triangular(m, b, upper=upper, left=left), matrix, rhs
     )

@@ -80,6 +80,7 @@ class ChunkLayout:
 
     @classmethod
     def unaligned(cls, start_B: Tensor, length: int, chunk: int) -> ChunkLayout:
+        """Return chunks that begin at the first token of each row."""
         chunk = max(1, min(chunk, length))
         return cls(length, -(-length // chunk), chunk, start_B)
 

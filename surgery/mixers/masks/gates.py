@@ -25,6 +25,8 @@ from surgery.mixers.masks.semiseparable import Semiseparable
 
 @dataclass(frozen=True)
 class Gates:
+    """Config of the gate mask."""
+
     name: ClassVar[str] = "gates"
 
 
@@ -45,8 +47,10 @@ class GatesMask(Semiseparable):
             self.rate.bias.copy_(inverse_softplus(spread_G))
 
     def signals(self, x_BTD: Tensor) -> dict[str, Tensor]:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         rate_BTG = F.softplus(self.rate(x_BTD))
         return {"gate": -self.log_scale_G.to(rate_BTG.dtype).exp() * rate_BTG}
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         return signals["gate"].transpose(1, 2).unsqueeze(1)

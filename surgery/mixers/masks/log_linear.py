@@ -73,17 +73,21 @@ class HierarchicalMask(Mask):
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         return length.bit_length() * features * values
 
     def signals(self, x_BTD: Tensor) -> MaskState:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         heads = (self.shape.groups, -1, self.config.levels)
         level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
         return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
 
     def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         # Bits beyond the last level change nothing.
         level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
@@ -93,6 +97,7 @@ class HierarchicalMask(Mask):
         return chosen_BGJTT * self.gates("dense", start_B, length, signals)
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
         before = None if state is None else state["buckets"]
@@ -100,6 +105,7 @@ class HierarchicalMask(Mask):
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state) for one token of each row."""
         gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
