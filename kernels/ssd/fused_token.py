@@ -19,6 +19,7 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.ssd.recurrent import StepInputs
 from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.base import MixerInputs, MixerState
+from surgery.mixers.common.layers import Float32Linear, is_hooked
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import LinearMixer, one_token
 from surgery.mixers.masks.decay import DecayMask
@@ -116,6 +117,18 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
     return gates.view(batch, groups), betas.view(batch, groups), level_BGJL
 
 
+def reads_plain_linears(mixer: LinearMixer) -> bool:
+    """Return whether the parameters of the mixer's submodules may be read without calling the submodules: no hooks, no
+    offloading, no LoRA or quantized layer in the place of a linear."""
+    mask = mixer.mask
+    inner = mask.gates if isinstance(mask, HierarchicalMask) else mask
+    linears = [mixer.beta_proj, inner.rate if isinstance(inner, GatesMask) else None]
+    linears.append(mask.level if isinstance(mask, HierarchicalMask) else None)
+    return all(type(linear) is Float32Linear for linear in linears if linear is not None) and not any(
+        is_hooked(module) for module in mixer.modules() if module is not mixer
+    )
+
+
 def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
     """No gradients: of a state that lives on through steps nobody asks them."""
     inner = mixer.mask.gates if isinstance(mixer.mask, HierarchicalMask) else mixer.mask
@@ -125,6 +138,7 @@ def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mixe
         q_BHTK.shape[2] == 1
         and type(inner) in GATES
         and type(mixer.feature_map) is IdentityMap
+        and reads_plain_linears(mixer)
         and not any(part is not None for part in beside)
         and not mixer.config.normalise
         and mixer.shape.causal

@@ -1,5 +1,4 @@
-"""The protocol of a sequence mixer: what stands where softmax(Q K^T) V stood, between an attention module's
-projections, which stay.
+"""Protocol of sequence mixers, which replace softmax(Q K^T) V in an attention module and keep its projections.
 
     config = LinearAttention(mask=Gates(), ...)
     mixer = MIXERS[config](config, shape)
@@ -26,7 +25,7 @@ from surgery.structures.base import MuP
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a mixer must know of the attention module it serves.
+    """Shape and options of the attention module that a mixer belongs to.
 
     scaling: factor on q . k. window: the module's own sliding window, None for all tokens. softcap: of the scores.
     rotary: how many of a head's K dims rotate (0: no RoPE), the first ones; pair f of them is (f, f + rotary / 2),
@@ -66,21 +65,24 @@ class MixerInputs:
 
 @dataclass
 class MixerState:
-    """What a mixer remembers: tensors by name, batch first, and how many real tokens each row has seen. max_seen: a bound of
-    that, known without asking the device; None: none is known."""
+    """State of a mixer: tensors by name, batch first, and seen_B, the number of real tokens of each row.
+
+    max_seen: upper bound of seen_B that needs no device synchronization, or None if no bound is known.
+    """
 
     seen_B: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
     max_seen: int | None = None
 
     def rows(self, index_B: Tensor) -> MixerState:
-        """The rows of that index, repeats allowed (beams)."""
+        """Return the state of the rows in `index_B`; repeats are allowed (beam search)."""
         index = index_B.to(self.seen_B.device)
         return MixerState(
             self.seen_B[index], {n: t.index_select(0, index) for n, t in self.tensors.items()}, self.max_seen
         )
 
     def to(self, device: torch.device | str) -> MixerState:
+        """Return the state with all tensors on `device`."""
         return MixerState(self.seen_B.to(device), {n: t.to(device) for n, t in self.tensors.items()}, self.max_seen)
 
     def nbytes(self) -> int:
@@ -89,8 +91,10 @@ class MixerState:
 
 
 class MixerCost(NamedTuple):
-    """For one layer and sequence at a context of T tokens: numbers kept per cache, multiply-accumulates for the
-    next token, and parameters stored."""
+    """Cost of one layer and sequence at a context of T tokens.
+
+    cache: elements of the state. macs: multiply-accumulates for the next token. params: stored parameters.
+    """
 
     cache: int
     macs: int
@@ -105,11 +109,12 @@ class MixerConfig:
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data, for recipes and checkpoints."""
         return {"mixer": self.name, **{f.name: to_plain(getattr(self, f.name)) for f in fields(self)}}
 
 
 def to_plain(value: Any) -> Any:
-    """JSON's types; a config inside a config keeps its name."""
+    """Return the value in JSON types; a nested config keeps its name."""
     if isinstance(value, (tuple, list)):
         return [to_plain(v) for v in value]
     if hasattr(value, "name"):
@@ -118,7 +123,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_options(config_type: Any, options: dict[str, Any]) -> Any:
-    """A config from a mapping; unknown options are refused with the nearest valid name."""
+    """Return a config built from a mapping. SurgeryError for unknown options, with the nearest valid name."""
     known = {f.name for f in fields(config_type)}
     for key in options:
         if key not in known:
@@ -143,9 +148,10 @@ class Mixer(nn.Module):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
-        """SurgeryError where this config cannot serve an attention of that shape; says why."""
+        """Raise SurgeryError if the config does not fit the attention shape."""
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         raise NotImplementedError
 
     def forward(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
@@ -153,21 +159,34 @@ class Mixer(nn.Module):
         return self.mix(inputs, state)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
-        """(out_BHTV, the state after these tokens, or None if none was given). Rows of padding are any numbers."""
+        """Return (out_BHTV, the state after these tokens, or None without a state). Outputs of padding are arbitrary."""
         raise NotImplementedError
 
     def dense(self, inputs: MixerInputs) -> Tensor:
-        """out_BHTV by the definition, a sequence from its start, in the dtype of the inputs."""
+        """Return out_BHTV of whole sequences by the definition, in quadratic time, in the dtype of the inputs."""
         raise NotImplementedError
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
         """Fan-in and fan-out of the mixer's matrices over features, which set their initial scale and their rates. Other
         parameters have the rate of their kind."""
         return {}
+
+
+class MethodModule(nn.Module):
+    """A module with several methods that read its parameters. Callers run them as `module("method", *args)`.
+
+    Offloading (accelerate), sharding (FSDP, ZeRO-3) and user hooks act on the call of a module, not on its methods.
+    Parameters that are offloaded exist only during such a call.
+    """
+
+    def forward(self, method: str, *args: Any) -> Any:
+        """Return what the method of that name returns for `args`."""
+        return getattr(self, method)(*args)
 
 
 MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")

@@ -118,6 +118,7 @@ SCALE = 8.0  # C of eqs. 39 and 40, which the paper tunes; the authors' code has
 
 
 def check_choices(config: Any) -> None:
+    """Raise ValueError if an option of a bilinear config has an unknown value."""
     for option, words in CHOICES.items():
         if getattr(config, option) not in words:
             raise ValueError(f"{option} {getattr(config, option)!r} is none of {', '.join(words)}")
@@ -136,6 +137,7 @@ class Factor(MuP):
 
     @property
     def std(self) -> float:
+        """Return the initial standard deviation."""
         return self.fan_in**-0.5
 
 
@@ -166,6 +168,7 @@ class Bilinear(Mixer):
     # -- what a structure defines ------------------------------------------------------------------------------------
     @classmethod
     def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every factor."""
         raise NotImplementedError
 
     @classmethod
@@ -186,6 +189,7 @@ class Bilinear(Mixer):
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each matrix, for initialization and learning rates."""
         raise NotImplementedError
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
@@ -199,6 +203,7 @@ class Bilinear(Mixer):
     # -- what follows from it ----------------------------------------------------------------------------------------
     @classmethod
     def contraction(cls, config: Any, shape: AttentionShape) -> str:
+        """Return the order of contraction, 'split' or 'query', that 'auto' resolves to."""
         if config.contraction != "auto":
             return config.contraction
         if config.norm != "none":
@@ -271,6 +276,7 @@ class Bilinear(Mixer):
         return ([inputs.k_BGTK, own] if self.config.base == "kept" else [own]), scale
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         groups, width = (
             (1, self.shape.dim) if self.order == "query" else (self.shape.groups, self.dims(self.config, self.shape))
         )
@@ -282,6 +288,7 @@ class Bilinear(Mixer):
         return MixerState(torch.zeros(batch, dtype=torch.long, device=device), tensors)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
         padded, back = left_pad(inputs)
         layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
         new = self.remembered(padded)
@@ -298,6 +305,7 @@ class Bilinear(Mixer):
         return out, MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in new.items()})
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         return dense_attention(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)
 
     def matrix_HDD(self) -> Tensor:
@@ -309,6 +317,7 @@ class Bilinear(Mixer):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         live = length if shape.window is None else min(length, shape.window - 1)
         base = shape.key if config.base == "kept" else 0
         query, dims = cls.contraction(config, shape) == "query", cls.dims(config, shape)

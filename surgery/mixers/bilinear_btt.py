@@ -60,6 +60,7 @@ class BilinearBTTAttention(Bilinear):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
+        """Raise SurgeryError if the config does not fit the attention shape."""
         b, c = cls.grid(config, shape)
         if b < 1 or c < 1 or shape.dim % b or shape.dim % c:
             raise SurgeryError(
@@ -69,6 +70,7 @@ class BilinearBTTAttention(Bilinear):
 
     @classmethod
     def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every factor."""
         b, c = cls.grid(config, shape)
         return {
             "left": (shape.heads, b, c, shape.dim // b, config.rank),
@@ -77,10 +79,12 @@ class BilinearBTTAttention(Bilinear):
 
     @classmethod
     def dims(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the score dimensions of a head."""
         b, c = cls.grid(config, shape)
         return b * c * config.rank
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
+        """Return the features of x (B, H or G, T, F) on one side: 'left' for queries, 'right' for keys."""
         b, c = self.grid(self.config, self.shape)
         if side == "right":
             right = self.right.to(x_BTD.dtype)
@@ -90,6 +94,7 @@ class BilinearBTTAttention(Bilinear):
         return torch.einsum("btxa,hxyas->bhtxys", rows, left).flatten(-3)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
+        """Return query features times the right factors, (B, H, T, D)."""
         b, c = self.grid(self.config, self.shape)
         parts = group_heads(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
         right = self.right.to(parts.dtype)
@@ -103,6 +108,7 @@ class BilinearBTTAttention(Bilinear):
         return self.product(self.features(x_BTD, "left"))
 
     def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the keys of norm 'qk' and their scale, or None without a scale."""
         b, c = self.grid(self.config, self.shape)
         parts = self.features(x_BTD, "right").unflatten(-1, (b, c, self.config.rank))
         left = self.left.to(x_BTD.dtype).unflatten(0, (self.shape.groups, -1))
@@ -122,6 +128,7 @@ class BilinearBTTAttention(Bilinear):
 
     @torch.no_grad()
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
+        """Set the factors by truncated SVDs of whitened blocks of the target (H, D, D)."""
         heads, dims = self.shape.heads // self.shape.groups, self.dims(self.config, self.shape)
         _, b, c, a, rank = self.left.shape
         d = self.shape.dim // c

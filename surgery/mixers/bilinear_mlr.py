@@ -60,6 +60,7 @@ class BilinearMLRAttention(Bilinear):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
+        """Raise SurgeryError if the config does not fit the attention shape."""
         if config.base == "kept" and config.ranks[0] not in (0, shape.key):
             raise SurgeryError(
                 f"bilinear_mlr: base 'kept' has the head's own {shape.key} dims as level 1, not {config.ranks[0]}; "
@@ -74,6 +75,7 @@ class BilinearMLRAttention(Bilinear):
 
     @classmethod
     def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every factor."""
         sizes: dict[str, tuple[int, ...]] = {}
         for level, p, rank in cls.levels(config):
             sizes[f"left{level}"] = (shape.heads, p, shape.dim // p, rank)
@@ -82,9 +84,11 @@ class BilinearMLRAttention(Bilinear):
 
     @classmethod
     def dims(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the score dimensions of a head."""
         return sum(p * rank for _, p, rank in cls.levels(config))
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
+        """Return the features of x (B, H or G, T, F) on one side: 'left' for queries, 'right' for keys."""
         parts = []
         for level, p, _ in self.levels(self.config):
             factor = getattr(self, f"{side}{level}").to(x_BTD.dtype)
@@ -93,6 +97,7 @@ class BilinearMLRAttention(Bilinear):
         return torch.cat(parts, -1)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
+        """Return query features times the right factors, (B, H, T, D)."""
         levels = self.levels(self.config)
         total: Any = 0.0
         for part, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
@@ -102,10 +107,12 @@ class BilinearMLRAttention(Bilinear):
         return total.flatten(1, 2)
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
+        """Return the query side of the score for norm 'qk'."""
         parts = self._normed(self.features(x_BTD, "left"))
         return torch.cat([part * (self.config.scale / part.shape[-1]) for part in parts], -1)
 
     def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the keys of norm 'qk' and their scale, or None without a scale."""
         keys = torch.cat(self._normed(self.features(x_BTD, "right")), -1)
         return keys * self.key_gain.to(keys.dtype), None
 

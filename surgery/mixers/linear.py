@@ -36,12 +36,11 @@ from surgery.mixers.base import (
     from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
-from surgery.mixers.common.layers import HeadNorm, OutputGate, ShortConvolution, autocast_disabled
+from surgery.mixers.common.layers import Float32Linear, HeadNorm, OutputGate, ShortConvolution, autocast_disabled
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import RingAndSinks, Tensors, WindowBuffer, local_attention
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS, MaskInputs
-from surgery.mixers.masks.chunking import affine
 
 SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
 BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
@@ -158,7 +157,7 @@ class LinearMixer(Mixer):
         self.rotated = config.rope == "keep"
         self.mask = MASKS[config.mask](config.mask, mask_shape(config, shape))
         self.feature_map = FEATURES[config.features](config.features, shape)
-        self.beta_proj = nn.Linear(shape.dim, shape.groups) if config.scores == "delta" else None
+        self.beta_proj = Float32Linear(shape.dim, shape.groups) if config.scores == "delta" else None
         channels = shape.heads * shape.key + shape.groups * (shape.key + shape.value)
         self.convolution = ShortConvolution(channels, config.convolution) if config.convolution else None
         self.norm = HeadNorm(shape.heads, shape.value) if config.norm else None
@@ -172,10 +171,12 @@ class LinearMixer(Mixer):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
+        """Raise SurgeryError if the config does not fit the attention shape."""
         check_config(config, shape)
 
     # -- states --------------------------------------------------------------------------------------
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         kept = self.mask.empty_state(batch, self._width(), self.shape.value + self.config.normalise, device)
@@ -186,11 +187,11 @@ class LinearMixer(Mixer):
         """What is remembered beside the mask's state: inputs of the convolution, the window, the sinks."""
         tensors: dict[str, Tensor] = {}
         if self.convolution is not None:
-            channels, width = self.convolution.weight.shape
+            channels, width = self.convolution.channels, self.convolution.width
             tensors["convolution"] = torch.zeros(batch, width - 1, channels, device=device)
         if self.window_buffer is not None:
             nothing_BWD = torch.zeros(batch, self.window_buffer.window, self.shape.dim, device=device)
-            for name, t in self._written_signals(nothing_BWD, self.mask.signals(nothing_BWD)).items():
+            for name, t in self._written_signals(nothing_BWD, self.mask("signals", nothing_BWD)).items():
                 tensors[f"ring.{name}"] = torch.zeros_like(t)
             for name, size in (("k", self.shape.key), ("v", self.shape.value)):
                 tensors[f"ring.{name}"] = torch.zeros(
@@ -207,10 +208,11 @@ class LinearMixer(Mixer):
     def _written_signals(self, x_BTD: Tensor, signals: dict[str, Tensor]) -> dict[str, Tensor]:
         """What tokens write besides k and v: (B, T, ..) each."""
         written = {name: signals[name] for name in self.mask.written_signals}
-        return written if self.beta_proj is None else {**written, "beta": affine(self.beta_proj, x_BTD).sigmoid()}
+        return written if self.beta_proj is None else {**written, "beta": self.beta_proj(x_BTD).sigmoid()}
 
     # -- the verb ------------------------------------------------------------------------------------
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
         window = self.config.window
         if state is None:
             past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
@@ -220,13 +222,14 @@ class LinearMixer(Mixer):
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         past = self._past(len(inputs.x_BTD), inputs.x_BTD.device)
         return self._run(inputs, past, lambda rows: (dense_output(self.mask, rows), None), inputs.x_BTD.shape[1])[0]
 
     def _read(self, rows: MaskInputs, kept: Tensors | None, inputs: MixerInputs) -> tuple[Tensor, Tensors | None]:
         if kept is not None and rows.v_BGTV.shape[2] == 1:
-            return self.mask.step(rows, kept)
-        out_BGJTV, after = self.mask.chunked(to_matmul_dtype(rows, inputs.v_BGTV), kept, self.config.chunk)
+            return self.mask("step", rows, kept)
+        out_BGJTV, after = self.mask("chunked", to_matmul_dtype(rows, inputs.v_BGTV), kept, self.config.chunk)
         return out_BGJTV.to(rows.v_BGTV.dtype), after
 
     def _run(self, inputs: MixerInputs, past: MixerState, read: ReadFn, block: int) -> tuple[Tensor, MixerState]:
@@ -259,7 +262,7 @@ class LinearMixer(Mixer):
         """(the linear part before its weight, the softmax part, the tokens, the state after them)."""
         tokens, after = self._tokens(inputs, past)
         unpadder, near = tokens.unpadder, None
-        signals = self.mask.signals(tokens.x_BTD)
+        signals = self.mask("signals", tokens.x_BTD)
         written = {"k": tokens.k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
         if self.window_buffer is not None:
             queue = self.window_buffer.queue(written, past.tensors)
@@ -294,9 +297,9 @@ class LinearMixer(Mixer):
         dtype, length = accumulation_dtype(tokens.q_BTHK), tokens.x_BTD.shape[1]
         position_BT = seen_B.unsqueeze(1) + torch.arange(length, device=seen_B.device)
         root = self.shape.scaling**0.5
-        q_BHTF = self.feature_map.queries(tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
+        q_BHTF = self.feature_map("queries", tokens.q_BTHK.transpose(1, 2).to(dtype) * root, position_BT)
         k_BHTK = written["k"].transpose(1, 2).to(dtype) * root
-        k_BGTF = self.feature_map.keys(k_BHTK, position_BT - self.config.window)
+        k_BGTF = self.feature_map("keys", k_BHTK, position_BT - self.config.window)
         if self.beta_proj is not None:
             q_BHTF, k_BGTF = l2_normalize(q_BHTF), l2_normalize(k_BGTF)
         v_BGTV = written["v"].transpose(1, 2).to(dtype)
@@ -357,6 +360,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         with torch.device("meta"):
             mixer = cls(config, shape)
         state = mixer._past(1, "meta")
@@ -401,6 +405,7 @@ def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
 
 
 def l2_normalize(x: Tensor) -> Tensor:
+    """Return x divided by its L2 norm over the last axis."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -114,6 +114,7 @@ class MLRAttention(Mixer):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape) -> None:
+        """Raise SurgeryError if the config does not fit the attention shape."""
         if sum(config.ranks) > shape.key:
             raise SurgeryError(
                 f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
@@ -127,6 +128,7 @@ class MLRAttention(Mixer):
             )
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         sizes = {f"keys{level}": rank for level, rank in enumerate(self.config.ranks)}
         sizes["values"] = self.shape.value
         tensors = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
@@ -138,6 +140,7 @@ class MLRAttention(Mixer):
         return self.config.ranks == (self.shape.key,)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
         if state is None and self.is_unstructured:
             return self._sdpa_attention(inputs), None
         padded, back = left_pad(inputs)
@@ -159,6 +162,7 @@ class MLRAttention(Mixer):
     def attend_terms(
         self, terms: list[ScoreTerm], values: Tensor, layout: KVLayout, mask: Tensor | None, p: float
     ) -> Tensor:
+        """Return out_BHTV of softmax attention over the sum of the terms."""
         return attend(terms, values, layout, self.shape, mask, p)
 
     def levels(self, x: Tensor) -> list[Tensor]:
@@ -172,6 +176,7 @@ class MLRAttention(Mixer):
         return list(x.gather(-1, index.expand(*x.shape[:-1], -1)).split(self.config.ranks, -1))
 
     def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
+        """Return the terms whose sum is the attention score."""
         queries = self.levels(group_heads(q_BHTK, self.shape.groups))
         extents = (None, *self.config.extents)
         near = () if self.near is None else self.near.unflatten(0, (self.shape.groups, -1)).unbind(-1)
@@ -200,10 +205,12 @@ class MLRAttention(Mixer):
         return sdpa_attention(inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, self.shape, mask, inputs.dropout)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         return dense_attention(self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK)), inputs, self.shape)
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         keys = live_keys(config, length, shape.window)
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))
         cache = shape.groups * (scores + shape.value * keys[0])

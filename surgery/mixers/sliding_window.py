@@ -70,18 +70,22 @@ class GlobalWindow(MixerConfig):
 
     @property
     def extents(self) -> tuple[int, ...]:
+        """Extents of levels 2 .. L in tokens: the window."""
         return (self.window,)
 
     @property
     def form(self) -> str:
+        """Form of the levels, as in MLR."""
         return "sliding"
 
     @property
     def basis(self) -> str:
+        """Basis of the score dimensions, as in MLR."""
         return "own"
 
 
 def windowed_shape(shape: AttentionShape, window: int) -> AttentionShape:
+    """Return the attention shape with its window shortened to `window` tokens."""
     return replace(shape, window=window if shape.window is None else min(window, shape.window))
 
 
@@ -90,12 +94,14 @@ class WindowAttention(Mixer):
     reads_mask = True
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
         sizes = {"keys": self.shape.key, "values": self.shape.value}
         recent = {name: torch.empty(batch, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
         sinks = {f"sink_{name}": x.new_zeros(*x.shape[:2], self.config.sinks, x.shape[3]) for name, x in recent.items()}
         return MixerState(torch.zeros(batch, dtype=torch.long, device=device), {**recent, **sinks})
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
         padded, back = left_pad(inputs)
         layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
         keys, values = padded.k_BGTK, padded.v_BGTV
@@ -170,6 +176,7 @@ class WindowAttention(Mixer):
         return MixerState(layout.end_B, tensors)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         position_BT, valid_BS = token_positions(inputs)
         score = torch.einsum(
             "bgjtk,bgsk->bgjts", group_heads(upcast(inputs.q_BHTK), self.shape.groups), upcast(inputs.k_BGTK)
@@ -179,6 +186,7 @@ class WindowAttention(Mixer):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         live = min(length, (windowed_shape(shape, config.window).window or 0) - 1) + min(length, config.sinks)
         return MixerCost(
             shape.groups * live * (shape.key + shape.value), shape.heads * live * (shape.key + shape.value), 0
@@ -195,16 +203,19 @@ class GlobalWindowAttention(MLRAttention):
         self.register_parameter("near", None)
 
     def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
+        """Return the terms whose sum is the attention score."""
         return [ScoreTerm(q, k) for q, k in zip(self.levels(group_heads(q_BHTK, self.shape.groups)), keys)]
 
     def attend_terms(
         self, terms: list[ScoreTerm], values: Tensor, layout: KVLayout, mask: Tensor | None, p: float
     ) -> Tensor:
+        """Return out_BHTV of softmax attention over the sum of the terms."""
         shapes = self.shape, windowed_shape(self.shape, self.config.window)
         both = [attend([t], values, layout, shape, mask, p) for t, shape in zip(terms, shapes)]
         return (both[0] + both[1]) / 2
 
     def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
         shapes = self.shape, windowed_shape(self.shape, self.config.window)
         terms = self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK))
         both = [dense_attention([t], inputs, shape) for t, shape in zip(terms, shapes)]
@@ -212,4 +223,5 @@ class GlobalWindowAttention(MLRAttention):
 
     @classmethod
     def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         return super().cost(config, shape, length)._replace(params=shape.groups * shape.key)

@@ -1,12 +1,12 @@
-"""The protocol of a structured matrix W (out = O, in = I), B its structured stand-in.
+"""Protocol of structured linear layers: B, a structured approximation of a dense weight W (out = O, in = I).
 
     config = STRUCTURES[BTT].fit(BTT(blocks=(4, 4)), out, in_, budget=params)     a rank under a budget
-    linear = STRUCTURES[config].project(weight_OI, config, metric)                the start, closed form
-    linear.refine(weight_OI, metric)                                              one sweep nearer, in place
+    linear = STRUCTURES[config].project(weight_OI, config, metric)                closed form
+    linear.refine(weight_OI, metric)                                              one sweep of descent, in place
     linear(x), linear.dense(), linear.cost(), linear.mup()
 
-`project` minimises the metric's norm of W - B where a closed form exists and says what it minimises
-where none does. Arithmetic is float32 on the weight's device.
+`project` minimizes the norm of W - B in the metric if a closed form exists. Otherwise its docstring says what it
+minimizes. Arithmetic is float32 on the weight's device.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ Rank = int | Literal["full"] | None
 
 
 class Cost(NamedTuple):
-    """What is stored (numbers, index tables included, bias excluded) and what a token pays."""
+    """Cost of a structured linear layer.
+
+    params: stored elements, index tables included, bias excluded. macs: multiply-accumulates per token.
+    """
 
     params: int
     macs: int
 
 
 class MuP(NamedTuple):
-    """A core seen as a block-diagonal dense layer of this fan-in and fan-out.
+    """Fan-in and fan-out of a core, seen as a block-diagonal dense layer.
 
-    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's rate (training/optim.py) scales as
+    Initial standard deviation sqrt(min(1, out/in) / in) (the spectral condition); Adam's learning rate (training/optim.py) scales as
     1 / fan_in. Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2.
     """
 
@@ -45,16 +48,21 @@ class MuP(NamedTuple):
 
     @property
     def std(self) -> float:
+        """Return the initial standard deviation."""
         return (min(1.0, self.fan_out / self.fan_in) / self.fan_in) ** 0.5
 
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """`name` is the word in recipes and checkpoints. rank None: the plan's budget decides."""
+    """Base of all structure configs. `name` is the value of `structure` in recipes and checkpoints.
+
+    rank None: the largest rank within the budget of the plan.
+    """
 
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data, for recipes and checkpoints."""
         return {"structure": self.name, **{k: _to_plain(v) for k, v in asdict(self).items()}}
 
 
@@ -63,7 +71,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def config_from_dict(data: dict[str, Any]) -> StructureConfig:
-    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(...); unknown keys are refused by name."""
+    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> BTT(...). SurgeryError for unknown keys."""
     data = dict(data)
     config_type: Any = STRUCTURES.config_type(str(data.pop("structure", "")))
     known = {f.name for f in fields(config_type)}
@@ -76,8 +84,8 @@ def config_from_dict(data: dict[str, Any]) -> StructureConfig:
 class StructuredLinear(nn.Module):
     """A linear map y = B x + bias with B stored as small cores; `weight` is one of them, never 2-D.
 
-    The odd shape of `weight` is deliberate: a library that loads the checkpoint without knowing us finds
-    a mismatched shape and stops, where a missing name would leave random numbers.
+    The shape of `weight` is deliberate. A library that loads the checkpoint without this package finds a mismatched
+    shape and stops; a missing name would leave random values in its place.
     """
 
     config_type: ClassVar[type]
@@ -91,7 +99,7 @@ class StructuredLinear(nn.Module):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    # -- what a structure defines ------------------------------------------------------------------
+    # -- methods that a structure defines ------------------------------------------------------------------
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every core of a resolved config."""
@@ -99,29 +107,32 @@ class StructuredLinear(nn.Module):
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
-        """The config with every 'sqrt' made a number; SurgeryError where the dims forbid it."""
+        """Return the config with every 'sqrt' resolved to a number. SurgeryError if the dimensions do not allow it."""
         return config
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
-        """The rank at which every matrix is represented exactly."""
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         raise NotImplementedError
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Return the linear module closest to `weight_OI` (O, I) in the metric."""
         raise NotImplementedError
 
     @classmethod
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
-        """(config, squared error it leaves in the metric) at some `steps` ranks, cheapest first.
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first.
 
-        An estimate from spectra alone, for spreading a budget; `project` then `refine` do no worse.
+        The errors are estimates from spectra alone, for allocating a budget over matrices. `project` followed by
+        `refine` does no worse.
         """
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         raise NotImplementedError
 
     def macs(self) -> int:
@@ -129,19 +140,21 @@ class StructuredLinear(nn.Module):
         raise NotImplementedError
 
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """One sweep of descent in the metric, in place: the squared error it sees left, or None where
-        `project` is already the optimum."""
+        """Run one sweep of descent in the metric, in place.
+
+        Return the squared error that is left, or None if `project` is already optimal.
+        """
         return None
 
-    # -- what follows from it ----------------------------------------------------------------------
+    # -- methods that follow from them ----------------------------------------------------------------------
     @classmethod
     def params(cls, config: Any, out: int, in_: int) -> int:
-        """Numbers stored for a resolved config with its rank known."""
+        """Return the number of stored elements of a resolved config of known rank."""
         return sum(_size(shape) for shape in cls.shapes(config, out, in_).values())
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
-        """The largest rank within `budget` stored numbers; SurgeryError where rank 1 does not fit."""
+        """Return the config with the largest rank within `budget` stored elements. SurgeryError if rank 1 exceeds it."""
         config = cls.resolve(config, out, in_)
         if config.rank == "full":
             return replace(config, rank=cls.full_rank(config, out, in_))
@@ -158,16 +171,18 @@ class StructuredLinear(nn.Module):
         return replace(config, rank=rank)
 
     def cost(self) -> Cost:
+        """Return stored elements and multiply-accumulates per token."""
         return Cost(sum(getattr(self, n).numel() for n in self.core_names()), self.macs())
 
     def check_loaded(self) -> None:
-        """SurgeryError where numbers that were loaded are none that it can hold: indices out of range."""
+        """Raise SurgeryError if loaded values are invalid, for example indices out of range."""
 
     def core_names(self) -> list[str]:
+        """Return the names of the stored tensors."""
         return list(self.shapes(self.config, self.out_features, self.in_features))
 
     def reset_parameters(self) -> None:
-        """muP initialisation, for training from scratch."""
+        """Initialize cores and bias by muP, for training from scratch."""
         for name, scale in self.mup().items():
             nn.init.normal_(getattr(self, name), std=scale.std)
         if self.bias is not None:
@@ -176,7 +191,7 @@ class StructuredLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_cores(cls, config: Any, shape: Sequence[int], cores: dict[str, Tensor]) -> StructuredLinear:
-        """A module without bias for a matrix of shape (out, in), holding these cores."""
+        """Return a module without bias for a matrix of shape (out, in) that holds these cores."""
         out, in_ = shape
         linear = cls(in_, out, config, bias=False, device="meta")
         for name, core in cores.items():
@@ -186,16 +201,17 @@ class StructuredLinear(nn.Module):
         return linear
 
     def dense(self) -> Tensor:
-        """B, (out, in), multiplied out."""
+        """Return B as a dense matrix (O, I)."""
         core: Any = self.weight
         eye_II = torch.eye(self.in_features, dtype=core.dtype, device=core.device)
         return self.product(eye_II).mT
 
     def product(self, x: Tensor) -> Tensor:
-        """B x without the bias; x (..., in)."""
+        """Return B x (..., O) without the bias, for x (..., I)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
@@ -204,7 +220,7 @@ class StructuredLinear(nn.Module):
 
 
 def min_keep(params: int, out: int, in_: int) -> float:
-    """The share that pays for `params` numbers, rounded up to three places."""
+    """Return the smallest `keep` (share of the dense parameters) that covers `params`, rounded up to three decimals."""
     return -(-1000 * params // (out * in_)) / 1000
 
 
@@ -216,21 +232,23 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def curve_ranks(full: int, steps: int) -> list[int]:
-    """At most `steps` ranks from 1 to full, evenly spread, both ends included."""
+    """Return about `steps` evenly spaced ranks from 1 to full, both ends included."""
     stride = max(1, -(-full // steps))
     return sorted({1, full, *range(stride, full + 1, stride)})
 
 
 def balance_factors(left_OR: Tensor, right_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale so that column r of left and row r of right have about one norm: rounds and trains better.
-    By powers of two, which cost no precision."""
+    """Rescale column r of left and row r of right to about equal norms, for rounding and training.
+
+    The factors are powers of two, so no precision is lost.
+    """
     ratio = right_RI.norm(dim=-1) / left_OR.norm(dim=-2).clamp_min(1e-30)
     scale = torch.where(ratio > 1e-20, ratio, 1.0).sqrt().log2().round().exp2()
     return left_OR * scale.unsqueeze(-2), right_RI / scale.unsqueeze(-1)
 
 
 def exact_factors(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """left_OR, right_RI of (a batch of) matrices at R = min(O, I): the identity and the matrix itself."""
+    """Return exact factors left_OR, right_RI of (a batch of) matrices, R = min(O, I): the identity and the matrix."""
     out, in_ = weight_OI.shape[-2:]
     eye = torch.eye(min(out, in_), dtype=weight_OI.dtype, device=weight_OI.device).expand(*weight_OI.shape[:-2], -1, -1)
     return balance_factors(*((eye, weight_OI) if out <= in_ else (weight_OI, eye)))

@@ -43,7 +43,7 @@ SWEEP_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 @dataclass(frozen=True)
 class BTT(StructureConfig):
-    """blocks: grid (b, c); "sqrt": about the square root of each dim, a divisor where there is one."""
+    """Config of BTT. blocks: grid (b, c), or "sqrt", about the square root of each dimension. rank: s."""
 
     name: ClassVar[str] = "btt"
     blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
@@ -51,13 +51,13 @@ class BTT(StructureConfig):
 
 
 def btt_mvm(x_Ncd: Tensor, right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
-    """y[n, b] = sum_c left[b,c] (right[b,c] x[n, c]): (N, b, a)."""
+    """Return y (N, b, a) with y[n, b] = sum_c left[b,c] (right[b,c] x[n, c])."""
     z_Nbcs = torch.einsum("ncd,cdbs->nbcs", x_Ncd, right_cdbs)
     return torch.einsum("nbcs,bcsa->nba", z_Nbcs, left_bcsa)
 
 
 def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
-    """The matrix multiplied out, (b a, c d)."""
+    """Return the dense matrix (b a, c d)."""
     blocks_bacd = torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
     b, a, c, d = blocks_bacd.shape
     return blocks_bacd.reshape(b * a, c * d)
@@ -65,10 +65,11 @@ def btt_dense(right_cdbs: Tensor, left_bcsa: Tensor) -> Tensor:
 
 @dispatched
 def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    """x (..., in) to (..., out), in <= c d and out <= b a: zeros up to c d, what is past out dropped.
+    """Return B x + bias (..., out) for x (..., in), in <= c d and out <= b a.
 
-    Two batched products; for many rows and small blocks, where z (b c s numbers a row) is what costs, one with the
-    matrix multiplied out."""
+    x is padded with zeros up to c d, and rows past `out` are dropped. Computes two batched products, or one product
+    with the dense matrix if the intermediate z (b c s elements per row) would cost more.
+    """
     (c, d, b, s), a, in_ = right_cdbs.shape, left_bcsa.shape[3], x.shape[-1]
     rows, numel, macs = x.numel() // in_, out * in_, right_cdbs.numel() + left_bcsa.numel()
     if rows * (macs + LAUNCH_MACS * b * c * s - numel) > numel * (s + LAUNCH_MACS):
@@ -81,13 +82,13 @@ def btt_linear(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | 
 
 
 def sqrt_blocks(n: int) -> int:
-    """The largest divisor of n up to sqrt(n); a dim without one near (a prime) is padded: round(sqrt(n))."""
+    """Return the largest divisor of n up to sqrt(n), or round(sqrt(n)) with padding if no divisor is near (a prime)."""
     divisor = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
     return divisor if divisor * 4 > math.isqrt(n) else round(n**0.5)
 
 
 def zero_pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """With zeros up to (rows, columns); the matrix itself where it has that shape."""
+    """Return the matrix padded with zeros to (rows, columns), or the matrix itself if it has that shape."""
     if tuple(matrix.shape[-2:]) == (rows, columns):
         return matrix
     return F.pad(matrix, (0, columns - matrix.shape[-1], 0, rows - matrix.shape[-2]))
@@ -95,13 +96,14 @@ def zero_pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 @STRUCTURES.register(BTT)
 class BTTLinear(StructuredLinear):
-    """`weight` is left (b, c, s, a); right (c, d, b, s)."""
+    """BTT linear layer. Cores: `weight` = left (b, c, s, a), `right` (c, d, b, s)."""
 
     weight: Tensor
     right: Tensor
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        """Return the config with `blocks` as numbers. SurgeryError if they cannot tile an (out, in) matrix."""
         blocks = (sqrt_blocks(out), sqrt_blocks(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
         for count, dim, side in zip(blocks, (out, in_), ("out", "in")):
             if not 1 <= count <= dim:
@@ -113,15 +115,18 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def block_shape(cls, config: Any, out: int, in_: int) -> tuple[int, int]:
+        """Return the shape (a, d) of one block, rounded up."""
         return -(-out // config.blocks[0]), -(-in_ // config.blocks[1])
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every core (layout in the class docstring)."""
         (b, c), (a, d), s = config.blocks, cls.block_shape(config, out, in_), config.rank
         return {"weight": (b, c, s, a), "right": (c, d, b, s)}
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         return min(cls.block_shape(config, out, in_))
 
     @classmethod
@@ -149,8 +154,10 @@ class BTTLinear(StructuredLinear):
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
-        """Each block's best rank s in its own C_cc and G_bb (optimal if inputs of different blocks were
-        uncorrelated; the start that `refine` improves). Exact at full rank."""
+        """Return the best rank-s approximation of every block in its own C_cc and G_bb. Exact at full rank.
+
+        Optimal if inputs of different blocks are uncorrelated; `refine` improves it otherwise.
+        """
         blocks_bcad = cls._blocks(weight_OI, config)
         if config.rank >= cls.full_rank(config, *weight_OI.shape):
             left_bcas, right_bcsd = exact_factors(blocks_bcad)
@@ -166,20 +173,21 @@ class BTTLinear(StructuredLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         tail = cls.block_tails(weight_OI, config, metric)
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
         return [(replace(config, rank=r), tail[r]) for r in ranks]
 
     @classmethod
     def block_tails(cls, weight_OI: Tensor, config: Any, metric: Metric) -> list[float]:
-        """Squared error left at rank 0, 1, ... were the inputs of different blocks uncorrelated."""
+        """Return the squared error at rank 0, 1, ..., assuming that inputs of different blocks are uncorrelated."""
         apply_root, _, c_root = cls._roots(config, weight_OI.shape, metric)
         m_bcad = apply_root(cls._blocks(weight_OI, config))
         return tail_energies(apply_block_roots(m_bcad, c_root)).sum((0, 1)).tolist()
 
     @torch.no_grad()
     def refine(self, weight_OI: Tensor, metric: Metric) -> float | None:
-        """One sweep of alternating least squares with the full C (and each row block's G_bb):
+        """Run one sweep of alternating least squares, in place, with the full C (and each row block's G_bb):
         (a) all left of a row block jointly, given right; (b) each right block given the rest."""
         (b, c), s = self.config.blocks, self.config.rank
         a, d = self.block_shape(self.config, self.out_features, self.in_features)
@@ -201,18 +209,23 @@ class BTTLinear(StructuredLinear):
         return square
 
     def product(self, x: Tensor) -> Tensor:
+        """Return B x (..., O) without the bias, for x (..., I)."""
         return btt_linear(x, self.right, self.weight, None, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (..., O) for x (..., I)."""
         return btt_linear(x, self.right, self.weight, self.bias, self.out_features)
 
     def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
         return btt_dense(self.right, self.weight)[: self.out_features, : self.in_features]
 
     def macs(self) -> int:
+        """Return multiply-accumulates per token."""
         return self.weight.numel() + self.right.numel()
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         (b, c, s, a), d = self.weight.shape, self.right.shape[1]
         return {"right": MuP(d, b * s), "weight": MuP(c * s, a)}
 
@@ -222,7 +235,7 @@ def _identity(matrix: Tensor) -> Tensor:
 
 
 def apply_block_roots(m_bcad: Tensor, root_cdd: Tensor | None) -> Tensor:
-    """M[b,c] R[c], as one product for each c: broadcast over b, every root would be copied b times."""
+    """Return M[b,c] R[c], one product for each c: broadcasting over b would copy every root b times."""
     if root_cdd is None:
         return m_bcad
     b, c, a, d = m_bcad.shape
@@ -230,8 +243,10 @@ def apply_block_roots(m_bcad: Tensor, root_cdd: Tensor | None) -> Tensor:
 
 
 def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
-    """(count, size, size): the diagonal blocks of a matrix, or of one given by its diagonal (O,), padded with
-    the mean of the diagonal."""
+    """Return the diagonal blocks (count, size, size) of a matrix (n, n) or of a diagonal (n,).
+
+    Positions past n hold the mean of the diagonal.
+    """
     n, diagonal = matrix.shape[0], matrix if matrix.dim() == 1 else matrix.diagonal()
     if matrix.dim() == 1:
         whole_n = F.pad(diagonal, (0, count * size - n), value=float(diagonal.mean()))
@@ -242,12 +257,13 @@ def diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
 
 
 def row_groups(b: int, numbers_each: int, device: str) -> Iterator[slice]:
+    """Yield slices of row blocks whose temporaries of `numbers_each` elements a block stay below SWEEP_ELEMENTS."""
     size = max(1, SWEEP_ELEMENTS.get(device, 2**23) // numbers_each)
     return (slice(start, min(b, start + size)) for start in range(0, b, size))
 
 
 def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
-    """matrix^-1 rhs, with a ridge of rounding size: the Gram matrix of cores may well be singular."""
+    """Return matrix^-1 rhs, with a ridge of rounding size because the Gram matrix of cores may be singular."""
     factor = spd_factor(matrix, (1e-6, 1e-4, 1e-2))
     half = linalg.solve_triangular(factor, rhs, upper=False)
     return linalg.solve_triangular(factor.mT, half, upper=True)
@@ -262,8 +278,9 @@ def sweep(
     inverses_cdd: Tensor,
     g_baa: Tensor | None,
 ) -> float:
-    """One alternation over a group of row blocks, in place. wc_baI = W C, inverses: of each C_cc;
-    returns the squared error it leaves.
+    """Run one alternation over a group of row blocks, in place, and return the squared error that is left.
+
+    wc_baI: W C. inverses_cdd: inverse of each C_cc.
 
     (a) left_b = (W C R^T)(R C R^T)^-1 with R the block-diagonal right of row block b; G drops out.
     (b) right += X C_cc^-1, X = (L^T G L)^-1 L^T G (E C)[:, c], with E the residual. That lowers the squared error by

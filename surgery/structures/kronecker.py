@@ -75,6 +75,7 @@ class KroneckerLinear(StructuredLinear):
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        """Return the config with `blocks` as numbers. SurgeryError if they cannot tile an (out, in) matrix."""
         blocks = (divisor_below_sqrt(out), divisor_below_sqrt(in_)) if config.blocks == "sqrt" else tuple(config.blocks)
         if out % blocks[0] or in_ % blocks[1]:
             raise SurgeryError(
@@ -89,11 +90,13 @@ class KroneckerLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every core (layout in the class docstring)."""
         (b, c), (a, d), r = config.blocks, BTTLinear.block_shape(config, out, in_), config.rank
         return {"weight": (r, b, c), "right": (r, a, d)}
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         (b, c), (a, d) = config.blocks, BTTLinear.block_shape(config, out, in_)
         return min(b * c, a * d)
 
@@ -121,6 +124,7 @@ class KroneckerLinear(StructuredLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         tail = tail_energies(cls._rearranged(weight_OI, config))
         share = (tail / tail[0].clamp_min(1e-30) * metric.squared_norm(weight_OI)).tolist()
         ranks = curve_ranks(cls.full_rank(config, *weight_OI.shape), steps)
@@ -150,6 +154,7 @@ class KroneckerLinear(StructuredLinear):
         return blocks_bcad.transpose(1, 2).reshape(b * a, c * d)
 
     def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
         return self._assemble(self.weight, self.right)
 
     def product(self, x: Tensor) -> Tensor:
@@ -174,6 +179,7 @@ class KroneckerLinear(StructuredLinear):
         return r * (c * a * (d + b) if self._right_first() else b * d * (c + a))
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
         # A sum of r terms, each its own pair of small layers: only the sum shares its scale out over them.
         return {"right": MuP(d, a), "weight": MuP(r * c, r * b)}

@@ -1,8 +1,9 @@
-"""Factorisations that do not give up: batched, else one matrix at a time, else on the CPU in float64.
+"""Matrix factorizations with fallbacks: batched, then one matrix at a time, then on the CPU in float64.
 
-cuSOLVER's batched routines fail on a crowded GPU (CUSOLVER_STATUS_INTERNAL_ERROR, no memory for the workspace), and float32
-routines on matrices that float64 can factor. Whoever calls these functions gets the result of the first way that works, in the
-dtype and on the device of the argument; the first time that a way failed, a warning says so.
+cuSOLVER's batched routines fail if GPU memory for the workspace is short (CUSOLVER_STATUS_INTERNAL_ERROR), and float32
+routines fail on some matrices that float64 can factor. Each function returns the result of the first attempt that
+succeeds, in the dtype and on the device of its argument. The first fallback of each function emits a RuntimeWarning.
+NumbersError if the input holds NaN or Inf, or if every attempt fails.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def solve(matrix: Tensor, rhs: Tensor, left: bool = True) -> Tensor:
 
 
 def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = True) -> Tensor:
+    """Return matrix^-1 rhs for a triangular matrix, or rhs matrix^-1 if not `left`."""
     return _first_that_works(
         "solve_triangular", lambda m, b: torch.linalg.solve_triangular(m, b, upper=upper, left=left), matrix, rhs
     )

@@ -30,6 +30,8 @@ from surgery.structures.metric import Metric
 
 @dataclass(frozen=True)
 class LowRank(StructureConfig):
+    """Config of a low-rank matrix. rank: R."""
+
     name: ClassVar[str] = "low_rank"
     rank: Rank = None
 
@@ -60,6 +62,7 @@ def orthonormalize(y_OR: Tensor) -> Tensor:
 
 
 def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Return the eigenvectors (..., n, rank) of the largest eigenvalues, largest first."""
     return linalg.eigh(gram)[1][..., -rank:].flip(-1)
 
 
@@ -80,6 +83,7 @@ def tail_energies(m_OI: Tensor) -> Tensor:
 
 
 def gram_tails(gram: Tensor) -> Tensor:
+    """Return tail[..., r], the sum of all but the r largest eigenvalues, for r = 0 .. n."""
     energies = linalg.eigvalsh(gram).clamp_min(0)  # ascending, so the tail is a cumulative sum
     tail = torch.cat([torch.zeros_like(energies[..., :1]), energies.cumsum(-1)], dim=-1)
     return tail.flip(-1)
@@ -94,14 +98,17 @@ class LowRankLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every core (layout in the class docstring)."""
         return {"weight": (1, out, config.rank), "right": (config.rank, in_)}
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         return min(out, in_)
 
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
+        """Return the linear module closest to `weight_OI` (O, I) in the metric."""
         left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
         return cls.from_cores(config, weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
 
@@ -109,6 +116,7 @@ class LowRankLinear(StructuredLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         if weight_OI.shape[0] <= weight_OI.shape[1]:
             tail = gram_tails(metric.left_gram(weight_OI)).tolist()
         else:
@@ -117,14 +125,18 @@ class LowRankLinear(StructuredLinear):
         return [(replace(config, rank=r), tail[r]) for r in ranks]
 
     def product(self, x: Tensor) -> Tensor:
+        """Return B x (..., O) without the bias, for x (..., I)."""
         return F.linear(F.linear(x, self.right), self.weight[0])
 
     def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
         return self.weight[0] @ self.right
 
     def macs(self) -> int:
+        """Return multiply-accumulates per token."""
         return self.weight.numel() + self.right.numel()
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         rank = self.config.rank
         return {"right": MuP(self.in_features, rank), "weight": MuP(rank, self.out_features)}

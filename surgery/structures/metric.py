@@ -46,6 +46,7 @@ def add_moment_(sum_XX: Tensor, rows_NX: Tensor) -> None:
 
 
 def add_damping(moment_II: Tensor, damping: float) -> Tensor:
+    """Return C + damping * mean(diag C) I as a new matrix."""
     out = moment_II.clone()
     damp_(out, damping)
     return out
@@ -138,15 +139,18 @@ class Metric:
         return self._product[0][1]
 
     def cache_times_c(self, weight_OI: Tensor, product_OI: Tensor) -> None:
+        """Store W C for the next call of `times_c` with the same W."""
         self._product[:] = [(weight_OI, product_OI)]
 
     @property
     def c_root(self) -> Tensor | None:
+        """Root R (I, I) of C with R R^T = C, or None."""
         moment_II = self.c_II
         return None if moment_II is None else self.compute_once("root", lambda: input_root(moment_II))
 
     @cached_property
     def g_roots(self) -> tuple[Tensor, Tensor] | None:
+        """Roots (T, T^-1) of G with T^T T = G; None without G or with a diagonal G."""
         return None if self.g_OO is None or self.g_OO.dim() == 1 else output_roots(self.g_OO)
 
     def apply_output_root(self, matrix_OX: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class MonarchLinear(BTTLinear):
 
     @classmethod
     def resolve(cls, config: Any, out: int, in_: int) -> Any:
+        """Return the config with `blocks` as numbers. SurgeryError if they cannot tile an (out, in) matrix."""
         if config.rank == "full":
             return replace(config, blocks=(out, 1), rank=1)
         if isinstance(config.blocks, int):
@@ -60,6 +61,8 @@ class MonarchLinear(BTTLinear):
 
     @classmethod
     def fit(cls, config: Any, out: int, in_: int, budget: float) -> Any:
+        """Return the config with the largest size within `budget` stored elements. SurgeryError if the smallest
+        exceeds it."""
         config = cls.resolve(config, out, in_)
         if config.blocks != "budget":
             return config
@@ -77,6 +80,7 @@ class MonarchLinear(BTTLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 12
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         out, in_ = weight_OI.shape
         config = cls.resolve(config, out, in_)
         grids = block_grids(out, in_) if config.blocks == "budget" else [config.blocks]

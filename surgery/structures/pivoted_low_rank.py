@@ -25,6 +25,8 @@ from surgery.structures.metric import Metric
 
 @dataclass(frozen=True)
 class PivotedLowRank(StructureConfig):
+    """Config of a pivoted low-rank matrix. rank: R."""
+
     name: ClassVar[str] = "pivoted_low_rank"
     rank: Rank = None
 
@@ -69,6 +71,7 @@ class PivotedLowRankLinear(StructuredLinear):
         self.register_buffer("place", torch.arange(out_features, dtype=torch.int32, device=device))
 
     def check_loaded(self) -> None:
+        """Raise SurgeryError if `place` is not a permutation of the output rows."""
         rows = torch.arange(self.out_features).to(self.place)
         if not self.place.is_meta and not torch.equal(self.place.sort().values, rows):
             raise SurgeryError(
@@ -77,14 +80,17 @@ class PivotedLowRankLinear(StructuredLinear):
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every core (layout in the class docstring)."""
         return {"weight": (1, out - config.rank, config.rank), "right": (config.rank, in_)}
 
     @classmethod
     def params(cls, config: Any, out: int, in_: int) -> int:
+        """Return the number of stored elements, index table included."""
         return super().params(config, out, in_) + out
 
     @classmethod
     def full_rank(cls, config: Any, out: int, in_: int) -> int:
+        """Return the smallest rank that represents every (out, in) matrix exactly."""
         return min(out, in_)
 
     @classmethod
@@ -104,21 +110,27 @@ class PivotedLowRankLinear(StructuredLinear):
     def rank_error_curve(
         cls, weight_OI: Tensor, config: Any, metric: Metric, steps: int = 64
     ) -> list[tuple[Any, float]]:
+        """Return (config, squared error in the metric) at about `steps` ranks, cheapest first."""
         return LowRankLinear.rank_error_curve(weight_OI, config, metric, steps)
 
     def core_names(self) -> list[str]:
+        """Return the names of the stored tensors."""
         return ["weight", "right", "place"]
 
     def product(self, x: Tensor) -> Tensor:
+        """Return B x (..., O) without the bias, for x (..., I)."""
         z = F.linear(x, self.right)
         return torch.cat([z, F.linear(z, self.weight[0])], dim=-1).index_select(-1, self.place)
 
     def dense(self) -> Tensor:
+        """Return B as a dense matrix (O, I)."""
         return torch.cat([self.right, self.weight[0] @ self.right]).index_select(0, self.place)
 
     def macs(self) -> int:
+        """Return multiply-accumulates per token."""
         return self.weight.numel() + self.right.numel()
 
     def mup(self) -> dict[str, MuP]:
+        """Return fan-in and fan-out of each core."""
         rank = self.config.rank
         return {"right": MuP(self.in_features, rank), "weight": MuP(rank, max(1, self.out_features - rank))}

@@ -92,3 +92,21 @@ def test_what_is_left_to_the_reference(options):
     state = mixer.empty_state(1, DEVICE)
     with use_kernels("kernel"):
         assert one_token.select_kernel(inputs.q_BHTK, mixer, inputs, state) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["none", "hook", "offload", "lora"])
+def test_fused_step_declines_submodules_that_must_be_called(change):
+    import accelerate
+    import peft
+
+    from surgery.kernels.ssd.fused_token import reads_plain_linears
+
+    mixer = mixer_of(LinearAttention(mask="hierarchical", scores="delta")).float()
+    if change == "hook":
+        mixer.beta_proj.register_forward_hook(lambda module, args, out: None)
+    if change == "offload":
+        accelerate.cpu_offload(mixer, execution_device=torch.device(DEVICE))
+    if change == "lora":
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["level"]), mixer)
+    assert reads_plain_linears(mixer) is (change == "none")

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState, mixer_config
+from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAttention, LinearMixer, l2_normalize
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.chunking import affine
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5)
 ENCODER = replace(SHAPE, causal=False)
@@ -479,9 +479,9 @@ def test_checkpoints():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 on a GPU has a way of its own")
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_maps_of_bfloat16_are_as_good_as_float32(stored):
-    linear = torch.nn.Linear(2048, 96).to("cuda", stored)
+    linear = Float32Linear(2048, 96).to("cuda", stored)
     x = torch.randn(2, 33, 2048, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        got, wanted = affine(linear, x), linear.double()(x.double())
+        got, wanted = linear(x), linear.double()(x.double())
     assert got.dtype == torch.float32
     assert (got - wanted).norm() <= 1e-5 * wanted.norm()

@@ -34,7 +34,7 @@ class Rows:
     """Windows with random inputs and given targets."""
 
     def __init__(self, target, seed, count=1, length=28):
-        self.seat = SimpleNamespace(shape=SHAPE)
+        self.target = SimpleNamespace(shape=SHAPE)
         generator = torch.Generator().manual_seed(seed)
         self.rows = []
         for _ in range(count):

@@ -15,7 +15,7 @@ from surgery.mixers.masks.delta_rule import dense_scores
 
 def dense_output(mask: Mask, rows: MaskInputs) -> Tensor:
     """out_BGJTV with A and M written out."""
-    m_BGJTT = mask.dense(rows.start_B, rows.v_BGTV.shape[2], rows.signals)
+    m_BGJTT = mask("dense", rows.start_B, rows.v_BGTV.shape[2], rows.signals)
     return torch.einsum(
         "bgjts,bgsv->bgjtv", dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT) * m_BGJTT, rows.v_BGTV
     )
@@ -59,7 +59,7 @@ def diagonal_output(mask: Mask, rows: MaskInputs) -> Tensor:
     batch, length = rows.v_BGTV.shape[0], rows.v_BGTV.shape[2]
     position_BT = rows.start_B.unsqueeze(1) + torch.arange(length, device=rows.start_B.device)
     signals = {name: t.flatten(0, 1).unsqueeze(1) for name, t in rows.signals.items()}
-    m_XGJ = mask.dense(position_BT.flatten(), 1, signals)[..., 0, 0]
+    m_XGJ = mask("dense", position_BT.flatten(), 1, signals)[..., 0, 0]
     m_BGJT1 = m_XGJ.expand(batch * length, -1, -1).unflatten(0, (batch, length)).permute(0, 2, 3, 1).unsqueeze(-1)
     value_BGTV = rows.v_BGTV if rows.beta_BGT is None else rows.v_BGTV * rows.beta_BGT.unsqueeze(-1)
     score_BGJT1 = (rows.q_BGJTF * rows.k_BGTF.unsqueeze(2)).sum(-1, keepdim=True)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from surgery.mixers.common.padding import Unpadder
 
+MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
+
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[None]:
     """No autocast: sums over thousands of tokens stay in float32 when a trainer casts every product to bfloat16."""
@@ -19,13 +21,63 @@ def autocast_disabled(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
+class Float32Linear(nn.Linear):
+    """Linear layer computed in float32 or wider, whatever dtype the hidden states and the checkpoint are stored in."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return W x + b (B, T, O) in float32, or float64 if the input or the weight is float64."""
+        if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and MM_HAS_OUT_DTYPE and not torch.is_grad_enabled():
+            return self._split_bfloat16(x_BTD)
+        wide = torch.promote_types(torch.promote_types(x_BTD.dtype, self.weight.dtype), torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return F.linear(x_BTD.to(wide), self.weight.to(wide), bias)
+
+    def _split_bfloat16(self, x_BTD: Tensor) -> Tensor:
+        """Return W x + b (B, T, O) in float32 for x in bfloat16, on tensor cores.
+
+        A product of two bfloat16 numbers is exact in float32, so the weight is split into a sum of two bfloat16
+        matrices that hold its first 16 mantissa bits. This is several times faster than a float32 product.
+        """
+        x_ND, weight_OD = x_BTD.flatten(0, -2), self.weight
+        first_OD = weight_OD.to(torch.bfloat16)
+        parts = [first_OD]
+        if weight_OD.dtype != torch.bfloat16:
+            parts.append((weight_OD - first_OD).to(torch.bfloat16))
+        out_NO = sum(torch.mm(x_ND, part_OD.mT, out_dtype=torch.float32) for part_OD in parts)
+        out_NO = out_NO if self.bias is None else out_NO + self.bias.to(torch.float32)
+        return out_NO.unflatten(0, x_BTD.shape[:-1])
+
+
+class InputDtypeLinear(nn.Linear):
+    """Linear layer without bias, computed in the dtype of its input."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return W x (B, T, O) in the dtype of x."""
+        return F.linear(x_BTD, self.weight.to(x_BTD.dtype))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether calling the module does more than its class's forward: forward hooks, a replaced `forward`
+    (accelerate's offloading), or parameters that are not in memory now (on the meta device). A fused kernel that reads
+    parameters directly must not bypass such a module."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or any(p.is_meta for p in module.parameters(recurse=False))
+    )
+
+
 class ShortConvolution(nn.Module):
     """y_t = sum_w weight[w] x_(t - width + 1 + w), a causal filter for each channel (Mamba-2; Gated DeltaNet, without
     their activation, which no weight could make the identity). It remembers the last width - 1 inputs."""
 
     def __init__(self, channels: int, width: int):
         super().__init__()
-        self.width = width
+        self.channels, self.width = channels, width
         weight_CW = torch.zeros(channels, width)
         weight_CW[:, -1] = 1
         self.weight = nn.Parameter(weight_CW)
@@ -56,9 +108,9 @@ class OutputGate(nn.Module):
     def __init__(self, dim: int, heads: int, values: int):
         super().__init__()
         self.heads = heads
-        self.projection = nn.Linear(dim, heads * values, bias=False)
+        self.projection = InputDtypeLinear(dim, heads * values)
         nn.init.zeros_(self.projection.weight)
 
     def forward(self, y_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
-        gate_BTX = F.linear(x_BTD, self.projection.weight.to(x_BTD.dtype))
+        gate_BTX = self.projection(x_BTD)
         return y_BTHV * (2 * gate_BTX.unflatten(-1, (self.heads, -1)).to(y_BTHV.dtype).sigmoid())

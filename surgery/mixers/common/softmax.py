@@ -52,6 +52,7 @@ def group_heads(q_BHTK: Tensor, groups: int) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
+    """Return x in float32, or float64 if x is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

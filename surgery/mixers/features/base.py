@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.core.registry import Registry
-from surgery.mixers.base import AttentionShape
+from surgery.mixers.base import AttentionShape, MethodModule
 
 
-class FeatureMap(nn.Module):
+class FeatureMap(MethodModule):
     """phi of queries and of keys; both take positions because some (cosFormer) depend on them."""
 
     config_type: ClassVar[type]

@@ -38,12 +38,15 @@ class CosFormerMap(FeatureMap):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the number of features."""
         return 2 * shape.key
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of queries, (B, H, T, F)."""
         return self._weighted(q_BHTK, position_BT)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of keys, (B, G, T, F)."""
         return self._weighted(k_BGTK, position_BT)
 
     def _weighted(self, x_BHTK: Tensor, position_BT: Tensor) -> Tensor:

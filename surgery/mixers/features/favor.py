@@ -47,12 +47,15 @@ class Favor:
 
 
 def check_queries_option(name: str, queries: str) -> None:
+    """Raise SurgeryError if `queries` is not 'scaled' or 'exact'."""
     if queries not in ("scaled", "exact"):
         raise SurgeryError(f"{name}: queries {queries!r} is neither 'scaled' nor 'exact'; use queries: scaled")
 
 
 @FEATURES.register(Favor)
 class FavorMap(FeatureMap):
+    """F features from `w_GFK`, the random directions (G, F or F / 2, K)."""
+
     w_GFK: Tensor
 
     def __init__(self, config: Any, shape: AttentionShape):
@@ -62,17 +65,21 @@ class FavorMap(FeatureMap):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the number of features."""
         return config.features
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
+        """Return multiply-accumulates per token for all queries and keys."""
         return (shape.heads + shape.groups) * (config.features // config.sides) * shape.key
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of queries, (B, H, T, F)."""
         log_BHTF = self._logarithms(q_BHTK)
         return query_features(log_BHTF, self.config.queries) * self.config.features**-0.5
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of keys, (B, G, T, F)."""
         return bounded_exp(self._logarithms(k_BGTK)) * self.config.features**-0.5
 
     def _logarithms(self, x_BHTK: Tensor) -> Tensor:
@@ -87,10 +94,12 @@ def exponents(x_BHTK: Tensor, w_GFK: Tensor) -> Tensor:
 
 
 def bounded_exp(log: Tensor) -> Tensor:
+    """Return exp(min(log, MAX_EXPONENT))."""
     return log.clamp_max(MAX_EXPONENT).exp()
 
 
 def query_features(log_BHTF: Tensor, queries: str) -> Tensor:
+    """Return exp of the logarithms; 'scaled' divides by the largest feature of each query."""
     if queries == "exact":
         return bounded_exp(log_BHTF)
     return torch.exp(log_BHTF - log_BHTF.amax(-1, keepdim=True))

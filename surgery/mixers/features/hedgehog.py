@@ -19,6 +19,8 @@ from surgery.mixers.features.base import FEATURES, FeatureMap
 
 @dataclass(frozen=True)
 class Hedgehog:
+    """Config of the Hedgehog map."""
+
     name: ClassVar[str] = "hedgehog"
 
 
@@ -33,19 +35,24 @@ class HedgehogMap(FeatureMap):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the number of features."""
         return 2 * shape.key
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
+        """Return multiply-accumulates per token for all queries and keys."""
         return (shape.heads + shape.groups) * shape.key**2
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of queries, (B, H, T, F)."""
         return signed_softmax(q_BHTK, self.query_HKK)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of keys, (B, G, T, F)."""
         return signed_softmax(k_BGTK, self.key_GKK)
 
 
 def signed_softmax(x_BHTK: Tensor, w_HKK: Tensor) -> Tensor:
+    """Return [softmax(W x), softmax(-W x)], (B, H, T, 2 K)."""
     y_BHTK = torch.einsum("bhtk,hfk->bhtf", x_BHTK, w_HKK.to(x_BHTK.dtype))
     return torch.cat([y_BHTK.softmax(-1), (-y_BHTK).softmax(-1)], dim=-1)

@@ -51,13 +51,16 @@ class LaraMap(FeatureMap):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the number of features."""
         return config.features
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
+        """Return multiply-accumulates per token for all queries and keys."""
         return (2 * shape.heads + shape.groups) * config.features * shape.key
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of queries, (B, H, T, F)."""
         mu_GCK, draw_GCK = self.mu_GCK.to(q_BHTK.dtype), self.draw_GCK.to(q_BHTK.dtype)
         w_GCK = mu_GCK + draw_GCK
         # log N(w_c; mu_d) up to what all d share; its diagonal is the proposal that w_c came from.
@@ -71,4 +74,5 @@ class LaraMap(FeatureMap):
         return query_features(log_BHTC + alpha_BHTC.clamp_min(math.exp(-80)).log(), self.config.queries)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of keys, (B, G, T, F)."""
         return bounded_exp(exponents(k_BGTK, self.mu_GCK + self.draw_GCK))

@@ -44,16 +44,20 @@ class RFAMap(FeatureMap):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
+        """Return F, the number of features."""
         return 2 * config.features
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
+        """Return multiply-accumulates per token for all queries and keys."""
         return (shape.heads + shape.groups) * config.features * shape.key
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of queries, (B, H, T, F)."""
         return self._waves(q_BHTK)
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
+        """Return the features of keys, (B, G, T, F)."""
         return self._waves(k_BGTK)
 
     def _waves(self, x_BHTK: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.core.registry import Registry
-from surgery.mixers.base import AttentionShape
+from surgery.mixers.base import AttentionShape, MethodModule
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MaskInputs:
     max_seen: int | None = None
 
 
-class Mask(nn.Module):
+class Mask(MethodModule):
     """One structured mask. `written_signals`: signals that belong to the written token (gates); others belong to the reader
     (lambda, mixing rows). Parameters and signals are float32."""
 

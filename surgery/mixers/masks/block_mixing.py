@@ -88,6 +88,7 @@ class BlockChunks:
 
     @classmethod
     def from_inputs(cls, rows: MaskInputs, matrix_GJMM: Tensor, chunk: int, block: int) -> BlockChunks:
+        """Lay the tokens of one call out in chunks."""
         layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], min(chunk, block), block)
         per_block = -(-block // layout.chunk)
         beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
@@ -190,6 +191,7 @@ class BlocksMask(Mask):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+        """Raise SurgeryError if the mask cannot serve this attention."""
         if delta and not shape.causal:
             raise SurgeryError(
                 "blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
@@ -198,6 +200,7 @@ class BlocksMask(Mask):
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         return -(-length // config.block) * features * values
 
     def matrix(self) -> Tensor:
@@ -228,15 +231,18 @@ class BlocksMask(Mask):
             )
 
     def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         return {"blocks": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         self._check(int(start_B.max()) + length)
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.matrix()[:, :, block_BT.unsqueeze(2), block_BT.unsqueeze(1)].movedim(2, 0)
         return mask.tril() if self.shape.causal else mask
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         end, furthest = torch.stack([rows.start_B + rows.count_B, rows.start_B]).amax(1).tolist()
         self._check(end)
         qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
@@ -257,6 +263,7 @@ class BlocksMask(Mask):
         return (grid.mix if rows.beta_BGT is None else grid.mix_delta)(before)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state) for one token of each row."""
         rows, block = upcast_inputs(rows), self.config.block
         end = int((rows.start_B + rows.count_B).max())
         self._check(end)

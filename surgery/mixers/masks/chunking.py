@@ -1,4 +1,4 @@
-"""What the masks share: arithmetic in float32 or more, chunks of the time axis, and maps that read the hidden states.
+"""What the masks share: arithmetic in float32 or more, and chunks of the time axis.
 
 A `ChunkLayout` lays the tokens of every row on a grid of chunks: `Frame.unaligned` from the row's first token on, `Frame.block_aligned`
 so that chunks lie alike in all rows, each inside one block of absolute positions.
@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.mixers.masks.base import MaskInputs
 
 # Numbers that a temporary of one span may hold; more is slower on a CPU, whose caches they leave.
 SPAN_ELEMENTS = {"cpu": 2**19, "cuda": 2**28}
-
-MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
 
 
 def upcast_inputs(rows: MaskInputs) -> MaskInputs:
@@ -41,26 +39,6 @@ def token_spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
     max_elements = SPAN_ELEMENTS.get(v_BGTV.device.type, SPAN_ELEMENTS["cuda"])
     span = max(1, max_elements // max(1, batch * groups * per_group * chunk**2)) * chunk
     yield from (slice(a, a + span) for a in range(0, length, span))
-
-
-def affine(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
-    """linear(x) in float32 or more, whatever the hidden states and the checkpoint are stored in."""
-    if x_BTD.is_cuda and x_BTD.dtype == torch.bfloat16 and MM_HAS_OUT_DTYPE and not torch.is_grad_enabled():
-        return _split_bfloat16_linear(linear, x_BTD)
-    wide = torch.promote_types(torch.promote_types(x_BTD.dtype, linear.weight.dtype), torch.float32)
-    bias = None if linear.bias is None else linear.bias.to(wide)
-    return F.linear(x_BTD.to(wide), linear.weight.to(wide), bias)
-
-
-def _split_bfloat16_linear(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
-    """linear(x) of x in bfloat16, whose products with another bfloat16 are exact in float32: the weight goes in as the sum
-    of two, which are its first 16 bits, at several times the speed of float32 on tensor cores."""
-    x_ND, weight_OD = x_BTD.flatten(0, -2), linear.weight
-    first_OD = weight_OD.to(torch.bfloat16)
-    parts = [first_OD] if weight_OD.dtype == torch.bfloat16 else [first_OD, (weight_OD - first_OD).to(torch.bfloat16)]
-    out_NO = sum(torch.mm(x_ND, part_OD.mT, out_dtype=torch.float32) for part_OD in parts)
-    out_NO = out_NO if linear.bias is None else out_NO + linear.bias.to(torch.float32)
-    return out_NO.unflatten(0, x_BTD.shape[:-1])
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
@@ -102,6 +80,7 @@ class ChunkLayout:
 
     @classmethod
     def unaligned(cls, start_B: Tensor, length: int, chunk: int) -> ChunkLayout:
+        """Return chunks that begin at the first token of each row."""
         chunk = max(1, min(chunk, length))
         return cls(length, -(-length // chunk), chunk, start_B)
 

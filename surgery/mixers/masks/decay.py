@@ -15,6 +15,8 @@ from surgery.mixers.masks.semiseparable import Semiseparable
 
 @dataclass(frozen=True)
 class Decay:
+    """Config of the decay mask."""
+
     name: ClassVar[str] = "decay"
 
 
@@ -29,6 +31,7 @@ class DecayMask(Semiseparable):
         self.log_decay_G = nn.Parameter(torch.log(-torch.log1p(-torch.exp2(-power_G))).float())
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         wide_G = self.log_decay_G.to(torch.promote_types(self.log_decay_G.dtype, torch.float32))
         real_BT = torch.arange(length, device=count_B.device) < count_B.unsqueeze(1)
         return -wide_G.exp()[:, None] * real_BT[:, None, None]

@@ -48,22 +48,27 @@ class DistanceMask(Mask):
         raise NotImplementedError
 
     def phase(self, position_BS: Tensor) -> Tensor | None:
+        """Return the phase of each position, or None without phases."""
         return None
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach - 1)) * (features + values)
 
     def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         of = {"keys": features, "values": values}
         return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in of.items()}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         return self.entries(at_BT, at_BT).expand(len(start_B), -1, -1, -1, -1)
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         rows = upcast_inputs(rows)
         if rows.beta_BGT is None:
             old = self._with_history(rows, state)
@@ -74,6 +79,7 @@ class DistanceMask(Mask):
         return out, None if state is None else self._latest(rows, state, k_BGSF, v_BGSV)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state) for one token of each row."""
         rows = upcast_inputs(rows)
         out, k_BGSF, v_BGSV = self._row_by_row(rows, state, 1)
         return out, self._latest(rows, state, k_BGSF, v_BGSV)

@@ -20,6 +20,8 @@ from surgery.mixers.masks.fft_convolution import DistanceMask
 
 @dataclass(frozen=True)
 class Fourier:
+    """Config of the Fourier mask. period: in positions."""
+
     name: ClassVar[str] = "fourier"
     period: int = 4096
 
@@ -41,11 +43,13 @@ class FourierMask(DistanceMask):
         self.register_buffer("omega_2", torch.tensor([math.cos(angle), math.sin(angle)]))
 
     def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
+        """Return M_BGJTS for pairs of positions."""
         turn_BTS = at_BT.unsqueeze(2) * from_BS.unsqueeze(1) % self.config.period
         mask_BTS = torch.cos(self._angle(turn_BTS, self.config.period))
         return torch.where(from_BS.unsqueeze(1) <= at_BT.unsqueeze(2), mask_BTS, 0)[:, None, None]
 
     def distances(self, length: int) -> Tensor:
+        """Return h_GJS at distances 0 .. length - 1."""
         return self.phase(torch.arange(length, device=self.omega_2.device)).conj()[None, None]
 
     def phase(self, position_BS: Tensor) -> Tensor:

@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
+from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.masks.chunking import affine, inverse_softplus
+from surgery.mixers.masks.chunking import inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable
 
 
 @dataclass(frozen=True)
 class Gates:
+    """Config of the gate mask."""
+
     name: ClassVar[str] = "gates"
 
 
@@ -36,7 +39,7 @@ class GatesMask(Semiseparable):
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__(config, shape)
-        self.rate = nn.Linear(shape.dim, shape.groups)
+        self.rate = Float32Linear(shape.dim, shape.groups)
         self.log_scale_G = nn.Parameter(torch.zeros(shape.groups))
         with torch.no_grad():
             self.rate.weight.zero_()
@@ -44,8 +47,10 @@ class GatesMask(Semiseparable):
             self.rate.bias.copy_(inverse_softplus(spread_G))
 
     def signals(self, x_BTD: Tensor) -> dict[str, Tensor]:
-        rate_BTG = F.softplus(affine(self.rate, x_BTD))
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
+        rate_BTG = F.softplus(self.rate(x_BTD))
         return {"gate": -self.log_scale_G.to(rate_BTG.dtype).exp() * rate_BTG}
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         return signals["gate"].transpose(1, 2).unsqueeze(1)

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
+from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
-from surgery.mixers.masks.chunking import affine, inverse_softplus, upcast_inputs
+from surgery.mixers.masks.chunking import inverse_softplus, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
@@ -65,41 +66,47 @@ class HierarchicalMask(Mask):
         super().__init__(config, shape)
         self.gates: Semiseparable = MASKS[config.gates](config.gates, shape)  # type: ignore[assignment]
         self.written_signals = self.gates.written_signals  # type: ignore[misc]
-        self.level = nn.Linear(shape.dim, shape.heads * config.levels)
+        self.level = Float32Linear(shape.dim, shape.heads * config.levels)
         with torch.no_grad():
             self.level.weight.zero_()
             self.level.bias.copy_(inverse_softplus(torch.ones(())))
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         return length.bit_length() * features * values
 
     def signals(self, x_BTD: Tensor) -> MaskState:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         heads = (self.shape.groups, -1, self.config.levels)
-        level_BTGJL = F.softplus(affine(self.level, x_BTD)).unflatten(-1, heads)
-        return {"level": level_BTGJL, **self.gates.signals(x_BTD)}
+        level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
+        return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
 
     def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         # Bits beyond the last level change nothing.
         level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
         chosen_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
-        return chosen_BGJTT * self.gates.dense(start_B, length, signals)
+        return chosen_BGJTT * self.gates("dense", start_B, length, signals)
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
-        gates_BRGT = self.gates.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
+        gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         tokens = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV, rows.beta_BGT, gates_BRGT.squeeze(1), rows.signals["level"]
         before = None if state is None else state["buckets"]
         out, after = log_linear(*tokens, rows.start_B, before, rows.count_B, chunk, max_levels_after(rows, before))
         return out, None if after is None else {"buckets": after}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
-        gate_BG = self.gates.log_gates(rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
+        """Return (out_BGJTV, state) for one token of each row."""
+        gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
         level_BGJL = rows.signals["level"].squeeze(1)

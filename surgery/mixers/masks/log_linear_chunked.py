@@ -120,6 +120,7 @@ class FenwickTree:
 
     @classmethod
     def from_inputs(cls, rows: MaskInputs, gates_BGT: Tensor, bits: int) -> FenwickTree:
+        """Lay the tokens of one call out in chunks."""
         layout = ChunkLayout.block_aligned(rows.start_B, rows.v_BGTV.shape[2], 1 << bits, 1 << bits)
         gates_BGT = gates_BGT.expand(rows.v_BGTV.shape[:3])
         q_BNGJCF = layout.to_chunks(rows.q_BGJTF, 3).permute(0, 3, 1, 2, 4, 5)

@@ -14,6 +14,8 @@ from surgery.mixers.masks.semiseparable import Semiseparable
 
 @dataclass(frozen=True)
 class Ones:
+    """Config of the mask of ones."""
+
     name: ClassVar[str] = "ones"
 
 
@@ -22,4 +24,5 @@ class OnesMask(Semiseparable):
     """Nothing is forgotten."""
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         return torch.zeros(1, 1, 1, length, device=start_B.device)

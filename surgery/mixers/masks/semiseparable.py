@@ -34,21 +34,26 @@ class Semiseparable(Mask):
 
     @classmethod
     def components(cls, config: Any) -> int:
+        """Return R, the number of exponential components."""
         return 1
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         return cls.components(config) * features * values
 
     def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         shape = (rows, self.components(self.config), self.shape.groups, features, values)
         return {"sum": torch.zeros(shape, device=device)}
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         gates_BRGT = self.log_gates(start_B, torch.full_like(start_B, length), length, signals)
         return chunk_masks(gates_BRGT.unsqueeze(3), self.amplitudes()).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         gates_BRGT = self.log_gates(rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
         first = None if state is None else state["sum"]
         qkv = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV
@@ -56,6 +61,7 @@ class Semiseparable(Mask):
         return out, None if state is None else {"sum": last}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state) for one token of each row."""
         gates_BRG = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).squeeze(-1)
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)

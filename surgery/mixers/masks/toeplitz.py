@@ -40,6 +40,7 @@ class ToeplitzMask(DistanceMask):
 
     @classmethod
     def reach(cls, config: Any) -> int | None:
+        """Return the first distance from which M is 0, or None."""
         return config.length
 
     def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class ToeplitzMask(DistanceMask):
         return torch.where(seen_TS, coefficient_GJTS, 0).unsqueeze(0)
 
     def distances(self, length: int) -> Tensor:
+        """Return h_GJS at distances 0 .. length - 1."""
         return self._wide()[..., :length]
 
     def _wide(self) -> Tensor:

@@ -115,6 +115,7 @@ class ToeplitzBlocksMask(Semiseparable):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
+        """Raise SurgeryError if the mask cannot serve this attention."""
         if delta and not shape.causal:
             raise SurgeryError(
                 "toeplitz_blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
@@ -123,9 +124,11 @@ class ToeplitzBlocksMask(Semiseparable):
 
     @classmethod
     def components(cls, config: Any) -> int:
+        """Return R, the number of exponential components."""
         return config.components
 
     def amplitudes(self) -> Tensor:
+        """Return the amplitudes a_RGJ >= 0."""
         return _positive(self.amplitude_RGJ)
 
     def kernel(self, distance: Tensor) -> Tensor:
@@ -140,14 +143,17 @@ class ToeplitzBlocksMask(Semiseparable):
         self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
 
     def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         return block_log_gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
 
     def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+        """Return M_BGJTT of tokens at start .. start + length."""
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.kernel(block_BT.unsqueeze(2) - block_BT.unsqueeze(1)).permute(0, 3, 4, 1, 2)
         return mask.tril() if self.shape.causal else mask
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         if rows.beta_BGT is not None:
             return super().chunked(rows, state, chunk)
         qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
@@ -159,6 +165,7 @@ class ToeplitzBlocksMask(Semiseparable):
         return out, None if state is None or last is None else {"sum": last}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state) for one token of each row."""
         if rows.beta_BGT is not None:
             return super().step(rows, state)
         qkv, kernel = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), (_positive(self.rate_RG), self.amplitudes())
