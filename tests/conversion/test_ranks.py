@@ -122,7 +122,7 @@ def test_an_error_of_one_process_ends_all_with_its_sentence(refused, checkpoints
         try:
             convert(str(checkpoint), make_recipe(**MIXED), out, device="cpu")
         except Exception as error:
-            (tmp_path / f"said-{rank}").write_text(f"{getattr(error, 'elsewhere', False)} {error}")
+            (tmp_path / f"said-{rank}").write_text(f"{getattr(error, 'reported_by_peer', False)} {error}")
             raise
 
     began = time.monotonic()
