@@ -1,4 +1,4 @@
-"""Model families as data: where the layers are and which linears play which role. One file a family."""
+"""Model families as data, one file each: the lists of layers, and the role of each linear in a layer."""
 
 from surgery.architectures.base import ROLES, Architecture, FusedLinear, get_architecture, known_families
 

@@ -1,4 +1,4 @@
-"""Where a model's attention is, and what a mixer must know of it: read from the module, its config and the architecture."""
+"""Attention modules of a model, and their shapes, read from the modules, the config and the architecture."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from surgery.mixers import AttentionShape
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Whether the forward asks transformers' table of attention functions, which is where a mixer comes in."""
+    """Return whether the forward looks its attention function up in transformers' table, where a mixer can be inserted."""
     forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def require_architecture(model: Any) -> Architecture:
-    """The architecture of a model that can be given mixers; SurgeryError says why another cannot."""
+    """Return the architecture of a model whose attention can be replaced. Raise SurgeryError, with the reason, for others."""
     kind = model.config.model_type
     architecture = get_architecture(kind)
     if architecture is not None and architecture.unmixable:
@@ -29,18 +29,18 @@ def require_architecture(model: Any) -> Architecture:
     if not any(uses_attention_interface(module) for module in model.modules()):
         raise SurgeryError(
             f"{type(model).__name__} computes attention in its own forward, without transformers' attention functions, so "
-            "mixers cannot be put in its place; families that can: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
+            "mixers cannot replace it. Supported families: llama, qwen2, qwen3, mistral, gemma2, gpt2, .."
         )
     if architecture is None:
         raise SurgeryError(
             f"no architecture of {kind!r}, so it is not known how its attention is scaled, rotated and masked"
-            f"{suggestion(kind, known_families())}; an architecture is one small file, see surgery/architectures/llama.py"
+            f"{suggestion(kind, known_families())}; to add one, write a small file like surgery/architectures/llama.py"
         )
     return architecture
 
 
 def _parent_layer(architecture: Architecture, path: str) -> str | None:
-    """The path of the layer whose attention is at `path`, or None if that is no attention of a known place."""
+    """Return the path of the layer whose attention is at `path`, or None if the architecture has no attention there."""
     core = f".{architecture.core}" if architecture.core else ""
     lists = "|".join(re.escape(end) for end in architecture.layers)
     found = re.fullmatch(rf"((?:.*\.)?(?:{lists})\.\d+)\.{re.escape(architecture.attention[0] + core)}", path)
@@ -48,7 +48,7 @@ def _parent_layer(architecture: Architecture, path: str) -> str | None:
 
 
 def attention_paths(model: Any) -> list[str]:
-    """Paths of the self-attention modules that can be given mixers."""
+    """Return the paths of the self-attention modules that mixers can replace."""
     architecture = require_architecture(model)
     return [
         n
@@ -58,7 +58,7 @@ def attention_paths(model: Any) -> list[str]:
 
 
 def output_path(model: Any, path: str) -> str:
-    """The path of the linear that reads what the heads of the attention at `path` wrote."""
+    """Return the path of the output projection of the attention at `path`."""
     architecture = require_architecture(model)
     place = f"{_parent_layer(architecture, path)}.{architecture.attention[0]}"
     modules = dict(model.named_modules())
@@ -66,13 +66,13 @@ def output_path(model: Any, path: str) -> str:
 
 
 def attention_shape(model: Any, path: str) -> AttentionShape:
-    """What a mixer there must know."""
+    """Return the shape of the attention at `path`: sizes, scaling, masking and rotation, as a mixer needs them."""
     architecture, layer = require_architecture(model), None
     module = dict(model.named_modules()).get(path)
     if module is not None:
         layer = _parent_layer(architecture, path)
     if module is None or layer is None:
-        raise SurgeryError(f"{type(model).__name__} has no attention at {path!r}, which is to have a mixer")
+        raise SurgeryError(f"{type(model).__name__} has no attention at {path!r} to replace by a mixer")
     config = getattr(module, "host", module.config)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -95,7 +95,7 @@ def attention_shape(model: Any, path: str) -> AttentionShape:
 
 
 def _value_width(model: Any, architecture: Architecture, place: str, sizes: tuple[int, int, int]) -> int:
-    """Outputs of the value projection; SurgeryError where the projections are not of these heads."""
+    """Return the output size of the value projection. Raise SurgeryError if the projections do not match the heads."""
     heads, groups, key = sizes
     modules = dict(model.named_modules())
     for fused in architecture.fused:
@@ -107,8 +107,8 @@ def _value_width(model: Any, architecture: Architecture, place: str, sizes: tupl
     ]
     if found[0] != heads * key or found[1] != groups * key or found[2] % groups:
         raise SurgeryError(
-            f"{place}: projections of {found} outputs do not belong to {heads} query heads and {groups} key and value "
-            f"heads of {key} dims"
+            f"{place}: projections with {found} outputs do not match {heads} query heads and {groups} key and value "
+            f"heads of {key} dimensions"
         )
     return found[2]
 
@@ -118,7 +118,7 @@ def _out_features(linear: Any) -> int:
 
 
 def _window(module: Any, config: Any) -> int | None:
-    """The module's own where it says so (Qwen, Gemma: None on full layers), else the model's (Mistral, Phi-3)."""
+    """Return the sliding window of the module if it defines one (Qwen, Gemma: None on full layers), else of the config (Mistral, Phi-3)."""
     return getattr(module, "sliding_window", getattr(config, "sliding_window", None))
 
 

@@ -1,4 +1,4 @@
-"""What a family's file holds. Paths are relative to a layer; a tuple lists places in order of sublayers.
+"""The description of a model family. Paths are relative to a layer; a tuple lists one path per sublayer, in order.
 
 ARCHITECTURE = Architecture(model_types=("qwen3",), layers="layers", attention="self_attn", mlp="mlp",
                   query="q_proj", key="k_proj", value="v_proj", output="o_proj", ...)
@@ -28,8 +28,10 @@ ROLES = (
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """One linear that computes several roles: their output rows stand one after the other ("stacked"), or
-    head by head, each head's roles one after the other ("per_head": GPT-NeoX)."""
+    """A linear that computes several roles.
+
+    layout "stacked": the rows of the roles follow one another. "per_head": each head has the rows of all roles (GPT-NeoX).
+    """
 
     path: str
     roles: tuple[str, ...]
@@ -38,15 +40,18 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class Architecture:
-    """layers: the end of the path of each ModuleList of layers.
-    attention, mlp: the sublayers' paths in a layer; query .. down: linears below them, "" where absent.
-    residual_attention, residual_mlp: for each sublayer the module whose input is the residual stream to
-        which the sublayer's last linear is added unchanged; () where a norm stands between.
-    softcap: config name of the cap on the head's logits; logit_scale: a factor on them, likewise.
-    core: path below the first attention sublayer of the module that computes the scores, "" for the sublayer itself.
-    head_dim: that module's name for K. rotary: which dims of a head turn together, (f, f + half) or (2 f, 2 f + 1),
-        "none" where no RoPE is used; how many turn is read from the config.
-    score_softcap: config name of the cap on attention scores. unmixable: why its attention cannot be given a mixer.
+    """The layout of a model family.
+
+    layers: the last part of the path of each ModuleList of layers.
+    attention, mlp: paths of the sublayers in a layer. query .. down: linears below them, "" if absent, "a|b" for alternatives.
+    residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which the output of the
+        sublayer's last linear is added unchanged; () if a norm comes between.
+    head: path of the output projection in the model. qk_norm: whether queries and keys are normalized.
+    softcap: name in the config of the soft cap on the logits.
+    core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
+    head_dim: that module's attribute for the head dimension K. rotary: which dimensions of a head RoPE rotates together,
+        "halves" (f, f + half) or "pairs" (2 f, 2 f + 1); "none" without RoPE. How many rotate is read from the config.
+    score_softcap: name in the config of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
     """
 
     model_types: tuple[str, ...]
@@ -73,7 +78,7 @@ class Architecture:
     unmixable: str = ""
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
-        """(path in the layer, roles, how they are fused or None, path of the residual's reader or "")."""
+        """Return (path in the layer, roles, fused linear or None, module that reads the residual stream or "") of each linear."""
         found: list[tuple[str, tuple[str, ...], FusedLinear | None, str]] = []
         sublayers = (
             ("attention", self.attention, ("query", "key", "value", "output"), self.residual_attention),
@@ -100,7 +105,7 @@ _plugin_families: dict[str, Architecture] = {}
 
 
 def add_family(architecture: Architecture) -> None:
-    """For a family that is not in this folder: a plugin calls it as it is imported. It goes before ours."""
+    """Register a family from a plugin. It takes precedence over the built-in families."""
     _plugin_families.update(dict.fromkeys(architecture.model_types, architecture))
 
 
@@ -121,9 +126,10 @@ def _families() -> dict[str, Architecture]:
 
 
 def get_architecture(model_type: str) -> Architecture | None:
-    """The family's architecture, or None: then every nn.Linear goes by its path."""
+    """Return the architecture of a model type, or None; without one, linears are matched by path alone."""
     return _families().get(model_type)
 
 
 def known_families() -> list[str]:
+    """Return the known model types, sorted."""
     return sorted(_families())

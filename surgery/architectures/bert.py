@@ -1,6 +1,8 @@
+"""BERT."""
+
 from surgery.architectures.base import Architecture
 
-# The sum with the residual is normed afterwards; what is added is added unchanged.
+# Post-norm: the norm follows the residual sum, so sublayer outputs are added unchanged.
 ARCHITECTURE = Architecture(
     model_types=("bert",),
     layers=("encoder.layer",),

@@ -1,3 +1,5 @@
+"""Gemma 3."""
+
 from dataclasses import replace
 
 from surgery.architectures.gemma2 import ARCHITECTURE as GEMMA2

@@ -1,3 +1,5 @@
+"""GPT-2."""
+
 from surgery.architectures.base import Architecture, FusedLinear
 
 ARCHITECTURE = Architecture(

@@ -1,6 +1,8 @@
+"""GPT-NeoX and Pythia."""
+
 from surgery.architectures.base import Architecture, FusedLinear
 
-# Attention and MLP read the same residual stream and are added to it side by side.
+# Attention and MLP run in parallel on the same residual stream.
 ARCHITECTURE = Architecture(
     model_types=("gpt_neox",),
     layers=("layers",),

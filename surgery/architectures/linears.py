@@ -1,5 +1,4 @@
-"""Finding the linears of a model: which layer each is in, which roles it plays. Architecture where the family is
-known, paths alone where it is not."""
+"""Location of a model's linears: their layers and roles, by the architecture of a known family, otherwise by path alone."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from surgery.core.errors import SurgeryError
 
 @dataclass(frozen=True)
 class LinearInfo:
-    """A linear of the model. layer: path of its layer, "" outside; index: the layer's place of `count`."""
+    """One linear of a model. layer: path of its layer, "" outside the layers; index, count: number of its layer, and of layers in that list."""
 
     path: str
     roles: tuple[str, ...]
@@ -24,14 +23,14 @@ class LinearInfo:
     out: int
     in_: int
     bias: bool
-    transposed: bool  # Conv1D keeps (in, out)
+    transposed: bool  # Conv1D stores (in, out)
     fused: FusedLinear | None = None
     residual: str = ""  # module of the layer whose input is the residual stream this output is added to
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The linears of a model: the layers in order of execution, all linears, the head's path or ""."""
+    """All linears of a model. layers: paths in order of execution; head: path of the output projection, or ""."""
 
     architecture: Architecture | None
     layers: tuple[str, ...]
@@ -40,14 +39,14 @@ class ModelLayout:
 
 
 def find_linears(model: Any) -> ModelLayout:
-    """Every linear of a transformers model (parameters may be on meta)."""
+    """Return the layout of a transformers model. Its parameters may be on meta."""
     architecture = get_architecture(model.config.model_type)
     lists = _known_layer_lists(model, architecture) if architecture else []
     if not lists:
         architecture, lists = None, _guess_layer_lists(model)
     if not lists:
         raise SurgeryError(
-            f"{type(model).__name__} has no list of layers with linears in them; surgery walks transformer layers"
+            f"{type(model).__name__} has no ModuleList of layers that contain linears, which surgery needs"
         )
     head = _head_path(model, architecture)
     layers: list[str] = []
@@ -63,6 +62,7 @@ def find_linears(model: Any) -> ModelLayout:
 
 
 def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear (no subclass) or transformers' Conv1D."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
@@ -91,7 +91,7 @@ def _layer_linears(
 
 
 def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tuple[str, nn.ModuleList]]:
-    """ModuleLists at the end of the architecture's paths whose first layer has a linear the architecture names."""
+    """Return the ModuleLists at the architecture's paths whose first layer has an attention output projection."""
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
@@ -106,7 +106,7 @@ def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tup
 
 
 def _guess_layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Outermost ModuleLists of one class of layer with linears inside."""
+    """Return the outermost ModuleLists that contain linears and whose layers have one class."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(p + ".") for p, _ in found):

@@ -1,3 +1,5 @@
+"""Llama."""
+
 from surgery.architectures.base import Architecture
 
 ARCHITECTURE = Architecture(

@@ -1,3 +1,5 @@
+"""Mistral."""
+
 from dataclasses import replace
 
 from surgery.architectures.llama import ARCHITECTURE as LLAMA

@@ -1,3 +1,5 @@
+"""Phi-3."""
+
 from dataclasses import replace
 
 from surgery.architectures.base import FusedLinear

@@ -1,3 +1,5 @@
+"""Qwen2."""
+
 from dataclasses import replace
 
 from surgery.architectures.llama import ARCHITECTURE as LLAMA

@@ -1,3 +1,5 @@
+"""T5 v1.0 and v1.1."""
+
 from surgery.architectures.base import Architecture
 
 # Encoder blocks: self-attention, MLP. Decoder blocks: self-attention, cross-attention, MLP.
@@ -16,5 +18,5 @@ ARCHITECTURE = Architecture(
     residual_attention=("layer.0.layer_norm", "layer.1.layer_norm"),
     residual_mlp=("layer.1.layer_norm", "layer.2.layer_norm"),
     rotary="none",
-    unmixable="T5 adds a learned position bias to its scores, which mixers have no place for",
+    unmixable="T5 adds a learned position bias to its scores, which mixers do not support",
 )

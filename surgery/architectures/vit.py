@@ -1,3 +1,5 @@
+"""ViT."""
+
 from surgery.architectures.base import Architecture
 
 ARCHITECTURE = Architecture(

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoint folders: reading, checking, and writing them."""
+"""Hugging Face checkpoint folders: reading, checking and writing them."""

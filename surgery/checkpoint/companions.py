@@ -1,6 +1,8 @@
-"""What travels from a checkpoint to everything made of it, beside the weights: tokenizer, processor, generation settings,
-chat templates, licence, and the sub-folders of small files that belong to the model (1_Pooling/ of sentence-transformers,
-additional_chat_templates/)."""
+"""The files of a checkpoint besides its weights that are copied to every checkpoint made from it.
+
+These are the tokenizer, processor, generation settings, chat templates and license, and subfolders of small files that
+belong to the model (1_Pooling/ of sentence-transformers, additional_chat_templates/).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from typing import NamedTuple
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
-# In the folder itself.
+# Patterns of file names in the folder itself.
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja", "tekken.json"),
     *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
-# In sub-folders: files of these types, in folders that hold no weights of another format.
+# File types copied from subfolders, unless the subfolder holds weights of another format (FOREIGN).
 SMALL = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".vocab")
 FOREIGN = (
     *(
@@ -39,7 +41,7 @@ FOREIGN = (
     ),
     *(".h5", ".keras", ".msgpack", ".tflite", ".pb", ".mlmodel", ".mlpackage", ".xml", ".engine", ".ot", ".so", ".dll"),
 )
-# Folders of other formats, of training runs, and of what surgery itself puts beside the weights.
+# Skipped folders: other weight formats, training runs, and results that surgery writes beside the weights.
 ELSEWHERE = (
     *(
         "onnx*",
@@ -58,20 +60,22 @@ ELSEWHERE = (
     *("wandb", "mlruns", "tensorboard*", "checkpoint*", "global_step*", "__pycache__", "eval", "training", "adapter"),
     *("pieces", "curvature", "venv", "node_modules", "data", "datasets", "samples"),
 )
-MODULES = "modules.json"  # of sentence-transformers: the folders of its modules, whose weights are part of the model
-MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # of a file in a sub-folder, of such files, of folders in folders
+MODULES = "modules.json"  # lists the module folders of sentence-transformers, whose weights are part of the model
+MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # per file, files, nesting of folders
 
 
 class Found(NamedTuple):
-    """files: relative to the folder, sorted; left: "name: why" of what might have been expected and is not copied."""
+    """Files of the subfolders. files: sorted relative paths; left: "name: reason" for files that are not copied but might be expected."""
 
     files: list[Path]
     left: list[str]
 
 
 def in_subfolders(folder: Path) -> Found:
-    """The small files of the sub-folders. Links are taken where they lead to a file of the folder or of the Hub's store;
-    a link to a folder is not followed."""
+    """Return the small files of the subfolders.
+
+    A link to a file of the folder or of the Hub's cache counts as a file; a link to a folder is not followed.
+    """
     files: list[Path] = []
     left: list[str] = []
     modules = module_folders(folder)
@@ -93,14 +97,14 @@ def in_subfolders(folder: Path) -> Found:
             files.append(path.relative_to(folder))
     if len(files) > MAX_FILES:
         raise SurgeryError(
-            f"{folder} has {len(files):,} small files in sub-folders, over {MAX_FILES:,}; move those that are no part of the "
+            f"{folder} has {len(files):,} small files in subfolders, more than {MAX_FILES:,}. Move files that are not part of the "
             "model elsewhere"
         )
     return Found(sorted(files), left)
 
 
 def _why_foreign(path: Path, entries: list[Path]) -> str:
-    """Empty where the same weights lie beside it as safetensors."""
+    """Return why the weights of another format are a problem; empty if the same weights lie beside them as safetensors."""
     if any(other.suffix == ".safetensors" for other in entries):
         return ""
     return (
@@ -124,7 +128,7 @@ def _folders(folder: Path, here: Path, modules: set[str], left: list[str]) -> It
 
 
 def module_folders(folder: Path) -> set[str]:
-    """The sub-folders that modules.json names; nothing of it that leads elsewhere."""
+    """Return the subfolders named in modules.json, without paths that lead outside the checkpoint."""
     path = folder / MODULES
     listed = read_json(path) if path.is_file() else []
     named = {str(m.get("path", "")) for m in listed if isinstance(m, dict)} if isinstance(listed, list) else set()
@@ -136,6 +140,6 @@ def module_folders(folder: Path) -> set[str]:
 
 
 def in_folder(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The files of the folder itself that match, without weights of other formats."""
+    """Return the files of the folder itself that match the patterns, except weights of other formats."""
     found = {p.relative_to(folder) for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
     return sorted(p for p in found if p.suffix.lower() not in FOREIGN and not p.name.startswith("."))

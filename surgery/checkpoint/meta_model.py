@@ -1,8 +1,8 @@
-"""The model without its weights: transformers' own class with every parameter on the meta device.
+"""The model on the meta device: transformers' own class, every parameter without storage.
 
-Weights come and go a layer at a time (`load_module`, `unload_module`). Which tensor of the file belongs to which parameter
-is asked of transformers' own loading rules, so that renamed families (ViT, legacy BERT) and checkpoints
-saved with or without the base model's prefix are understood.
+`load_module` and `unload_module` read and release weights one layer at a time. Tensor names are mapped to parameters by
+transformers' own loading rules, so renamed families (ViT, legacy BERT) and checkpoints with or without the base model's
+prefix work.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from surgery.core.errors import SurgeryError
 
 
 class MetaModel:
-    """model: parameters on meta, buffers real; keys: parameter name -> name of its tensor in the file; unused: tensors
-    that the model's class does not know."""
+    """A model on the meta device, and the tensors of its checkpoint.
+
+    model: parameters on meta, buffers computed. keys: tensor name in the file by parameter name. tied: tied parameters, as
+    transformers lists them. unused: tensors that the model's class does not use.
+    """
 
     def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
         self.source, self.trust_remote_code = source, trust_remote_code
@@ -35,7 +38,7 @@ class MetaModel:
         self._check_shapes()
 
     def tensor_info(self, parameter: str) -> TensorInfo:
-        """Where a parameter lies in the file; a tied one where its twin does."""
+        """Return the location of a parameter's tensor; of a tied parameter, the location of its twin's."""
         for name in (parameter, self.tied.get(parameter, ""), *(k for k, v in self.tied.items() if v == parameter)):
             if name in self.keys:
                 return self.source.tensors[self.keys[name]]
@@ -55,11 +58,15 @@ class MetaModel:
                 )
 
     def module(self, path: str) -> nn.Module:
-        return self.model.get_submodule(path)
+        """Return the module at `path`."""
+        module: nn.Module = self.model.get_submodule(path)
+        return module
 
     def load_module(self, path: str, device: torch.device, skip: Iterable[str] = ()) -> int:
-        """Read the parameters of the module at `path` into float32 on `device`; bytes read. `skip`: paths
-        (of modules below it) left on meta."""
+        """Read the parameters of the module at `path` in float32 onto `device`; return the number of bytes read.
+
+        skip: paths of submodules that stay on meta.
+        """
         module, total, skip = self.module(path), 0, tuple(f"{s}." for s in skip)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             full = f"{path}.{name}" if path else name
@@ -73,25 +80,25 @@ class MetaModel:
         return total
 
     def unload_module(self, path: str) -> None:
-        """Back to meta."""
+        """Move the parameters of the module at `path` back to meta, which frees their memory."""
         module = self.module(path)
         for name, tensor in list(module.named_parameters()):
             set_module_tensor(module, name, torch.empty_like(tensor, device="meta"))
 
 
 def build_unconverted_model(source: CheckpointSource) -> Any:
-    """The model that a converted checkpoint was made of, on meta, without its tensors."""
+    """Return the original model of a converted checkpoint, on meta."""
     config = {k: v for k, v in source.config.items() if k not in ("quantization_config", "auto_map")}
     return bare_model(CheckpointSource(source.name, source.folder, config, {}))
 
 
 def bare_model(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
-    """The model of a config on meta; no tensors are looked at."""
+    """Build the model of a config on meta, without reading any tensor."""
     return _build_on_meta(_load_config(source, trust_remote_code), source, trust_remote_code)
 
 
 def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` where parameter or buffer `name` is; frozen."""
+    """Set the parameter or buffer `name` to `tensor`, without requires_grad."""
     *parents, leaf = name.split(".")
     for parent in parents:
         module = getattr(module, parent)
@@ -106,14 +113,14 @@ def _load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
 
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a stranger's config fails in whatever way it likes
+    except Exception as error:  # a config from the Hub can fail in any way
         raise SurgeryError(
             f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class named by the config's `architectures`, or an Auto class that serves it."""
+    """Return the class named by the config's `architectures`, or an Auto class that supports the config."""
     import transformers
 
     if (found := class_named(config)) is not None:
@@ -126,7 +133,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 def _build_on_meta(config: Any, source: CheckpointSource, trust_remote_code: bool) -> Any:
-    """Parameters on meta, buffers (rotary tables) computed; nothing the size of a weight is touched."""
+    """Build the model with parameters on meta and computed buffers (rotary tables), without allocating weights."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 

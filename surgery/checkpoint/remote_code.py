@@ -1,5 +1,7 @@
-"""Python code that the configs of a checkpoint name: `auto_map` in any config that transformers reads, and attention
-kernels of the Hub. Refused before transformers sees the folder, because transformers would ask on the terminal."""
+"""Checks for Python code named by a checkpoint's configs: `auto_map` in any config, and attention kernels on the Hub.
+
+Such code is refused before transformers opens the folder, because transformers would ask for permission on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
 MAIN = "config.json"
-SHIM = "surgery_shim.Shim"  # what the auto_map of a converted checkpoint names (checkpoint.write_shims)
+SHIM = "surgery_shim.Shim"  # the auto_map entry of a converted checkpoint (modeling.auto_classes.write_shims)
 # Where transformers looks for the classes of tokenizers and processors, beside config.json.
 CONFIGS = (
     *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
@@ -28,11 +30,11 @@ CLASS_KEYS = {
 }
 # Keys of config.json that choose an implementation: "org/name", "org/name@revision:function", "paged|org/name".
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-MAX_CONFIG = 2**26  # bytes of a tokenizer_config.json
+MAX_CONFIG = 2**26  # bytes; the largest are tokenizer_config.json files
 
 
 def tables(data: Any) -> Iterator[dict[str, Any]]:
-    """A config's table and every table in it."""
+    """Yield a config's dictionary and every dictionary nested in it."""
     found = [data]
     while found:
         value = found.pop()
@@ -43,8 +45,10 @@ def tables(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def named_code(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """File -> its `auto_map`, where that names code of the checkpoint. The shims that surgery itself writes do not count:
-    they only import surgery, and are run by a person's own `trust_remote_code=True`."""
+    """Return the `auto_map` by config file, for files that name code of the checkpoint.
+
+    The shims that surgery writes do not count: they only import surgery, and run only with the user's own `trust_remote_code=True`.
+    """
     named: dict[str, Any] = {}
     for table in tables(config):
         if table.get("auto_map") and not (table is config and _only_shims(table["auto_map"])):
@@ -69,7 +73,7 @@ def _table(path: Path) -> Any:
 
 
 def refuse_code(folder: Path, name: str, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """SurgeryError where the model, its tokenizer or its processor is code of the checkpoint, without leave to run it."""
+    """Raise SurgeryError if the model, tokenizer or processor is code of the checkpoint and `trust_remote_code` is off."""
     if trust_remote_code:
         return
     refused = [MAIN] if MAIN in named_code(folder, config) else []
@@ -83,12 +87,12 @@ def refuse_code(folder: Path, name: str, config: dict[str, Any], trust_remote_co
 
 
 def _needs_code(data: Any, config: dict[str, Any]) -> bool:
-    """Whether an auto_map in a tokenizer's or processor's config names a class that transformers has no equal of."""
+    """Return whether an auto_map in a tokenizer or processor config names a class that transformers does not have."""
     for table in tables(data):
         auto_map = table.get("auto_map")
         if not auto_map:
             continue
-        if isinstance(auto_map, list):  # of old tokenizers: [slow, fast]
+        if isinstance(auto_map, list):  # old tokenizer configs: [slow, fast]
             auto_map = {"AutoTokenizer": auto_map}
         if not isinstance(auto_map, dict) or not all(_is_own(auto, table, config) for auto in auto_map):
             return True
@@ -96,7 +100,7 @@ def _needs_code(data: Any, config: dict[str, Any]) -> bool:
 
 
 def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether transformers has the class that this config names (of a tokenizer without a name: that its model type has)."""
+    """Return whether transformers has the class named by this config (for an unnamed tokenizer: one for its model type)."""
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
@@ -112,7 +116,7 @@ def _is_own(auto: str, table: dict[str, Any], config: dict[str, Any]) -> bool:
 
 
 def refuse_named_elsewhere(config: dict[str, Any], path: Path) -> None:
-    """SurgeryError for keys by which a config makes transformers fetch code, or read another config than this one."""
+    """Raise SurgeryError if a config makes transformers download code, or read another config instead of this one."""
     for table in tables(config):
         for key, value in table.items():
             if not IMPLEMENTATIONS.fullmatch(str(key)):
@@ -120,13 +124,13 @@ def refuse_named_elsewhere(config: dict[str, Any], path: Path) -> None:
             for text in _strings(value):
                 if "/" in text:
                     raise SurgeryError(
-                        f"{path}: {key} names {text[:100]!r}, code to be downloaded from the Hub; surgery runs the "
-                        f"attention that transformers brings. Take {key} out of the file, or make it sdpa or eager"
+                        f"{path}: {key} names {text[:100]!r}, code to be downloaded from the Hub; surgery runs only "
+                        f"transformers' own attention. Remove {key} from the file, or set it to sdpa or eager"
                     )
     if config.get("configuration_files"):
         raise SurgeryError(
-            f"{path}: configuration_files names other configs that transformers would read in place of this one; keep the "
-            "config that is meant as config.json, without that key"
+            f"{path}: configuration_files names other configs that transformers would read instead of this one. Save the "
+            "intended config as config.json, without that key"
         )
 
 

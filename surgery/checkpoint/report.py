@@ -1,5 +1,7 @@
-"""What a report says, by type: all that tables, the page and the card read of it. What is read elsewhere as JSON may stand
-beside it; whoever edits a report by hand is told which number is none."""
+"""The schema of surgery_report.json: all fields that tables, the HTML page and the model card read.
+
+Unknown fields are allowed. A report edited by hand fails with the path of each invalid field.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from surgery.core.errors import SurgeryError
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or no number
+Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or NaN
 Text = Annotated[str, Field(max_length=10_000)]
 
 
@@ -19,11 +21,15 @@ class _ReportModel(BaseModel):
 
 
 class SourceReport(_ReportModel):
+    """The source checkpoint."""
+
     name: Text
     revision: Text | None = None
 
 
 class StructureReport(_ReportModel):
+    """The structure of one matrix; `parts` for a split linear."""
+
     structure: Text
     rank: Count | Text | None = None
     blocks: list[Count] | Text | None = None
@@ -31,6 +37,8 @@ class StructureReport(_ReportModel):
 
 
 class ModuleReport(_ReportModel):
+    """One replaced linear: its structure, relative error, parameters, and multiply-accumulates per token."""
+
     name: Text
     roles: list[Text]
     structure: StructureReport
@@ -45,16 +53,22 @@ class ModuleReport(_ReportModel):
 
 
 class MixerReport(_ReportModel):
+    """One replaced attention module: its path and its errors by name."""
+
     name: Text
     errors: dict[str, Annotated[float, Field(ge=0, le=1e30)]] = {}
 
 
 class TrialReport(_ReportModel):
+    """The held-out loss of a trial conversion."""
+
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
     unit: Text = ""
 
 
 class AllocationReport(_ReportModel):
+    """The budget allocation that was kept, the reason, and the trials compared."""
+
     kept: Text | None = None
     why: Text | None = None
     uniform: TrialReport | None = None
@@ -62,6 +76,8 @@ class AllocationReport(_ReportModel):
 
 
 class HybridReport(_ReportModel):
+    """The layers that keep softmax attention, and the trials that chose them."""
+
     softmax: list[Text]
     kept: Text
     sensitivity: TrialReport
@@ -69,6 +85,8 @@ class HybridReport(_ReportModel):
 
 
 class HeldOutReport(_ReportModel):
+    """The held-out loss before and after the conversion, and the standard error of the difference."""
+
     unit: Text
     tokens: Count = 0
     original: Annotated[float, Field(ge=-1e30, le=1e30)]
@@ -77,6 +95,8 @@ class HeldOutReport(_ReportModel):
 
 
 class TotalsReport(_ReportModel):
+    """Parameters, bytes and multiply-accumulates per token of the whole model and of the replaced weights."""
+
     params_before: Count
     params_after: Count
     bytes_before: Count
@@ -89,34 +109,48 @@ class TotalsReport(_ReportModel):
 
 
 class CalibrationReport(_ReportModel):
+    """The calibration data."""
+
     tokens: Count
 
 
 class TimeReport(_ReportModel):
+    """Wall time in seconds per step and per layer."""
+
     seconds: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     layers: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     device: Text = ""
 
 
 class MemoryReport(_ReportModel):
+    """Peak resident memory in bytes."""
+
     peak_rss: Count | None
 
 
 class StageReport(_ReportModel):
+    """One training stage."""
+
     kind: Text
     tokens: Count
 
 
 class PerplexityReport(_ReportModel):
+    """One perplexity measured on validation text."""
+
     perplexity: Number
 
 
 class TrainingReport(_ReportModel):
+    """One finished training run: its stages and validation results."""
+
     stages: list[StageReport] = []
     validation: dict[str, PerplexityReport | None] = {}
 
 
 class Report(_ReportModel):
+    """The whole report of a conversion, with later training runs."""
+
     surgery: Text
     versions: dict[str, Text] = {}
     source: SourceReport
@@ -137,7 +171,7 @@ class Report(_ReportModel):
 
 
 def validate_report(data: Any, where: str) -> None:
-    """SurgeryError, with the places, where it is not as surgery writes it."""
+    """Raise SurgeryError, with the paths of invalid fields, unless `data` is a surgery report. `where` names it in the message."""
     try:
         report = Report.model_validate(data)
     except ValidationError as error:

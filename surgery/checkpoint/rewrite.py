@@ -1,4 +1,4 @@
-"""A converted checkpoint written anew with some of its tensors changed: beside its place, then renamed into it."""
+"""Rewriting a converted checkpoint with some tensors changed: built in OUT.partial, then renamed to OUT."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def rewrite_checkpoint(
     config: dict[str, Any],
     extra_files: tuple[str, ...] = (),
 ) -> None:
-    """pieces(folder): writes all tensors into files there, in order; extra_files: files of the source that are copied as they
-    are, where it has them."""
+    """Write a new version of `source` to `out`.
+
+    pieces(folder): writes all tensors as safetensors files into the folder and returns them in order. config: the new
+    config.json. extra_files: files copied unchanged from the source if it has them.
+    """
     partial = partial_path(out)
     with explain_disk_errors(out):
         _remove_leftovers(partial)
@@ -47,7 +50,7 @@ def rewrite_checkpoint(
 
 
 def _remove_leftovers(partial: Path) -> None:
-    """What one of these left that was killed; the work of a conversion or a healing is not ours to remove."""
+    """Remove what a killed rewrite left behind; raise SurgeryError if the folder belongs to a conversion or training run."""
     if not partial.exists():
         return
     lock = acquire_lock(partial, LOCK_LABEL)
@@ -55,7 +58,7 @@ def _remove_leftovers(partial: Path) -> None:
         lines = (partial / JOURNAL_NAME).read_bytes().splitlines() if (partial / JOURNAL_NAME).is_file() else []
         if lines and f'"{REWRITE_KEY}"'.encode() not in lines[0]:
             raise SurgeryError(
-                f"{partial} holds work that was interrupted, of surgery convert or finetune; go on with it by --resume, "
+                f"{partial} holds an interrupted surgery convert or finetune. Continue it with --resume, "
                 "remove that folder, or choose another --out"
             )
         shutil.rmtree(partial)

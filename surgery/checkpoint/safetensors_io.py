@@ -1,7 +1,7 @@
-"""Reading and writing safetensors a tensor at a time, by offset: nothing is mapped, nothing is unpickled.
+"""Reading and writing safetensors one tensor at a time, by offset, without memory mapping or pickle.
 
-A header is checked against the file before a byte of weight is believed. Written files are deterministic:
-names sorted, the same bytes for the same tensors.
+A header is validated against the file before any tensor is read. Written files are deterministic: names are sorted, and equal
+tensors give equal bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes start:stop of file."""
+    """The location of a tensor: bytes start:stop of a file. dtype: its safetensors name."""
 
     name: str
     file: Path
@@ -56,6 +56,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         count = 1
         for n in self.shape:
             count *= n
@@ -63,55 +64,56 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return self.stop - self.start
 
     def rows(self, first: int, last: int) -> TensorInfo:
-        """Rows first:last of the leading axis."""
+        """Return the location of rows first:last of the leading axis."""
         row = self.nbytes // self.shape[0]
         shape = (last - first, *self.shape[1:])
         return TensorInfo(self.name, self.file, self.dtype, shape, self.start + first * row, self.start + last * row)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file; SurgeryError where the header does not describe the file."""
+    """Return the tensors of a safetensors file by name. Raise SurgeryError if the header does not describe the file."""
 
-    def lie(what: str) -> SurgeryError:
-        return SurgeryError(f"{path} is damaged or not safetensors: {what}; fetch the file again")
+    def damaged(what: str) -> SurgeryError:
+        return SurgeryError(f"{path} is damaged or not safetensors: {what}; download the file again")
 
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise lie(f"its header claims {length:,} bytes, the file has {size:,}")
+                raise damaged(f"its header claims {length:,} bytes, the file has {size:,}")
             header = parse_json(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise SurgeryError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
-        raise lie("its header is not JSON, or names something twice") from None
+        raise damaged("its header is not JSON, or has a duplicate name") from None
     if not isinstance(header, dict):
-        raise lie("its header is not a table")
+        raise damaged("its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
         info = _parse_tensor_entry(name, entry, path, 8 + length)
         if info is None:
-            raise lie(f"the entry of tensor {name!r} is not understood")
+            raise damaged(f"the entry of tensor {name!r} is invalid")
         if info.stop > size:
-            raise lie(f"tensor {name!r} ends at byte {info.stop:,}, the file at {size:,} (a truncated download?)")
+            raise damaged(f"tensor {name!r} ends at byte {info.stop:,}, the file at {size:,} (a truncated download?)")
         width = DTYPES[info.dtype].itemsize if info.dtype in DTYPES else None
         if width is not None and info.numel * width != info.nbytes:
-            raise lie(f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes")
+            raise damaged(f"tensor {name!r} of shape {list(info.shape)} {info.dtype} cannot have {info.nbytes:,} bytes")
         tensors[name] = info
-    _check_overlap(tensors, lie)
+    _check_overlap(tensors, damaged)
     return tensors
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers differ in which of two entries of one name they believe."""
+    """Build a dictionary; refuse duplicate keys, of which different readers use different ones."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a name twice")
+        raise ValueError("duplicate name")
     return table
 
 
@@ -122,42 +124,44 @@ def _parse_tensor_entry(name: Any, entry: Any, path: Path, base: int) -> TensorI
         numbers = [*shape, start, stop]
         if not all(type(n) is int and 0 <= n < 2**62 for n in numbers) or stop < start or len(shape) > MAX_AXES:
             return None
-        if math.prod(max(n, 1) for n in shape) >= 2**62:  # an empty tensor may have a large axis, within reason
+        if math.prod(max(n, 1) for n in shape) >= 2**62:  # bounds the axes of an empty tensor too
             return None
         return TensorInfo(str(name), path, str(entry["dtype"]), shape, base + start, base + stop)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _check_overlap(tensors: dict[str, TensorInfo], lie: Any) -> None:
+def _check_overlap(tensors: dict[str, TensorInfo], damaged: Any) -> None:
     end, before = 0, ""
     for info in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if info.start < end and info.nbytes:
-            raise lie(f"tensors {before!r} and {info.name!r} share bytes")
+            raise damaged(f"tensors {before!r} and {info.name!r} share bytes")
         end, before = max(end, info.stop), info.name
 
 
 def read_into(tensor: Tensor, info: TensorInfo) -> None:
-    """Fill a tensor of the stored dtype and shape."""
+    """Read a tensor's bytes into `tensor`, which has the stored dtype and shape."""
     view, got = _as_bytes(tensor), 0
     with source_errors(info.file), open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
         while got < info.nbytes:
             count = file.readinto(view[got : got + CHUNK_BYTES])
             if not count:
-                raise SurgeryError(f"{info.file} ended inside tensor {info.name!r}; fetch the file again")
+                raise SurgeryError(f"{info.file} ends inside tensor {info.name!r}; download the file again")
             got += count
 
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Around reading a file whose header was read before: a file that has vanished or cannot be read any longer ends in
-    a sentence. Finished work is kept, because the file may come back."""
+    """Turn an OSError while reading a file whose header was read before into Interrupted.
+
+    Finished work is kept, because the file may come back.
+    """
     try:
         yield
     except OSError as error:
         raise Interrupted(
-            f"{path} cannot be read any longer ({error.strerror or error}); it was there when this command began. "
+            f"{path} cannot be read any longer ({error.strerror or error}); it existed when this command began. "
             "Put the file back, then run the same command again (with --resume if it has that option)"
         ) from None
 
@@ -168,7 +172,10 @@ def read_tensor(
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The tensor, moved (as stored, and looked through there) and cast where asked; NaN and Inf are refused by name."""
+    """Read a tensor, move it to `device` (as stored) and cast it to `dtype`, if given.
+
+    check: raise SurgeryError if a floating-point tensor holds NaN or Inf.
+    """
     if info.dtype not in DTYPES:
         raise SurgeryError(f"tensor {info.name!r} has dtype {info.dtype}, which surgery cannot read")
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
@@ -178,20 +185,20 @@ def read_tensor(
     if check and info.dtype in FLOAT_DTYPES and not is_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise SurgeryError(
-            f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} numbers; "
+            f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} values; "
             "the source checkpoint is damaged"
         )
     return tensor if dtype is None else tensor.to(dtype)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """No NaN, no Inf: a sum is finite unless one is there (or it overflows: then look closer)."""
+    """Return whether a tensor holds no NaN or Inf. Its elements are only tested if their sum is not finite."""
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def read_rows(info: TensorInfo, rows: Tensor) -> Tensor:
-    """Chosen rows of a 2-D tensor, reading neighbours together; rows ascending."""
+    """Read rows of a 2-D tensor, adjacent ones together. `rows` must be ascending."""
     wanted = rows.tolist()
     parts, first = [], 0
     for i in range(1, len(wanted) + 1):
@@ -204,7 +211,7 @@ def read_rows(info: TensorInfo, rows: Tensor) -> Tensor:
 # -- writing ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written: held in memory, or still in its source file."""
+    """A tensor to be written: in memory (`tensor`), or still in its source file (`source`)."""
 
     name: str
     dtype: str
@@ -215,20 +222,23 @@ class TensorSource:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Tensor) -> TensorSource:
+        """Return an entry for a tensor in memory."""
         tensor = tensor.detach().cpu().contiguous()
         return cls(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size(), tensor)
 
     @classmethod
     def from_file(cls, name: str, source: TensorInfo) -> TensorSource:
+        """Return an entry for a tensor that stays in its source file, written under `name`."""
         return cls(name, source.dtype, source.shape, source.nbytes, source=source)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield the tensor's bytes in chunks of at most CHUNK_BYTES, if it is in a file."""
         if self.tensor is not None:
             if self.nbytes:
                 yield _as_bytes(self.tensor)
             return
         assert self.source is not None
-        # Whole numbers a chunk, so that each can be checked for NaN on the way.
+        # A chunk holds whole elements, so that it can be checked for NaN.
         for start in range(self.source.start, self.source.stop, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.source.stop)
             width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1
@@ -239,13 +249,13 @@ class TensorSource:
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    """Its memory, without a copy."""
+    """Return a tensor's memory without copying."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def write_shard(path: Path, entries: Iterable[TensorSource]) -> str:
-    """Write beside, flush to disk, then rename: the file is whole or absent. Returns the file's SHA-256 as hex digits."""
+    """Write a safetensors file atomically and return its SHA-256 as hex digits."""
     ordered = sorted(entries, key=lambda e: e.name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -264,7 +274,7 @@ def write_shard(path: Path, entries: Iterable[TensorSource]) -> str:
 
 
 def file_digest(path: Path) -> str | None:
-    """SHA-256 of a file as hex digits; None where there is no file."""
+    """Return the SHA-256 of a file as hex digits, or None if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:

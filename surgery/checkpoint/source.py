@@ -1,4 +1,4 @@
-"""The checkpoint that goes in: config, tensor headers, tokenizer files. Local folder or Hub id."""
+"""The source checkpoint, a local folder or a Hub id: config, tensor headers, and companion files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ ADAPTER_CONFIG = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors$")
 PICKLE_ADVICE = "convert pickled weights to safetensors first (load with transformers, save_pretrained)"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Sizes in a config by words of their keys: more than any model has, and less than would fill a machine.
+# Upper limits for sizes in a config, by words in their keys: larger than in any model, small enough to build.
 CONFIG_LIMITS = (
     (("layers", "n_layer", "experts", "heads", "n_head"), 2**14),
     (("size", "dim", "d_model", "d_ff", "d_kv", "n_embd", "n_inner", "n_positions", "position_embeddings"), 2**26),
 )
 MAX_DEPTH = 50
-WRITTEN = ("surgery_report.json", "training_log.json", "trainer_state.json")  # about a model, and not read with it
+WRITTEN = (
+    "surgery_report.json",
+    "training_log.json",
+    "trainer_state.json",
+)  # results about a model, which loading it does not read
 EXCLUDED_COMPANIONS = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "surgery_report.json", SHIM_NAME)
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """`name` as the user gave it; `folder` where its files are; `revision` for a Hub id."""
+    """A checkpoint. name: as given by the user; folder: its files; config: config.json; tensors: by name; revision: the Hub commit."""
 
     name: str
     folder: Path
@@ -44,7 +48,7 @@ class CheckpointSource:
     revision: str | None = None
 
     def fingerprint(self) -> str:
-        """Of the config and of every tensor's place, and a sample of its bytes: another checkpoint differs."""
+        """Return a SHA-256 that identifies the checkpoint: config, tensor headers, and the first and last 4 KB of each tensor."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self.tensors):
             info = self.tensors[name]
@@ -56,31 +60,32 @@ class CheckpointSource:
         return digest.hexdigest()
 
     def digest(self) -> str:
-        """SHA-256 over all files that decide what the model answers: weights, config, tokenizer, templates, settings, code."""
+        """Return the SHA-256 over all files that determine the model's output: weights, config, tokenizer, templates, settings, code."""
         files = {info.file for info in self.tensors.values()} | {self.folder / name for name in self.companions()}
         files |= {path for end in ("*.json", "*.py", "*.jinja") for path in self.folder.glob(end) if path.is_file()}
         files -= {self.folder / name for name in WRITTEN}
         return files_digest((Path(os.path.relpath(path, self.folder)).as_posix(), path) for path in files)
 
     def companions(self) -> list[Path]:
-        """Files to copy beside the converted weights, relative to the folder."""
-        code = ("*.py",) if named_code(self.folder, self.config) else ()  # of a model or tokenizer that is remote code
+        """Return the files to copy beside the converted weights, relative to the folder."""
+        code = ("*.py",) if named_code(self.folder, self.config) else ()  # code of a remote-code model or tokenizer
         weights = {info.file for info in self.tensors.values()}
         files = [p for p in in_folder(self.folder, (*COPIED, *code)) if p.name not in EXCLUDED_COMPANIONS]
         return [p for p in (*files, *in_subfolders(self.folder).files) if self.folder / p not in weights]
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors in bytes."""
         return sum(t.nbytes for t in self.tensors.values())
 
 
 def open_checkpoint(
     name: str, trust_remote_code: bool = False, weights: bool = True, revision: str | None = None
 ) -> CheckpointSource:
-    """`weights=False` fetches only config and headers of a Hub id (for `plan`).
+    """Open a local folder or Hub id for conversion. weights=False downloads only config and headers (for `plan`).
 
-    Refused, each with its reason: no such folder or id, pickle-only, missing or damaged shards, quantised,
-    already converted, remote code without leave.
+    Raises SurgeryError, with the reason, for a missing folder or id, pickled weights only, missing or damaged shards, a quantized
+    or already converted checkpoint, and remote code without `trust_remote_code`.
     """
     name, folder, commit = _locate(name, weights, revision)
     config = read_config(folder, name)
@@ -91,7 +96,7 @@ def open_checkpoint(
 
 
 def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> None:
-    """What makes transformers' from_pretrained load other weights than model.safetensors or the shards of its index."""
+    """Raise SurgeryError if from_pretrained would load other weights than model.safetensors or the shards of its index."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise SurgeryError(
             f"{name} holds {ADAPTER_CONFIG}: transformers would load the PEFT adapter and its base model, not the weights in "
@@ -110,35 +115,37 @@ def _refuse_other_weights(folder: Path, config: dict[str, Any], name: str) -> No
 
 
 def open_converted_checkpoint(name: str, revision: str | None = None) -> CheckpointSource:
-    """A checkpoint that `surgery convert` wrote, local or on the Hub (org/name, or pinned: org/name@revision)."""
+    """Open a checkpoint written by `surgery convert`: a folder, or a Hub id (org/name or org/name@revision)."""
     name, folder, commit = _locate(name, True, revision)
     return CheckpointSource(name, folder, read_config(folder, name), _read_headers(folder, name), commit)
 
 
 def _locate(name: str, weights: bool, revision: str | None) -> tuple[str, Path, str | None]:
-    """(name, folder, commit); the name without the revision it may end in."""
+    """Return (name without revision, local folder, commit or None), downloading a Hub id if necessary."""
     if Path(name).exists():
         if revision is not None:
-            raise SurgeryError(f"--revision is of a Hub id; {name} is a folder here")
+            raise SurgeryError(f"--revision needs a Hub id (got the local folder {name}). Leave it out")
         return name, Path(name), None
     bare, pinned = split_revision(name)
     if pinned and revision is not None:
-        raise SurgeryError(f"{name} names a revision, and --revision {revision} another; give one of them")
+        raise SurgeryError(f"{name} names a revision, and --revision {revision} names another; give only one of them")
     return bare, *_download(bare, weights, revision or pinned)
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """(id, revision) of org/name@revision; the name of something here as it is."""
+    """Split org/name@revision into (id, revision). An existing local path is returned unchanged."""
     bare, _, pinned = (name, "", "") if Path(name).exists() else name.partition("@")
     return bare, pinned or None
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Return a checkpoint's config.json as a dictionary.
+
+    Raises SurgeryError if it is missing or invalid, names code or configs elsewhere, or if transformers would load other weights.
+    """
     path = folder / "config.json"
     if not folder.is_dir():
-        raise SurgeryError(
-            f"{name} is a file; give the folder of a checkpoint, with config.json and *.safetensors in it"
-        )
+        raise SurgeryError(f"{name} is a file; give a checkpoint folder that contains config.json and *.safetensors")
     _check_links(folder)
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; {_suggest_folder(folder)}")
@@ -152,7 +159,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _suggest_folder(folder: Path) -> str:
-    """What to give in place of a folder that is no checkpoint, by what lies in it."""
+    """Return advice for a folder that is not a checkpoint, depending on its contents."""
     if (folder / "adapter_config.json").is_file():
         adapter_config = read_json(folder / "adapter_config.json")
         base = adapter_config.get("base_model_name_or_path") if isinstance(adapter_config, dict) else None
@@ -169,7 +176,7 @@ def _suggest_folder(folder: Path) -> str:
 
 
 def _check_links(folder: Path) -> None:
-    """What is read or copied lies in the folder, or in the store that the Hub's cache links to."""
+    """Raise SurgeryError for a link that leads outside the checkpoint and the Hub cache's blobs."""
     home, wanted = folder.resolve(), ("config.json", SAFE_WEIGHTS_INDEX_NAME, "*.safetensors", "*.py", *COPIED)
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     below = [folder / path for path in in_subfolders(folder).files]
@@ -183,7 +190,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _check_config_sizes(config: dict[str, Any], path: Path) -> None:
-    """Before anything is built to a config's sizes."""
+    """Raise SurgeryError for sizes that no model has, before anything is built with them."""
     found: list[tuple[str, Any, int]] = [("", config, 0)]
     while found:
         key, value, depth = found.pop()
@@ -209,13 +216,13 @@ def _check_not_quantized(config: dict[str, Any], name: str) -> None:
             f"{name} is already converted; start from its source, or undo it: surgery densify {name} --out DIR"
         )
     raise SurgeryError(
-        f"{name} is quantised ({method}); surgery cuts full-precision weights. Dequantise first: load it with "
+        f"{name} is quantized ({method}); surgery needs full-precision weights. Dequantize it first: load it with "
         "transformers, call model.dequantize(), save_pretrained to a new folder"
     )
 
 
 def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:
-    """The tensors that transformers would load: those of model.safetensors, else those of the index's shards."""
+    """Return the tensors that transformers would load: those of model.safetensors, else those of the index's shards."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     sharded = _read_sharded_headers(folder, index, name) if index.is_file() else None
     if (folder / SAFE_WEIGHTS_NAME).is_file():
@@ -223,7 +230,7 @@ def _read_headers(folder: Path, name: str) -> dict[str, TensorInfo]:
         if sharded is not None and sharded != single:
             raise SurgeryError(
                 f"{name} has {SAFE_WEIGHTS_NAME} and an {SAFE_WEIGHTS_INDEX_NAME} that names other weights; transformers would load the first, other "
-                "programs the second. Remove the one that is not meant"
+                "programs the second. Remove the one you do not want"
             )
         return single
     if sharded is not None:
@@ -250,7 +257,7 @@ def _read_sharded_headers(folder: Path, index: Path, name: str) -> dict[str, Ten
         if not is_shard_name(shard):
             raise SurgeryError(f"{index} points to {shard!r}; shards are .safetensors files beside the index")
         if not (folder / shard).is_file():
-            raise SurgeryError(f"{name} lacks shard {shard}, named by its index; fetch it again")
+            raise SurgeryError(f"{name} lacks shard {shard}, which its index names; download it again")
         header = read_header(folder / shard)
         if twice := header.keys() & tensors.keys():
             raise SurgeryError(
@@ -268,13 +275,13 @@ def _read_sharded_headers(folder: Path, index: Path, name: str) -> dict[str, Ten
 
 
 def is_shard_name(name: Any) -> bool:
-    """Whether it is the name of a .safetensors file in the folder of what names it."""
+    """Return whether `name` is a plain .safetensors file name, without a path."""
     whole = isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
-    return whole and len(name.encode()) <= 255  # what file systems take
+    return whole and len(name.encode()) <= 255  # the limit of file systems
 
 
 def check_float_dtype(info: TensorInfo) -> None:
-    """A weight to be cut must be plain floating point."""
+    """Raise SurgeryError unless a weight to be replaced is stored in plain floating point."""
     if info.dtype not in FLOAT_DTYPES:
         known = "" if info.dtype in DTYPES else " (unknown to surgery)"
         raise SurgeryError(
@@ -283,7 +290,7 @@ def check_float_dtype(info: TensorInfo) -> None:
 
 
 def _download(name: str, weights: bool, revision: str | None) -> tuple[Path, str | None]:
-    """Fetch from the Hub; for a plan the config alone."""
+    """Download from the Hub, for a plan only the configs; return (folder, commit)."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise SurgeryError(f"{name} does not exist; give the folder of a checkpoint, or a Hub id")
     from huggingface_hub import snapshot_download
@@ -311,22 +318,22 @@ def _hub_error_message(name: str, revision: str | None, error: Exception) -> str
     )
 
     if isinstance(error, RevisionNotFoundError):
-        return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a whole commit hash"
+        return f"{name} on the Hub has no revision {revision!r}; give a branch, a tag or a full commit hash"
     if isinstance(error, GatedRepoError):
-        return f"{name} is gated: accept its terms on its page of the Hub, then `hf auth login`"
+        return f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, `hf auth login`"
+        return f"{name} is neither a local folder nor a Hub id that you may read; if it is private, run `hf auth login`"
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
         return (
-            f"{name} is neither a local folder nor a Hub id in the cache of this machine, and the Hub cannot be reached "
-            "from here; give the path of the folder, or try again with a network (and without HF_HUB_OFFLINE)"
+            f"{name} is neither a local folder nor a Hub id in the local cache, and the Hub cannot be reached; "
+            "give the path of a folder, or try again with a network connection (and without HF_HUB_OFFLINE)"
         )
     reason = " ".join(str(error).split())[:200]
     return f"{name} is neither a local folder nor a Hub id that can be reached ({type(error).__name__}: {reason})"
 
 
 def _read_remote_headers(name: str, revision: str | None) -> dict[str, TensorInfo]:
-    """The headers alone, by range requests."""
+    """Read only the tensor headers of a Hub checkpoint, by range requests."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

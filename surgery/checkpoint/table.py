@@ -1,4 +1,4 @@
-"""The table of replaced modules: the `quantization_config` entry of a converted checkpoint's config.json."""
+"""The table of replaced modules: the `quantization_config` entry in a converted checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHIM_NAME = f"{SHIM_MODULE}.py"
 def quantization_table(
     table: dict[str, dict[str, Any]], mixers: dict[str, dict[str, Any]], unused: list[str]
 ) -> dict[str, Any]:
-    """The config's entry: what stands at which path, and the tensors that the model's class does not use."""
+    """Return the `quantization_config` entry. table, mixers: entries by module path; unused: tensors that the model's class does not use."""
     from surgery.core.version import __version__
 
     table_entry = {"quant_method": QUANT_METHOD, "format": 1, "surgery_version": __version__, "modules": table}
@@ -26,7 +26,7 @@ def quantization_table(
 
 
 def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Path -> entry of a converted checkpoint's config.json; SurgeryError where there is none."""
+    """Return the linear entries of a converted checkpoint's config by module path. Raise SurgeryError if there is no table."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
         raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")
@@ -37,7 +37,7 @@ def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Path of an attention -> its mixer's entry, of a converted checkpoint's config.json; {} where there are none."""
+    """Return the mixer entries of a converted checkpoint's config by attention path, {} if there are none."""
     read_table(config, name)
     mixers = config["quantization_config"].get("mixers", {})
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
@@ -46,5 +46,5 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def has_shims(config: dict[str, Any]) -> bool:
-    """Whether the config's auto_map is the one that write_shims writes."""
+    """Return whether the config's auto_map was written by write_shims."""
     return SHIM_MODULE in str(config.get("auto_map", ""))

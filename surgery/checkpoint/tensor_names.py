@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint belongs to which parameter, and the refusal of checkpoints that lack one or have others.
+"""Mapping of checkpoint tensors to parameters, and the refusal of checkpoints with missing or unexpected tensors.
 
-transformers only warns of missing and unexpected tensors: a norm without weight becomes 1, a bias without numbers is
-whatever the memory held. Here both are errors. Tied weights may be absent where their twin is there, and the tensors that a
-model's class lists as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be absent or left over.
+transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory. Here both
+are errors. A tied weight may be missing if its twin is present. Tensors that a model's class lists as ignorable
+(_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$
 
 
 def parameter_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, str]:
-    """Parameter -> its tensor, by transformers' own rules for renamed and prefixed checkpoints. A tensor that the model
-    does not have stays under the name that the rules give it. name: the checkpoint's, for errors."""
+    """Return the tensor of each parameter, by transformers' rules for renamed and prefixed checkpoints.
+
+    A tensor that the model does not have appears under the name that the rules give it. name: the checkpoint's, for errors.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -32,8 +34,8 @@ def parameter_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, 
         renamed, merged = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
         if merged is not None:
             raise SurgeryError(
-                f"{name}: transformers merges or splits tensor {tensor!r} as it loads ({merged}); such checkpoints "
-                "cannot be streamed. Load it with transformers and save_pretrained to a new folder first"
+                f"{name}: transformers merges or splits tensor {tensor!r} on loading ({merged}); such checkpoints "
+                "cannot be read layer by layer. Load it with transformers and save_pretrained to a new folder first"
             )
         if renamed not in state and tensor in state:
             renamed = tensor
@@ -42,8 +44,10 @@ def parameter_names(model: Any, tensors: Iterable[str], name: str) -> dict[str, 
 
 
 def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(parameters and buffers of the model that no tensor fills, names that fill none), sorted. found: names as
-    `parameter_names` gives them."""
+    """Return (parameters and buffers without a tensor, names without a parameter), sorted.
+
+    found: names as returned by `parameter_names`.
+    """
     expected, found = set(model.state_dict()), set(found)
     missing, unexpected = expected - found, found - expected
     for twins in _tied_groups(model):
@@ -59,8 +63,10 @@ def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str],
 
 
 def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
-    """SurgeryError unless the checkpoint `name` has exactly the tensors of `model`. unused: tensors that the source had
-    beyond its model's class, as the conversion wrote them down."""
+    """Raise SurgeryError unless the checkpoint `name` has exactly the tensors of `model`.
+
+    unused: extra tensors of the source, as recorded by the conversion.
+    """
     refuse_unlike(
         type(model).__name__, *missing_and_unexpected(model, parameter_names(model, tensors, name)), name, unused
     )
@@ -69,20 +75,21 @@ def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Ite
 def refuse_unlike(
     class_name: str, missing: Iterable[str], unexpected: Iterable[str], name: str, unused: Iterable[str] = ()
 ) -> None:
+    """Raise SurgeryError for missing tensors, or for unexpected ones that are not in `unused`."""
     if missing := sorted(missing):
         raise SurgeryError(
-            f"{name} lacks {listed(missing)}, which {class_name} needs; transformers would invent their numbers. Fetch or "
+            f"{name} lacks {listed(missing)}, which {class_name} needs; transformers would initialize them randomly. Download or "
             "convert the checkpoint again"
         )
     if unexpected := sorted(set(unexpected) - set(unused)):
         raise SurgeryError(
             f"{name} has {listed(unexpected)}, which {class_name} does not use: its config.json and its weights do not "
-            "belong together. Fetch or convert the checkpoint again"
+            "belong together. Download or convert the checkpoint again"
         )
 
 
 def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
-    """cls.from_pretrained(folder, **options), refused where tensors are missing or unexpected."""
+    """Return cls.from_pretrained(folder, **options). Raise SurgeryError if tensors are missing or unexpected."""
     model, info = cls.from_pretrained(folder, **options, trust_remote_code=trust_remote_code, output_loading_info=True)
     table = getattr(model.config, "quantization_config", None)
     unexpected = [key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key)]
@@ -91,25 +98,27 @@ def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = Fa
 
 
 def unused_of(table: Any) -> list[str]:
-    """The list of unused tensors in a surgery table, given as a dict or as SurgeryConfig."""
+    """Return the unused tensors recorded in a surgery table, given as a dict or as SurgeryConfig."""
     found = table.get("unused") if isinstance(table, dict) else getattr(table, "unused", None)
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def class_named(config: Any) -> Any:
-    """The class of transformers that the config's `architectures` names first, or None."""
+    """Return the first transformers class named in the config's `architectures`, or None."""
     import transformers
 
     named = config.architectures if isinstance(config.architectures, (list, tuple)) else ()
     for name in named:
         found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):  # not whatever has the name
+        if isinstance(found, type) and issubclass(
+            found, transformers.PreTrainedModel
+        ):  # transformers has other objects too
             return found
     return None
 
 
 def _tied_groups(model: Any) -> list[set[str]]:
-    """Sets of names that share their numbers."""
+    """Return the sets of parameter names that share one tensor."""
     groups: list[set[str]] = []
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         joined = set(pair).union(*(group for group in groups if group & set(pair)))
@@ -122,5 +131,6 @@ def _any(patterns: Iterable[str], name: str) -> bool:
 
 
 def listed(names: list[str]) -> str:
+    """Return up to three tensor names and the number of the others, for messages."""
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:SHOWN]))}{more}"

@@ -1,4 +1,4 @@
-"""From finished pieces to a Hugging Face folder: shards with an index, config, tokenizer, shims."""
+"""Writing a Hugging Face folder from finished layer files: shards with an index, config, and companion files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ SHARD_BYTES = 5_000_000_000
 
 
 def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
-    """Join pieces into shards of at most SHARD_BYTES, never holding more than a few megabytes, each piece
-    removed once its shard is durable; tensor name -> shard. expected: names of all tensors; any other set is refused."""
+    """Merge layer files into shards of at most SHARD_BYTES and return the shard of each tensor.
+
+    Memory use is a few megabytes; each layer file is removed once its shard is on disk. expected: names of all tensors. Raises
+    SurgeryError if the shards hold any other set.
+    """
     groups = _groups(pieces, journal)
     weight_map: dict[str, str] = {}
     left = iter(pieces)
@@ -42,21 +45,25 @@ def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expecte
 
 
 def flat(groups: list[list[str]]) -> list[str]:
+    """Return the concatenation of lists of names."""
     return [name for group in groups for name in group]
 
 
 def shard_name(index: int, count: int) -> str:
+    """Return the file name of shard `index` of `count`."""
     return SAFE_WEIGHTS_NAME if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _groups(pieces: list[Path], journal: Journal) -> list[list[str]]:
-    """File names of the pieces of each shard. The journal's are used only if they are exactly these pieces in this
-    order: the files are joined, moved and removed."""
+    """Return the layer files of each shard.
+
+    Groups in the journal are used only if they hold exactly these files in this order, because files are merged and removed.
+    """
     names = [piece.name for piece in pieces]
     if (planned := journal.find("shards")) is not None:
         if flat(planned["groups"]) != names or not all(planned["groups"]):
             raise SurgeryError(
-                f"the journal in {journal.folder} joins other pieces than this conversion has; remove that folder to start anew"
+                f"the journal in {journal.folder} lists other layer files than this conversion has; remove that folder to start again"
             )
         groups: list[list[str]] = planned["groups"]
         return groups
@@ -70,7 +77,7 @@ def _refuse_other_tensors(found: dict[str, str], expected: set[str], folder: Pat
         lacking = "lack" if wrong[0] in expected else "have, but should not have,"
         raise SurgeryError(
             f"the joined weights in {folder} {lacking} tensor {wrong[0]!r} (and {len(wrong) - 1} more differ); "
-            "remove that folder to start anew"
+            "remove that folder to start again"
         )
 
 
@@ -87,9 +94,9 @@ def _group_shards(sizes: list[tuple[str, int]]) -> list[list[str]]:
 
 
 def _merge_shards(target: Path, pieces: list[Path]) -> str:
-    """Make one file of the pieces; its SHA-256."""
+    """Merge layer files into one file and return its SHA-256."""
     if len(pieces) == 1:
-        if pieces[0].exists():  # else killed after this very move
+        if pieces[0].exists():  # otherwise an earlier run was killed right after this rename
             pieces[0].replace(target)
         return file_digest(target) or ""
     tensors: dict[str, TensorInfo] = {}
@@ -104,15 +111,17 @@ def _merge_shards(target: Path, pieces: list[Path]) -> str:
 def converted_config(
     source: CheckpointSource, meta_model: MetaModel, table: dict[str, Any], mixers: dict[str, Any]
 ) -> dict[str, Any]:
-    """The source's config with our tables; a replaced head is no longer tied."""
+    """Return the source's config with the table of replacements. Replacing the head or the embedding unties them."""
     config = {**source.config, "quantization_config": quantization_table(table, mixers, meta_model.unused)}
     twins = {name.removesuffix(".weight") for pair in meta_model.tied.items() for name in pair}
     return _untie_config(config, meta_model.config) if twins & set(table) else config
 
 
 def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
-    """With tie_word_embeddings off and nothing else changed: what the config's class would conclude from that
-    (T5: not to scale the decoder's output) is said as it was."""
+    """Turn off tie_word_embeddings and keep all else.
+
+    Values that the config's class would derive from it (T5: not to scale the decoder's output) are written out as before.
+    """
     config = {**config, "tie_word_embeddings": False}
     before = loaded.to_dict()
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
@@ -122,6 +131,7 @@ def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
 
 
 def copy_companions(source: CheckpointSource, folder: Path) -> None:
+    """Copy the companion files of the source into `folder`."""
     try:
         for path in source.companions():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -130,5 +140,5 @@ def copy_companions(source: CheckpointSource, folder: Path) -> None:
         if is_disk_error(error):
             raise
         raise SurgeryError(
-            f"cannot copy the files beside the weights (tokenizer, licence, sub-folders): {error}"
+            f"cannot copy the files beside the weights (tokenizer, license, subfolders): {error}"
         ) from None

@@ -1,1 +1,1 @@
-"""Foundations without models: errors, configs, registries, dispatch to kernels, files and journals, processes, devices, progress."""
+"""Foundations without model knowledge: errors, configs, registries, kernel dispatch, files, journals, processes, devices, progress."""

@@ -1,6 +1,6 @@
-"""Ranges of layers as recipes write them: "2:-2", ":8", "3".
+"""Validated configuration: strict pydantic models, safe YAML, `--set` overrides, and layer ranges such as "2:-2", ":8" or "3".
 
-Settings that are checked whole before anything runs, with messages for people.
+Every problem is reported as a SurgeryError before anything runs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import check_surrogates
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 1_000_000  # largest recipe file that is read
 
 
 class _NoAliasLoader(yaml.SafeLoader):
-    """A few lines of aliases of aliases stand for billions of values, and no recipe needs one."""
+    """A safe YAML loader without aliases: nested aliases let a few lines expand to billions of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            event: Any = self.peek_event()
-            raise yaml.YAMLError(f"the alias *{event.anchor} stands for what was said elsewhere; write it out")
+            loader: Any = self  # yaml has no types
+            raise yaml.YAMLError(
+                f"YAML aliases are not allowed (got *{loader.peek_event().anchor}); write the value out"
+            )
         return super().compose_node(parent, index)
 
 
 def read_yaml(text: str) -> Any:
-    """Plain data, no aliases; ValueError, in words, for anything else."""
+    """Parse YAML into plain data. Raise ValueError for invalid YAML, aliases, deep nesting, or lone surrogates."""
     try:
         loader = _NoAliasLoader(text)
         try:
@@ -45,23 +47,29 @@ def read_yaml(text: str) -> Any:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The table between the two `---` that a card or a data set's README begins with; ValueError where it is not YAML."""
+    """Return the YAML front matter (between two `---` lines) of a model card or dataset README, {} if it has none.
+
+    Raises ValueError if the front matter is not YAML.
+    """
     parts = text.split("---\n", 2)
     data = read_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     return data if isinstance(data, dict) else {}
 
 
 def check_layer_range(text: Any) -> Any:
-    # YAML takes an unquoted 2:4 for two minutes and four seconds: what is not text was not meant so.
+    """Return a layer range unchanged if it is None or text such as "2:-2". Raise SurgeryError otherwise."""
+    # YAML reads an unquoted 2:4 as the sexagesimal number 124, so a value that is not a string is refused.
     if text is not None and not (
         isinstance(text, str) and re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", text.strip(), re.ASCII)
     ):
-        raise SurgeryError(f'layers: {text!r} is not a range; write "2:-2", ":8" or "3", in quotes')
+        raise SurgeryError(
+            f'layers must be a range of layer numbers in quotes, such as "2:-2", ":8" or "3" (got {text!r})'
+        )
     return text
 
 
 def is_layer_selected(text: str, index: int, count: int) -> bool:
-    """Whether layer `index` of `count` lies in a range such as "2:-2"."""
+    """Return whether layer `index` of `count` lies in a range such as "2:-2" (Python slice semantics; "3" is one layer)."""
     if ":" not in text:
         return int(text) in (index, index - count)
     start, stop = (int(part) if part.strip() else None for part in text.split(":"))
@@ -72,11 +80,13 @@ COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 class StrictModel(BaseModel):
+    """Base of recipe models: immutable, unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def parse_count(value: Any) -> Any:
-    """100M, 2.5B and 512k as numbers; anything else as it is."""
+    """Return the integer for text such as 100M, 2.5B or 512k. Return any other value unchanged."""
     found = (
         re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([kmb]?)", value.strip().lower()) if isinstance(value, str) else None
     )
@@ -84,7 +94,7 @@ def parse_count(value: Any) -> Any:
 
 
 def parse_float(value: Any) -> Any:
-    """1e-3, which YAML takes for a word, as a number."""
+    """Return the float for text such as 1e-3, which YAML reads as a string. Return any other value unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -96,7 +106,10 @@ Real = Annotated[float, BeforeValidator(parse_float)]
 
 
 def validation_error(error: ValidationError, where: str, known: Iterable[str] = ()) -> SurgeryError:
-    """One sentence for each place that is wrong."""
+    """Return a SurgeryError with one clause per invalid field.
+
+    where: the file or object, for the message. known: valid keys, from which the nearest one is suggested.
+    """
     sentences = []
     for e in error.errors():
         place = ".".join(str(part) for part in e["loc"]) or "it"
@@ -110,7 +123,7 @@ def validation_error(error: ValidationError, where: str, known: Iterable[str] = 
 
 
 def deep_merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, mappings key by key."""
+    """Return `below` with the values of `above` put over it, merging nested mappings key by key."""
     both = dict(below)
     for key, value in above.items():
         inside = both.get(key)
@@ -119,7 +132,7 @@ def deep_merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_by_path(data: dict[str, Any], path: str, value: Any) -> None:
-    """data["stages"][0]["rate"] = value for the path stages.0.rate; "stages.*.rate" is all of them."""
+    """Set a nested value in place: the path stages.0.rate sets data["stages"][0]["rate"]; stages.*.rate sets it in every item."""
     first, _, rest = path.partition(".")
     place: Any = data
     keys: list[Any] = list(range(len(place))) if first == "*" and isinstance(place, list) else [first]
@@ -133,11 +146,11 @@ def set_by_path(data: dict[str, Any], path: str, value: Any) -> None:
                     place[key] = {}
                 set_by_path(place[key], rest, value)
     except (IndexError, ValueError, TypeError, AttributeError):
-        raise SurgeryError(f"--set {path}: no such place in the recipe") from None
+        raise SurgeryError(f"--set {path}: the recipe has no such key") from None
 
 
 def apply_override(data: dict[str, Any], text: str) -> None:
-    """key.path=value, the value read as YAML."""
+    """Apply a `--set key.path=value` override in place. The value is parsed as YAML."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set stages.0.tokens=20M")

@@ -1,12 +1,8 @@
-"""Where a conversion or a measurement runs.
+"""Device selection, process memory, and fast float32 matrix products on the CPU.
 
-What this process holds, and giving back what it no longer needs.
-
-Faster float32 products on the CPU, where they cost no precision.
-
-On processors with AVX-512 oneDNN multiplies float32 matrices twice as fast as the default library; torch
-takes it when less precision is allowed, though it then uses none of that leave. Where it would (bf16 units),
-a probe sees it, and everything stays as it is.
+On processors with AVX-512, oneDNN multiplies float32 matrices twice as fast as the default library. PyTorch uses oneDNN only
+if reduced float32 precision is allowed, although these kernels do not reduce it. A probe detects processors where precision
+would drop (bf16 units); there the default stays.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,33 +24,38 @@ from surgery.core.errors import SurgeryError
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The one asked for, else a GPU where there is one."""
+    """Return the named device, or by default a GPU if there is one, else the CPU.
+
+    Raises SurgeryError if the device cannot be used.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
-        if device.type == "cuda":  # torch loads its GPU solvers at their first call, which threads must not race for
+        if device.type == "cuda":  # the first call loads torch's GPU solvers, which is not thread-safe
             torch.linalg.eigh(torch.eye(2, device=device))
     except (RuntimeError, AssertionError) as error:
         reason = re.sub(r"^CUDA error: ", "", str(error).splitlines()[0])
-        raise SurgeryError(f"--device {name}: {reason}; use cpu, or cuda:0 where there is a GPU") from None
+        raise SurgeryError(f"--device {name}: {reason}; use cpu, or cuda:0 if there is a GPU") from None
     if device.type == "meta":
-        raise SurgeryError("--device meta holds no numbers; use cpu, or cuda:0 where there is a GPU")
+        raise SurgeryError("--device meta stores no data; use cpu, or cuda:0 if there is a GPU")
     return device
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, work of this thread that does not wait for that of other threads; done when the context ends."""
+    """Run this thread's GPU work on a CUDA stream of its own, synchronized on exit. Does nothing on other devices."""
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream_class: Any = torch.cuda.Stream  # its constructor has no types
+    stream = stream_class(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
 
 
 def device_name(device: torch.device) -> str:
+    """Return a name for reports: the GPU's model, or the device type and machine architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
@@ -61,29 +63,28 @@ M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 8 * 2**20
 
 
 def return_freed_memory() -> None:
-    """Have glibc give every freed block of eight megabytes or more back to the system at once. (Smaller ones it
-    keeps: asking the system for each of them anew takes longer than a small model's arithmetic.)
+    """Make glibc return every freed block of at least 8 MB to the operating system at once.
 
-    By default the limit grows to 32 MB with the blocks that are freed; weights and activations below it then
-    lie between small blocks that stay, and a conversion of 36 layers of 20 MB holds 400 MB where 100 do.
+    By default glibc raises this threshold up to 32 MB as blocks are freed. Freed weights and activations below the threshold
+    then stay in the heap between small live blocks: converting 36 layers of 20 MB holds 400 MB instead of 100 MB. Smaller
+    blocks stay in the heap, because requesting them anew costs more time than a small model's arithmetic.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library: it has its own ways
+        with contextlib.suppress(OSError, AttributeError):  # not glibc
             ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def trim_memory() -> None:
-    """Have glibc give back the pages between blocks still held: once a layer, so that what smaller blocks leave
-    behind does not add up."""
+    """Make glibc return unused heap pages to the operating system. Called once per layer."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def peak_rss() -> int | None:
-    """Bytes of memory this process held at most; None where the system does not say.
+    """Return the peak resident memory of this process in bytes, or None if the system does not report it.
 
-    Linux keeps it for this program alone; ru_maxrss there starts at what the parent held when it forked.
+    On Linux, VmHWM counts this program alone; ru_maxrss starts at the parent's memory at the time of the fork.
     """
     status = Path("/proc/self/status")
     if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
@@ -102,6 +103,7 @@ FLOAT32_ERROR_LIMIT = 3e-6
 
 @cache
 def _reduced_precision_is_exact() -> bool:
+    """Return whether products under reduced-precision settings still have float32 accuracy on this processor."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 512, generator=generator) for _ in range(2))
     errors = []
@@ -113,7 +115,7 @@ def _reduced_precision_is_exact() -> bool:
 
 @contextmanager
 def fast_float32_matmul(device: torch.device) -> Iterator[None]:
-    """Inside, float32 products on the CPU are as fast as float32 allows; elsewhere nothing changes."""
+    """Use oneDNN for float32 products on the CPU while the context is active, if it keeps float32 precision."""
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # the caller has set precision per backend

@@ -1,8 +1,8 @@
-"""SHA-256 digests of files by content, for caches and kept results that must not outlive what they were made of.
+"""SHA-256 digests of file contents, the keys of caches and saved results that depend on files.
 
-A digest is remembered with the file's device, inode, size, mtime and ctime (ctime cannot be set back), for large files also on disk
-under $XDG_CACHE_HOME/surgery/digests, so that a big model is hashed once. A file that changed in the last seconds is never
-remembered: a second write within the clock's resolution would go unnoticed.
+A digest is cached under the file's device, inode, size, mtime and ctime (ctime cannot be set back); for large files also on
+disk under $XDG_CACHE_HOME/surgery/digests, so that a large model is hashed once. The digest of a file modified in the last two
+seconds is not cached: a second write within the resolution of the file system's clock would go unnoticed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from surgery.core.errors import SurgeryError
 
 BLOCK = 2**22  # bytes read at a time
-LARGE = 2**26  # bytes from which a digest is also remembered on disk
-SETTLED = 2.0  # seconds without a change before a digest is remembered
+LARGE = 2**26  # bytes; digests of files of at least this size are also cached on disk
+SETTLED = 2.0  # seconds since the last modification before a digest is cached
 THREADS = 4
 HEX = re.compile(r"[0-9a-f]{64}")
 _known: dict[str, tuple[list[int], str]] = {}  # resolved path -> (signature, digest)
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes as hex digits."""
     place = os.path.realpath(path)
     signature = _signature(place)
     found = _remembered(place, signature)
@@ -45,16 +45,16 @@ def file_digest(path: Path) -> str:
 
 
 def files_digest(files: Iterable[tuple[str, Path]]) -> str:
-    """The SHA-256 over (name, content) of several files, in the order of their names."""
+    """Return one SHA-256 over the (name, content) pairs of several files, sorted by name."""
     named = sorted(files)
     with ThreadPoolExecutor(THREADS) as threads:
         digests = list(threads.map(file_digest, [path for _, path in named]))
-    told = [[name, digest] for (name, _), digest in zip(named, digests)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    entries = [[name, digest] for (name, _), digest in zip(named, digests)]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def files_in(place: Path) -> list[tuple[str, Path]]:
-    """(relative name, path) of every regular file below a folder but hidden ones; of a file, itself."""
+    """Return (relative name, path) of every regular file below a folder, hidden ones excluded; for a file, the file itself."""
     if not place.is_dir():
         return [(place.name, place)]
     found, seen = [], set()
@@ -68,16 +68,16 @@ def files_in(place: Path) -> list[tuple[str, Path]]:
 
 
 def content_digest(place: Path) -> str:
-    """The SHA-256 of a file's bytes, or over the names and contents of all files below a folder."""
+    """Return the SHA-256 of a file's bytes, or of the names and contents of all files below a folder."""
     return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
 
 
 @contextmanager
 def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
-    """A cache folder for `datasets.load_dataset` that belongs to the contents of local files or folders.
+    """Yield a cache folder for `datasets.load_dataset` whose name depends on the contents of local files or folders.
 
-    `datasets` (5.2) keys its Arrow files by the README's header for a folder, and by path and mtime for files, so by itself it
-    returns rows of other files. Files that change while they are read are refused, and what was cached of them is removed.
+    `datasets` (5.2) keys its Arrow files by the README header for a folder, and by path and mtime for files, so on its own it can
+    return rows of other files. Raises SurgeryError, and removes the cache, if the files change while they are read.
     """
     import datasets
 
@@ -99,25 +99,27 @@ def _signature(place: str) -> list[int]:
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-# -- digests that are remembered ---------------------------------------------------------------------
+# -- cache of digests ---------------------------------------------------------------------
 def _note(place: str) -> Path:
+    """Return the path of the file that stores the digest of the file at `place`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     return Path(home, "surgery", "digests", f"{name}.json")
 
 
 def _remembered(place: str, signature: list[int]) -> str | None:
+    """Return the cached digest if the file's signature is unchanged, else None."""
     found = _known.get(place)
     if found is None and signature[2] >= LARGE:
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            told = json.loads(_note(place).read_text(encoding="utf-8"))
-            if isinstance(told, dict) and HEX.fullmatch(sha256 := str(told.get("sha256"))):
-                found = list(told.get("signature") or ()), sha256
+            cached = json.loads(_note(place).read_text(encoding="utf-8"))
+            if isinstance(cached, dict) and HEX.fullmatch(sha256 := str(cached.get("sha256"))):
+                found = list(cached.get("signature") or ()), sha256
     return found[1] if found is not None and found[0] == signature else None
 
 
 def _remember(place: str, signature: list[int], digest: str) -> None:
-    """On disk for large files; a cache that cannot be written costs hashing again, and nothing else."""
+    """Cache a digest, for large files also on disk. Disk errors are ignored: the file is only hashed again."""
     _known[place] = signature, digest
     if signature[2] < LARGE:
         return

@@ -1,14 +1,14 @@
-"""Functions of the maths that kernels may stand in for.
+"""Dispatch: reference PyTorch functions marked `@dispatched`, and fused kernels registered to replace them.
 
-    @op
-    def btt_linear(x, right_cdbs, left_bcsa, bias, out): ...         the reference: the CPU path, and what is right
+    @dispatched
+    def btt_linear(x, right_cdbs, left_bcsa, bias, out): ...            the reference: defines the result, runs on the CPU
 
-    @kernel_for(btt_linear, accepts=can, is_faster=does)                  in kernels/, which registers by being imported
+    @register_kernel(btt_linear, accepts=can, is_faster=does)           in kernels/, registered on import
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
-A call goes to the first kernel that accepts the arguments, and, of kernels left to choose, is known to win there; else to the reference.
-Kernels take over gradients as well. The maths never imports them: the folder is scanned when a tensor on a GPU first
-comes by, and where Triton is not installed it stays empty.
+A call runs the first kernel that accepts the arguments and was measured to be faster for them; otherwise it runs the
+reference. Kernels also compute gradients. The modules with references never import kernels: the package is scanned at the
+first call with a GPU tensor, and has no kernels if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _recorded_names: set[str] | None = None
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """`accepts`: whether it is right for these arguments. `is_faster`: whether it is measured to be faster there than the
-    reference and than other kernels of the op. `implementation`: what kernels/tuning.json calls it."""
+    """A kernel and the conditions of its use.
+
+    accepts: returns whether the kernel is correct for the arguments. is_faster: returns whether it was measured to be faster
+    for them than the reference and the op's other kernels. implementation: its name in kernels/tuning.json.
+    """
 
     run: Callable[..., Any]
     accepts: Callable[..., bool]
@@ -48,7 +51,7 @@ class RegisteredKernel:
 
 
 class DispatchedOp:
-    """A reference and its kernels; called like the reference."""
+    """A reference function and the kernels that may replace it. Called like the reference."""
 
     def __init__(self, reference: Callable[..., Any]):
         self.reference = reference
@@ -56,6 +59,7 @@ class DispatchedOp:
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the selected kernel, or the reference."""
         kernel = self.select_kernel(*args, **kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
@@ -64,7 +68,7 @@ class DispatchedOp:
         return kernel.run(*args, **kwargs)
 
     def select_kernel(self, *args: Any, **kwargs: Any) -> RegisteredKernel | None:
-        """The kernel that a call with these arguments goes to, None for the reference."""
+        """Return the kernel that a call with these arguments runs, or None for the reference."""
         if _choice == "reference" or (_choice == "measured" and not _on_gpu(args, kwargs)):
             return None
         load_kernels()
@@ -77,7 +81,7 @@ class DispatchedOp:
 
 
 def dispatched(reference: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function one that kernels may stand in for."""
+    """Mark a reference function as replaceable by kernels (decorator)."""
     return DispatchedOp(reference)
 
 
@@ -87,12 +91,14 @@ def register_kernel(
     is_faster: Callable[..., bool] = lambda *_, **__: True,
     implementation: str = "kernel",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers a function of the same arguments, see `RegisteredKernel`."""
-    assert isinstance(replaced, DispatchedOp), f"{replaced} is no op; decorate it with @op"
+    """Register a kernel with the same signature as the reference `replaced` (decorator). See `RegisteredKernel`."""
+    assert isinstance(replaced, DispatchedOp), f"{replaced} is not a dispatched function; decorate it with @dispatched"
 
     def add(kernel: Callable[P, R]) -> Callable[P, R]:
         replaced.kernels.append(RegisteredKernel(kernel, accepts, is_faster, implementation))
-        replaced.kernels.sort(key=lambda known: known.implementation != "original")  # which speaks first
+        replaced.kernels.sort(
+            key=lambda known: known.implementation != "original"
+        )  # implementations named "original" are tried first
         return kernel
 
     return add
@@ -100,8 +106,11 @@ def register_kernel(
 
 @contextmanager
 def use_kernels(choice: KernelChoice) -> Iterator[None]:
-    """ "reference": no kernels; "kernel": wherever a kernel of ours accepts, measured to win or not, on a CPU too (Triton's
-    interpreter, TRITON_INTERPRET=1); "measured": how it is otherwise."""
+    """Choose implementations while the context is active.
+
+    choice: "reference" runs no kernels; "kernel" runs this project's kernel wherever it accepts the arguments, faster or not,
+    also on the CPU (with TRITON_INTERPRET=1); "measured" is the default.
+    """
     global _choice
     before, _choice = _choice, choice
     try:
@@ -112,7 +121,7 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
 
 @contextmanager
 def record_dispatch() -> Iterator[set[str]]:
-    """Names of the functions that kernels stood in for meanwhile."""
+    """Yield a set that collects the names of the functions replaced by kernels while the context is active."""
     global _recorded_names
     before, _recorded_names = _recorded_names, set()
     try:
@@ -122,22 +131,23 @@ def record_dispatch() -> Iterator[set[str]]:
 
 
 def load_kernels() -> bool:
-    """Whether there are kernels. torch.compile calls this once and takes the answer for a constant."""
+    """Import the kernels and return whether there are any. torch.compile treats the result as a constant."""
     return _import_kernels()
 
 
 def _mark_constant() -> None:
     import torch._dynamo
 
-    torch._dynamo.assume_constant_result(load_kernels)
+    dynamo: Any = torch._dynamo  # this function has no types
+    dynamo.assume_constant_result(load_kernels)
 
 
-run_after_import("torch._dynamo", _mark_constant)  # importing it for the decorator alone would take seconds
+run_after_import("torch._dynamo", _mark_constant)  # torch._dynamo takes seconds to import
 
 
 @functools.cache
 def _import_kernels() -> bool:
-    """Imports every kernel, once; none where Triton is not installed or would compile them wrongly."""
+    """Import all kernels once. Return False if Triton is missing or would compile them incorrectly."""
     if importlib.util.find_spec("triton") is None or not importlib.import_module(f"{PACKAGE}.ptxas").use_sound_ptxas():
         return False
     for info in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
@@ -146,7 +156,7 @@ def _import_kernels() -> bool:
 
 
 def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """By the first tensor."""
+    """Return whether the first tensor argument is on an NVIDIA GPU."""
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, Tensor):
             return arg.is_cuda and torch.version.hip is None

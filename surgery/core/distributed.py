@@ -1,8 +1,8 @@
-"""The processes that share a command: `accelerate launch -m surgery ..` or torchrun starts them, each with a GPU of its
-own or a share of the processor. Alone there is one, and nothing of this costs anything.
+"""The processes of one command, started by `accelerate launch -m surgery ..` or torchrun, each with its own GPU or share of
+the CPU. With a single process every function here is free of cost.
 
-None waits for one that will not come: whoever fails leaves a sentence in the group's store, where those who wait look
-for it; of one that was killed the connection breaks; one that hangs is no longer heard of.
+No process waits forever for a failed peer. A process that raises writes its error to the TCP store, which waiting processes
+poll. A killed process breaks its connection. A hung process misses its heartbeat (180 s).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor
 from surgery.core.errors import Interrupted, SurgeryError
 
 T = TypeVar("T")
-LOST_PEER_MESSAGE = "another process of this run has ended, or is not heard of; what is done is kept, the same command with --resume goes on"
-HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = (
-    5.0,
-    180.0,
-)  # seconds from one sign of life to the next, and until one without is given up
-ERROR_GRACE_SECONDS = 10.0  # seconds in which others may notice an error before its process ends
+LOST_PEER_MESSAGE = "another process of this run has ended or stopped responding. Finished work is kept; run the same command with --resume to continue"
+HEARTBEAT_SECONDS = 5.0  # seconds between heartbeats
+HEARTBEAT_TIMEOUT = 180.0  # seconds without a heartbeat until a process counts as lost
+ERROR_GRACE_SECONDS = 10.0  # seconds that a failing process waits for the others to read its error
 FAILED_KEY, MESSAGE_KEY, NOTICED_KEY = "failed", "said", "noticed"  # keys of the store
 
 
 @dataclass(frozen=True)
 class DistContext:
+    """This process among those of a run. index: its rank; count: world size; store: the TCP store for errors and heartbeats."""
+
     index: int = 0
     count: int = 1
     store: Any = field(default=None, compare=False, repr=False)
 
     @property
     def main(self) -> bool:
-        """Whether this one writes and talks."""
+        """Whether this process (rank 0) writes files and prints."""
         return self.index == 0
 
     # -- objects -----------------------------------------------------------------------------------
     def gather(self, own: T) -> list[T]:
-        """What every process has, in the order of processes, to all of them."""
+        """Return the objects of all processes, ordered by rank, on every process."""
         if self.count == 1:
             return [own]
         self._barrier()
@@ -54,7 +54,7 @@ class DistContext:
         return every
 
     def broadcast_object(self, own: T) -> T:
-        """The first process's."""
+        """Return rank 0's object on every process."""
         if self.count == 1:
             return own
         self._barrier()
@@ -63,7 +63,7 @@ class DistContext:
         return payload[0]
 
     def together_or_raise(self, do: Callable[[], T]) -> T:
-        """do(), which must not communicate; where it fails in one process it fails in all, so that none waits."""
+        """Return do(), or raise on every process if it raises on any. do() must not communicate."""
         result, error = None, None
         try:
             result = do()
@@ -75,11 +75,11 @@ class DistContext:
         return result  # type: ignore[return-value]
 
     def on_main(self, do: Callable[[], T]) -> T:
-        """do() by the first process, which must not communicate: its result, or its error, to all."""
+        """Run do() on rank 0 and return its result, or raise its error, on every process. do() must not communicate."""
         return self.broadcast_object(self.together_or_raise(lambda: do() if self.main else None))  # type: ignore[return-value]
 
     def assign_jobs(self, costs: Sequence[float]) -> list[int]:
-        """Who does which of several jobs: the dearest first, each to whoever has least to do."""
+        """Return the rank that does each job: the most expensive job first, each to the rank with the least load."""
         load, owners = [0.0] * self.count, [0] * len(costs)
         for job in sorted(range(len(costs)), key=lambda i: -costs[i]):
             owners[job] = load.index(min(load))
@@ -88,14 +88,17 @@ class DistContext:
 
     # -- tensors -----------------------------------------------------------------------------------
     def broadcast_(self, tensor: Tensor, owner: int) -> Tensor:
-        """The owner's numbers, in place."""
+        """Overwrite `tensor` in place with the values of the rank `owner`."""
         if self.count > 1 and tensor.numel():
             self._wait(torch.distributed.broadcast(tensor, owner, async_op=True))
         return tensor
 
     def ordered_reduce_(self, total: Tensor, part: Tensor, owners: Sequence[int], first: bool) -> None:
-        """total += each owner's part, in the order of owners (`first`: nothing is there yet), each process a share of
-        the rows: see `gather_rows_`."""
+        """Add each owner's `part` to `total` in place, in the order of `owners`, so that the sum is deterministic.
+
+        Each process sums only its slice of the rows; `gather_rows_` then distributes them. first: overwrite `total` instead of
+        adding to it.
+        """
         if self.count == 1:
             total.copy_(part) if first else total.add_(part)
             return
@@ -110,7 +113,7 @@ class DistContext:
                 first = False
 
     def ordered_sum(self, total: Tensor | None, part: Tensor, owners: Sequence[int]) -> Tensor:
-        """total + each owner's part; None: nothing is there yet. Alone, the first part becomes the total itself."""
+        """Return `total` (None: zero) plus each owner's part, as `ordered_reduce_`. A single process returns its first part itself."""
         if total is None and self.count == 1:
             return part
         whole = torch.empty_like(part) if total is None else total
@@ -118,7 +121,7 @@ class DistContext:
         return whole
 
     def gather_rows_(self, total: Tensor) -> None:
-        """After folding: everybody's rows to everybody."""
+        """Distribute the row slices summed by `ordered_reduce_`, so that every process has all of `total`."""
         for rank, rows in enumerate(self._row_slices(total)):
             self.broadcast_(total[rows], rank)
 
@@ -129,7 +132,7 @@ class DistContext:
     # -- failing together ----------------------------------------------------------------------------
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """What fails in one process ends all, with one sentence, said once."""
+        """End all processes if one fails inside the context; the error is reported once."""
         try:
             yield
         except BaseException as error:
@@ -138,6 +141,7 @@ class DistContext:
             raise
 
     def _publish_error(self, error: BaseException) -> None:
+        """Write an error to the store, or raise the peer's error if another process failed first."""
         with suppress(torch.distributed.DistError):
             if self.store.add(FAILED_KEY, 1) > 1:
                 self._wait_until(lambda: self.store.check([MESSAGE_KEY]))
@@ -160,7 +164,7 @@ class DistContext:
         return error
 
     def _check_peers(self, heard: dict[int, tuple[bytes, float]]) -> None:
-        """SurgeryError where another process has failed, or has long not been heard of."""
+        """Raise if another process has failed, or has sent no heartbeat for HEARTBEAT_TIMEOUT seconds."""
         try:
             if self.store.check([MESSAGE_KEY]):
                 raise self._peer_error()
@@ -173,10 +177,11 @@ class DistContext:
             raise Interrupted(LOST_PEER_MESSAGE) from None
 
     def _barrier(self) -> None:
-        """Until every process is here; always over gloo."""
+        """Wait until every process is here. Uses gloo, also with GPUs."""
         self._wait(torch.distributed.all_reduce(torch.zeros(1), async_op=True))
 
     def _wait(self, work: Any) -> None:
+        """Wait for a collective operation, checking once a second that the other processes are alive."""
         heard: dict[int, tuple[bytes, float]] = {}
         looked = time.monotonic()
         while not work.is_completed():
@@ -197,25 +202,26 @@ _contexts: list[DistContext] = []
 
 
 def init_distributed(device: str | None) -> DistContext:
-    """As `accelerate launch` or torchrun set them up; once a process."""
+    """Return the process group set up by `accelerate launch` or torchrun, initialized once per process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return DistContext()
     if not _contexts:
         gpus = device != "cpu" and torch.cuda.is_available()
-        store, index, count = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
+        distributed: Any = torch.distributed  # does not export these names to type checkers
+        store, index, count = next(distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "gloo",
-            store=torch.distributed.PrefixStore("group", store),
+            store=distributed.PrefixStore("group", store),
             rank=index,
             world_size=count,
-            timeout=timedelta(days=2),  # how long one may work alone; that the others live is looked at elsewhere
+            timeout=timedelta(days=2),  # a process may work alone for long; lost peers are detected by heartbeats
         )
         if gpus:
             torch.cuda.set_device(local_device(DistContext(index, count), device))
-        _contexts.append(DistContext(index, count, torch.distributed.PrefixStore("surgery", store)))
+        _contexts.append(DistContext(index, count, distributed.PrefixStore("surgery", store)))
         _send_heartbeat(_contexts[0])
         threading.Thread(target=_heartbeat_loop, args=(_contexts[0],), daemon=True).start()
-        _contexts[0].gather(None)  # all have given their first sign of life
+        _contexts[0].gather(None)  # every process has sent its first heartbeat
     return _contexts[0]
 
 
@@ -224,14 +230,14 @@ def _send_heartbeat(ranks: DistContext) -> None:
 
 
 def _heartbeat_loop(ranks: DistContext) -> None:
-    with suppress(torch.distributed.DistError, RuntimeError):  # whoever holds the store may end first
+    with suppress(torch.distributed.DistError, RuntimeError):  # the process that hosts the store may end first
         while True:
             time.sleep(HEARTBEAT_SECONDS)
             _send_heartbeat(ranks)
 
 
 def local_device(ranks: DistContext, device: str | None) -> str | None:
-    """Each process its own GPU."""
+    """Return the device of this process: with several processes, a GPU of its own."""
     if ranks.count == 1 or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{int(os.environ.get('LOCAL_RANK', ranks.index)) % torch.cuda.device_count()}"

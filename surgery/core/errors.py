@@ -1,5 +1,8 @@
-"""Errors meant for people: the object, the numbers, the rule, a working example. The command line prints
-them as one message and exits with code 2; anything else is a defect and keeps its traceback."""
+"""Errors that the user can fix. A message names the object, the value, the rule, and what to do.
+
+The command line prints such an error as one message and exits with code 2. Any other exception is a defect and keeps its
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from contextlib import contextmanager
 
 
 class SurgeryError(Exception):
-    """Something the user can put right: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
+    """An error that the user can fix: a wrong path, a typo in a recipe, a damaged shard, a full disk."""
 
-    reported_by_peer = False  # whether another process of this run says so already
+    reported_by_peer = False  # whether another process of this run reports this error
 
 
 class NumbersError(SurgeryError):
-    """A matrix that cannot be factored or fitted: NaN, overflow, singular. Whoever knows the name of the matrix adds it."""
+    """A matrix that cannot be factored or fitted (NaN, overflow, singular). `naming` adds the name of the matrix."""
 
 
 @contextmanager
 def naming(matrix: str) -> Iterator[None]:
-    """NumbersError within gets the matrix's name in front."""
+    """Prefix any NumbersError raised inside with the name of the matrix."""
     try:
         yield
     except NumbersError as error:
@@ -28,11 +31,11 @@ def naming(matrix: str) -> Iterator[None]:
 
 
 class Interrupted(SurgeryError):
-    """Nothing is wrong with what was asked: what is done is kept, and --resume goes on."""
+    """An interruption that is no mistake of the user: finished work is kept, and --resume continues."""
 
 
 def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:
-    """A tail for a message: `; did you mean 'low_rank'?`, or the valid names when none is close."""
+    """Return the end of an error message: `; did you mean 'low_rank'?`, or all valid names if none is close."""
     names = sorted(valid)
     close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
     if close:

@@ -1,9 +1,7 @@
-"""Files that are whole or absent, JSON that is what it says, and what a disk refuses, in words.
+"""Atomic file writes, locks, JSON parsing, and readable messages for disk errors.
 
-One writer at a time: a lock that the system lets go of when its process ends, however it ends.
-
-On NFS Linux makes it a lock of the server's, so that machines exclude each other too; where a file system has none,
-nobody is kept out.
+A lock allows one writer at a time; the operating system releases it when its process ends. On NFS, Linux makes it a server
+lock, which excludes other machines too. A file system without locks excludes nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from surgery.core.errors import Interrupted, SurgeryError
 
 
 def partial_path(out: Path) -> Path:
-    """Where it is worked on."""
+    """Return the folder in which the output `out` is built before it is renamed to `out`."""
     return out.with_name(out.name + ".partial")
 
 
@@ -33,14 +31,13 @@ REPORT_NAME = "surgery_report.json"
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ACCESS_DENIED_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
-# What libraries written in Rust (safetensors, tokenizers) say of the system's errors.
-# (torch.linalg counts columns in "error code: 30", which is no number of the system's.)
+# How Rust libraries (safetensors, tokenizers) print system errors. ("error code: 30" of torch.linalg is a column, not an errno.)
 OS_ERROR_NUMBER = re.compile(r"\bos error (\d+)|\bOs \{ code: (\d+)")
 
 
 # -- writing -----------------------------------------------------------------------------------------
 def refuse_link(path: Path) -> None:
-    """A symbolic link at a path that will be written would lead the writing somewhere else."""
+    """Raise SurgeryError if a path to be written is a symbolic link, through which a write would land elsewhere."""
     if path.is_symlink():
         raise SurgeryError(
             f"{path} is a symbolic link (to {os.readlink(path)}); surgery does not write through links. "
@@ -49,14 +46,16 @@ def refuse_link(path: Path) -> None:
 
 
 def refuse_dangling(path: Path) -> None:
-    """A folder of results may be reached by a link, but not by one whose target does not exist."""
+    """Raise SurgeryError if a results folder is a symbolic link whose target does not exist."""
     if path.is_symlink() and not path.exists():
         refuse_link(path)
 
 
 def refuse_links_in(folder: Path, skipped: tuple[str, ...] = ()) -> None:
-    """Neither the work folder nor anything in it may be a symbolic link. skipped: names of subfolders whose contents
-    belong to other programs."""
+    """Raise SurgeryError if a work folder, or anything in it, is a symbolic link.
+
+    skipped: names of subfolders that belong to other programs, which are not searched.
+    """
     refuse_link(folder)
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -65,7 +64,7 @@ def refuse_links_in(folder: Path, skipped: tuple[str, ...] = ()) -> None:
 
 
 def size_text(count: float) -> str:
-    """A number of bytes in the unit that suits it: 512 bytes, 12.3 kB, 4.5 MB, 6.7 GB."""
+    """Return a number of bytes with a decimal unit: 512 bytes, 12.3 kB, 4.5 MB, 6.7 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.99995 * size:
             return f"{count / size:,.1f} {unit}"
@@ -74,8 +73,11 @@ def size_text(count: float) -> str:
 
 @contextmanager
 def atomic_write(path: Path, mode: str = "wb") -> Iterator[Any]:
-    """A file to be written: beside its place, flushed to disk, then renamed; gone where anything fails."""
-    created = mode.replace("w", "x")  # never through a link, or into a file that lay there before
+    """Yield an open file that replaces `path` when the context ends: written beside it, flushed to disk, renamed.
+
+    If an error occurs, the temporary file is removed and `path` is unchanged.
+    """
+    created = mode.replace("w", "x")  # fails if the file exists, and does not follow links
     with atomic_path(path) as partial, open(partial, created, encoding=None if "b" in mode else "utf-8") as file:
         yield file
         file.flush()
@@ -84,7 +86,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[Any]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A path for a library to write a file to, which then takes its place; gone where anything fails."""
+    """Yield a temporary path for a library to write; the file is renamed to `path` at the end, or removed after an error."""
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.unlink(missing_ok=True)
@@ -97,7 +99,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Whole or absent."""
+    """Write indented JSON atomically."""
     with atomic_write(path, "w") as file:
         json.dump(data, file, indent=2)
         file.write("\n")
@@ -105,8 +107,10 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextmanager
 def explain_disk_errors(place: Path, again: str = "run the same command again") -> Iterator[None]:
-    """Around all that writes to `place`: a full disk, a read-only one and missing rights as SurgeryError, with the sizes.
-    again: what to do once there is room."""
+    """Turn a full disk, a read-only disk or missing permissions into a SurgeryError with free and total size.
+
+    place: the path reported if the error names none. again: what to do after freeing space.
+    """
     try:
         yield
     except SurgeryError:
@@ -120,7 +124,7 @@ def explain_disk_errors(place: Path, again: str = "run the same command again") 
 
 
 def os_error_number(error: BaseException) -> int | None:
-    """The system's number of what went wrong, where it was the system."""
+    """Return the errno of an operating system error, also of one reported by a Rust library; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
     found = OS_ERROR_NUMBER.search(str(error))
@@ -128,24 +132,24 @@ def os_error_number(error: BaseException) -> int | None:
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether it is the disk that refuses, and not what was read or asked."""
+    """Return whether an error is a full disk, a read-only disk or missing permissions."""
     return os_error_number(error) in (*DISK_FULL_ERRNOS, *ACCESS_DENIED_ERRNOS)
 
 
 def _disk_error_message(number: int, path: Path, again: str) -> str:
     if number not in DISK_FULL_ERRNOS:
         return f"{path} cannot be written: {os.strerror(number)}; choose an --out that you may write to"
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    usage = shutil.disk_usage(there)
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    usage = shutil.disk_usage(existing)
     return (
         f"{path} cannot be written: {os.strerror(number)}; its disk has {size_text(usage.free)} free of "
-        f"{size_text(usage.total)}. Free some, then {again}: what is done is kept, nothing half-written is left"
+        f"{size_text(usage.total)}. Free some space, then {again}. Finished work is kept; no partly written file is left"
     )
 
 
 # -- JSON --------------------------------------------------------------------------------------------
 def read_json(path: Path) -> Any:
-    """What lies there; SurgeryError where that is not JSON."""
+    """Parse a JSON file. Raise SurgeryError if it cannot be read or is not JSON."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -155,18 +159,18 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, **hooks: Any) -> Any:
-    """JSON; ValueError where it is none, is nested too deeply, or holds half a character."""
+    """Parse JSON. Raise ValueError if it is invalid, nested too deeply, or contains a lone surrogate."""
     try:
         data = json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if "\\u" in text:  # or none can be there
+    if "\\u" in text:  # only an escape can produce one
         check_surrogates(data)
     return data
 
 
 def check_surrogates(data: Any) -> None:
-    """ValueError for half of a pair of UTF-16, which a JSON or YAML escape can write and no file or terminal can hold."""
+    """Raise ValueError for a lone UTF-16 surrogate: JSON and YAML escapes can write one, but no file or terminal can store it."""
     found = [data]
     while found:
         value = found.pop()
@@ -179,7 +183,7 @@ def check_surrogates(data: Any) -> None:
 
 
 def checksum(data: Any) -> int:
-    """Of JSON, before it is written and after it was read alike."""
+    """Return the CRC-32 of data as JSON, equal before writing and after reading."""
     return zlib.crc32(json.dumps(data).encode())
 
 
@@ -188,7 +192,7 @@ LOCK_BUSY_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open` that refuses a symbolic link: what it points to would be written."""
+    """Open a path without following symbolic links (an opener for `open`). Raise SurgeryError for a link."""
     try:
         return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
@@ -198,11 +202,14 @@ def no_link(path: str, flags: int) -> int:
 
 
 def acquire_lock(folder: Path, what: str, name: str = LOCK_NAME) -> TextIO:
-    """An open file: until it is closed, nobody else has the folder's lock. what: who says so to others."""
+    """Lock a folder and return the open lock file; closing it releases the lock.
+
+    what: the kind of work, for the message of the SurgeryError that another process gets.
+    """
     path = folder / name
     try:
         file = open(path, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115
-    except FileNotFoundError:  # finished, and moved to its place
+    except FileNotFoundError:  # the other command finished and renamed the folder
         raise _busy_error(folder, what) from None
     if not _try_lock(file, path):
         file.seek(0)
@@ -217,7 +224,7 @@ def acquire_lock(folder: Path, what: str, name: str = LOCK_NAME) -> TextIO:
 
 @contextmanager
 def exclusive_lock(folder: Path, what: str, name: str = LOCK_NAME) -> Iterator[None]:
-    """Nobody else meanwhile; the file goes at the end."""
+    """Hold a folder's lock while the context is active, and remove the lock file at the end."""
     file = acquire_lock(folder, what, name)
     try:
         yield
@@ -231,13 +238,13 @@ def _try_lock(file: TextIO, path: Path) -> bool:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # no such locks on this system
+    except ImportError:  # not a POSIX system
         return True
     except OSError as error:
-        return error.errno not in LOCK_BUSY_ERRNOS  # else this file system has none
+        return error.errno not in LOCK_BUSY_ERRNOS  # otherwise the file system does not support locks
     try:
         return os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
-    except OSError:  # removed by one that finished between the two lines above
+    except OSError:  # removed by a command that finished between the two statements above
         return False
 
 

@@ -1,6 +1,6 @@
-"""Running something once a heavy module has been imported, without importing it ourselves.
+"""Callbacks that run once a heavy module has been imported by somebody else.
 
-`import surgery` must cost little, yet transformers and peft must know our modules as soon as they are used.
+`import surgery` must stay light, but transformers and peft must know this package's classes as soon as they are imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run_after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` now if module `name` is loaded, else right after it is."""
+    """Call `callback` now if module `name` is loaded, otherwise right after its import."""
     if name in sys.modules:
         callback()
     else:
@@ -43,7 +43,8 @@ class _Loader(importlib.abc.Loader):
         self.loader, self.callback = loader, callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)

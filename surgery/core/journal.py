@@ -1,11 +1,12 @@
-"""The journal of a conversion under way: OUT.partial/journal.jsonl, one durable line a finished step.
+"""The journal of an unfinished conversion: OUT.partial/journal.jsonl, one JSON entry per finished step, flushed to disk.
 
-A line is written after its files are on disk, so what the journal says is there is there; a line cut short
-by a kill, or damaged, is dropped with all that follow it. A journal of another source, recipe, version, seed or text is refused.
-The checksums find accidents, not intent: whoever can write the folder can write any line. A line is therefore checked
-against the plan before it is used (pieces.py), and no path is taken from it.
-Of several processes each has its own file for the layers it writes (journal-1.jsonl ..); the first one's holds all
-other steps, and it reads them all.
+An entry is written after the files of its step are on disk, so every recorded step is complete. An entry that is truncated
+or damaged is dropped together with all later ones. Resuming requires the same source, recipe, version, seed and calibration
+text. Checksums detect accidents, not tampering: anyone who can write to the folder can write an entry. Every entry is
+therefore checked against the plan before use, and no path is taken from an entry.
+
+With several processes, each records the layers it writes in its own file (journal-1.jsonl ..). Rank 0 records all other
+steps, and reads all files.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from surgery.core.files import (
 )
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
-FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs make links of their own
+FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs create links
 
 
 class Journal:
-    """Use as a context manager: the folder is locked against a second conversion meanwhile."""
+    """The journal of a work folder. As a context manager it also locks the folder against a second process.
+
+    folder: the work folder, created unless it exists. fingerprint: values that must be equal on resuming. resume: whether
+    the folder may exist already. ranks: the processes of the run. what: the kind of work, for messages.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class Journal:
     def _create_folder(self, resume: bool) -> bool:
         refuse_links_in(self.folder, FOREIGN)
         try:
-            self.folder.mkdir(parents=True)  # of two that try, one makes it
+            self.folder.mkdir(parents=True)  # atomic: only one of two processes succeeds
             return True
         except FileExistsError:
             if not resume:
@@ -71,6 +76,7 @@ class Journal:
             self._lock.close()
 
     def files(self) -> list[Path]:
+        """Return the paths of the journal files of all processes."""
         return [self.folder / JOURNAL_NAME, *sorted(self.folder.glob("journal-*.jsonl"))]
 
     def _open(self) -> None:
@@ -82,15 +88,15 @@ class Journal:
             if not self.entries:
                 self._write_header()
         except OSError:
-            if self.created:  # a disk that has no room for the first line
+            if self.created:  # no space for the first entry
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def _check_shared_folder(self) -> None:
         if not (self.folder / JOURNAL_NAME).is_file():
             raise SurgeryError(
-                f"{self.folder}: process {self.ranks.index} does not see what process 0 writes there; give an --out on "
-                "a file system that all machines of the run share, by a path that is the same on all of them"
+                f"{self.folder}: process {self.ranks.index} does not see the files that process 0 writes there. Choose an --out on "
+                "a file system that all machines of the run share, under the same path on all of them"
             )
 
     def _write_header(self) -> None:
@@ -114,12 +120,12 @@ class Journal:
         for key, value in self.fingerprint.items():
             if start and start.get(key) != value:
                 raise SurgeryError(
-                    f"{self.folder} was begun with another {key} ({_truncate(start.get(key))}, now {_truncate(value)}); "
-                    "resume with what it was begun with, or remove that folder to start anew"
+                    f"{self.folder} was begun with another {key} ({_truncate(start.get(key))}, now {_truncate(value)}). "
+                    "Resume with the original settings, or remove that folder to start again"
                 )
 
     def add(self, step: str, **what: Any) -> None:
-        """By all processes, of which the first one writes it down; a piece, by the one that has written the piece."""
+        """Append an entry. Called by all processes; rank 0 writes it to disk, except a piece (layer shard), which its own rank writes."""
         line = {"step": step, **what}
         if not (self.ranks.main or step == "piece"):
             self.entries.append(line)
@@ -131,29 +137,29 @@ class Journal:
         self.entries.append(line)
 
     def keep(self, lines: list[dict[str, Any]]) -> None:
-        """Forget all other lines, on disk too; called by all processes with the same lines."""
+        """Remove all entries except `lines`, also on disk. All processes must pass the same entries."""
         if self.ranks.main and lines != self.entries:
             with atomic_write(self.folder / JOURNAL_NAME) as file:
                 file.writelines(_written(line) for line in lines)
             for path in self.files()[1:]:
                 path.unlink()
         self.entries = list(lines)
-        self.ranks.together_or_raise(lambda: None)  # nobody writes a line before the files are in order
+        self.ranks.together_or_raise(lambda: None)  # no process adds an entry before the files are rewritten
 
     def merge(self) -> None:
-        """Everybody's pieces are known to all."""
+        """Make the piece entries of all processes known to every process."""
         for lines in self.ranks.gather([line for line in self.entries if line["step"] == "piece"]):
             self.entries += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
 
     def move(self, out: Path) -> None:
-        """The folder to its place, without what was of the work alone."""
+        """Rename the finished work folder to `out`, without the journal and the lock."""
         check_absent(out)
         for leftover in (*self.files(), self.folder / LOCK_NAME):
             leftover.unlink(missing_ok=True)
         os.replace(self.folder, out)
 
     def find(self, step: str, **what: Any) -> dict[str, Any] | None:
-        """The line of a step done earlier."""
+        """Return the first entry of a step with these values, or None."""
         for line in self.entries:
             if line["step"] == step and all(line.get(k) == v for k, v in what.items()):
                 return line
@@ -165,7 +171,7 @@ def _written(line: dict[str, Any]) -> bytes:
 
 
 def _parse_entry(raw: bytes) -> dict[str, Any] | None:
-    """A line as it was written, by its checksum; None: cut short or damaged, and all after it is done again."""
+    """Return a journal entry, or None if the line is truncated or its checksum is wrong."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -175,7 +181,7 @@ def _parse_entry(raw: bytes) -> dict[str, Any] | None:
 
 
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
-    """Before anything is begun that ends in `out`."""
+    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent and its parent folder exists."""
     check_absent(out)
     refuse_links_in(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:
@@ -185,17 +191,18 @@ def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None
 
 
 def check_absent(out: Path) -> None:
+    """Raise SurgeryError if `out` exists or is a symbolic link."""
     refuse_link(out)
     if out.exists():
         raise SurgeryError(f"{out} exists; choose another --out, or remove it")
 
 
 def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
-    """Something lies there: one that is running is to be waited for, one that was interrupted resumed."""
+    """Raise the SurgeryError for an existing work folder: wait if a process is running there, resume if it was interrupted."""
     if (folder / LOCK_NAME).is_file():
         acquire_lock(folder, what).close()
     raise SurgeryError(
-        f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start anew"
+        f"{folder} holds an interrupted {what}; continue it with --resume, or remove that folder to start again"
     )
 
 

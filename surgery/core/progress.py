@@ -1,4 +1,4 @@
-"""Progress a person can watch: Rich bars on a terminal, silence elsewhere."""
+"""Progress output: Rich progress bars on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from rich.console import Console
 
 
 class Tick(Protocol):
-    def __call__(self, steps: int = 1) -> None: ...
+    """A function that advances a progress bar."""
+
+    def __call__(self, steps: int = 1) -> None:
+        """Advance the bar by `steps`."""
 
 
 class Progress:
-    """`say` tells one line; `bar` gives a function to call after each step. This one is silent."""
+    """Progress output that prints nothing; the base of RichProgress."""
 
     def say(self, text: str) -> None:
-        pass
+        """Print one line."""
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:
+        """Show a progress bar and yield a function to call after each step."""
         yield lambda steps=1: None
 
 
 class RichProgress(Progress):
-    """On stderr, so that stdout stays clean for tables and --json."""
+    """Progress output on stderr, so that stdout stays clean for tables and --json."""
 
     def __init__(self) -> None:
-
         self.console: Any = Console(stderr=True)
 
     def say(self, text: str) -> None:
+        """Print one line."""
         self.console.print(text, highlight=False)
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Tick]:
+        """Show a progress bar on a terminal and yield a function to call after each step."""
         if not self.console.is_terminal:
             yield lambda steps=1: None
             return
@@ -55,5 +60,5 @@ class RichProgress(Progress):
 
 
 def is_main_process() -> bool:
-    """Whether this process is the only one, or the first of several: the others print nothing."""
+    """Return whether this process has rank 0, according to the environment. Other ranks print nothing."""
     return os.environ.get("RANK", "0") == "0"

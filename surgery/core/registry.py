@@ -1,5 +1,7 @@
-"""Registries: a frozen config goes in, a class comes out. They fill by scanning their folder, so that a
-new structure or family is one new file."""
+"""Registries that map a frozen config's type to the class that implements it.
+
+A registry fills by scanning its package, so adding a structure or a mixer takes one new file.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,27 @@ PLUGINS = "surgery.plugins"
 
 @cache
 def load_plugins() -> None:
-    """Imports what installed packages bring: each entry point of the group `surgery.plugins` is a module that
-    registers structures, mixers, masks, feature maps or families as it is imported."""
+    """Import the installed plugins: each entry point of the group `surgery.plugins` is a module that registers structures, mixers, masks,
+    feature maps or model families on import.
+    """
     for point in importlib.metadata.entry_points(group=PLUGINS):
         try:
             point.load()
         except Exception as error:
             raise SurgeryError(
-                f"plugin {point.name} ({point.value}) fails as it is imported, {type(error).__name__}: {error}; mend it or "
-                "uninstall the package that brings it"
+                f"plugin {point.name} ({point.value}) fails on import with {type(error).__name__}: {error}. Fix it or "
+                "uninstall its package"
             ) from error
 
 
-MAX_OPTION = 2**31  # of a number among options
+MAX_OPTION = 2**31  # largest absolute value of a numeric option
 
 
 def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
-    """A config from options as JSON or YAML have them, each of the type that its field says; SurgeryError, by name,
-    otherwise. Options that are configs themselves are the config's own business (Any)."""
+    """Build a config from JSON or YAML options, checking each against the type of its field.
+
+    Raises SurgeryError with the name of the option. Options that are configs themselves (typed Any) are checked by the config.
+    """
     from pydantic import ValidationError
 
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
@@ -49,12 +54,14 @@ def validate_config(config_type: Any, options: dict[str, Any]) -> Any:
             raise SurgeryError(f"{config_type.name!r}: {name}: {reasons} (got {str(value)[:100]!r})") from None
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(n, (int, float)) and not abs(n) <= MAX_OPTION for n in numbers):
-            raise SurgeryError(f"{config_type.name!r}: {name}: no option is as large as {str(value)[:50]}")
+            raise SurgeryError(
+                f"{config_type.name!r}: {name} must be at most {MAX_OPTION:,} in absolute value (got {str(value)[:50]})"
+            )
     return config_type(**options)
 
 
 def _validate_by_constructor(config_type: Any, options: dict[str, Any]) -> None:
-    """With the config's own words, where it has some."""
+    """Raise the config's own message, if its constructor refuses the options."""
     try:
         config_type(**options)
     except ValueError as error:
@@ -65,7 +72,7 @@ def _validate_by_constructor(config_type: Any, options: dict[str, Any]) -> None:
 
 @cache
 def _field_adapters(config_type: Any) -> dict[str, Any]:
-    """None of a config whose annotations name what its module has not, as one made inside a function: it is trusted."""
+    """Return a pydantic validator per field; {} for a config defined inside a function, whose annotations cannot be resolved."""
     from pydantic import TypeAdapter
 
     try:
@@ -76,7 +83,7 @@ def _field_adapters(config_type: Any) -> dict[str, Any]:
 
 
 class Registry(Generic[T]):
-    """Config type -> class, with the config's `name` as the word used in recipes and checkpoints."""
+    """A map from config type to class. The config's `name` is its name in recipes and checkpoints."""
 
     def __init__(self, what: str, package: str):
         self.what, self.package = what, package
@@ -85,6 +92,8 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, config_type: type) -> Callable[[type[T]], type[T]]:
+        """Register a class under its config type (decorator)."""
+
         def add(cls: type[T]) -> type[T]:
             self._by_config[config_type] = cls
             self._by_name[config_type.name] = config_type  # type: ignore[attr-defined]
@@ -102,6 +111,7 @@ class Registry(Generic[T]):
             load_plugins()
 
     def names(self) -> list[str]:
+        """Return the registered names, sorted."""
         self._scan()
         return sorted(self._by_name)
 
@@ -110,7 +120,7 @@ class Registry(Generic[T]):
         return iter(self._by_config)
 
     def config_type(self, name: str) -> type:
-        """The config type of that name; SurgeryError with the nearest valid name otherwise."""
+        """Return the config type of a name. Raise SurgeryError with the nearest valid name if there is none."""
         self._scan()
         if name not in self._by_name:
             raise SurgeryError(f"unknown {self.what} {name!r}{suggestion(name, self._by_name)}")

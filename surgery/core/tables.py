@@ -1,4 +1,4 @@
-"""Helpers for rich tables: one table style, and large counts in words."""
+"""Rich tables in one style, and counts with a unit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from rich.table import Table
 
 
 def new_table(title: str, *columns: str) -> Table:
+    """Return an empty table: the first column and text columns left-aligned, all others right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         wide = column in ("structures", "structure", "module")
@@ -14,7 +15,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def format_count(number: int) -> str:
-    """Three digits, so that a table fits a narrow terminal: 12,345,678 -> 12.3M."""
+    """Return a count with three significant digits, so that tables fit narrow terminals: 12,345,678 -> 12.3M."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.{max(0, 3 - len(str(number // size)))}f}{unit}"

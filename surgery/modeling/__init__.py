@@ -1,1 +1,1 @@
-"""What transformers and peft call at run time: replaced modules, attention, caches, the quantizer that loads them."""
+"""Integration with transformers and peft: replacement modules, attention, caches, generation, loading, LoRA."""

@@ -1,10 +1,10 @@
-"""A mixer in the place of softmax(Q K^T) V: the attention module keeps its projections, norms and RoPE.
+"""Attention modules whose softmax(Q K^T) V is replaced by a mixer; projections, norms and RoPE stay.
 
     install(model, {"model.layers.0.self_attn": LinearAttention(...)})
 
-The module becomes an instance of a subclass of its own class, whose forward hands the mixer's inputs through the
-library's own forward to the attention function registered here. What the checkpoint holds keeps its names; the
-mixer's own parameters are `<path>.mixer.*`.
+The module becomes an instance of a subclass of its own class. The subclass passes the mixer's inputs through the library's
+own forward to the attention function registered here. Parameter names stay the same; the mixer's own parameters are
+`<path>.mixer.*`.
 """
 
 from __future__ import annotations
@@ -30,35 +30,41 @@ from surgery.modeling.modules import GuardedLinear
 
 ATTENTION_NAME = "surgery"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")  # packed documents, continuous batching
+PACKED_ARGUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seqlens_q",
+    "block_table",
+    "cache",
+)  # arguments for packed documents and continuous batching
 
 
 @dataclass
 class AttentionCall:
-    """What the attention function needs and is not given: see Inputs."""
+    """Inputs of the attention function that transformers does not pass: see MixerInputs. layer: the cache layer, or None."""
 
     x_BTD: Tensor
     valid_BT: Tensor | None
     mask_BHTS: Tensor | None
     layer: MixerCacheLayer | None
-    offloading: Any  # the cache, where it keeps the layers that wait on the CPU
+    offloading: Any  # the cache, if it offloads layers to the CPU
     documents: PackedDocuments | None = None
 
 
 class MixerAttention:
-    """Mixed into an attention class. host: the model's config, which says how masks are made."""
+    """Mixin of an attention class with a mixer. host: the model's config, which determines how masks are made."""
 
     mixer: Mixer
     host: Any
     arguments: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the library's forward with the mixer as attention function, and the mixer's state as cache."""
         bound = {**dict(zip(self.arguments, args)), **kwargs}
         for name in PACKED_ARGUMENTS:
             if bound.get(name) is not None:
                 raise SurgeryError(
-                    f"{type(self).__name__} has a mixer and was called with {name!r}, that is with several sequences "
-                    "in one row, whose borders mixers learn from position_ids that begin anew: give those alone, or pad "
+                    f"{type(self).__name__} has a mixer and was called with {name!r}, that is, with several sequences "
+                    "in one row. Mixers find their borders from position_ids that restart at 0: pass position_ids only, or pad "
                     "the batch"
                 )
         name = next((n for n in CACHE_ARGUMENTS if n in self.arguments), "")
@@ -80,7 +86,7 @@ class MixerAttention:
         implementation = self.host._attn_implementation
         if mask is None and implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise SurgeryError(
-                f"attention implementation {implementation!r} makes no masks, so padding cannot be told from text; "
+                f"attention implementation {implementation!r} makes no masks, so padding cannot be distinguished from text; "
                 "use model.set_attn_implementation('sdpa')"
             )
         return split_attention_mask(mask, x_BTD, seen)
@@ -88,12 +94,14 @@ class MixerAttention:
     def _documents(
         self, bound: dict[str, Any], valid_BT: Tensor | None, mask_BHTS: Tensor | None, layer: MixerCacheLayer | None
     ) -> PackedDocuments | None:
-        """Of packed rows, None where every row is one document. Masks that say anything else are read by mixers that
-        do, and refused by the others."""
+        """Return the documents of packed rows, or None if every row is one document.
+
+        Other masks are passed to mixers that read masks, and raise SurgeryError for all others.
+        """
         x_BTD, mask, position_ids = bound["hidden_states"], bound.get("attention_mask"), bound.get("position_ids")
         if x_BTD.shape[1] == 1 or (layer is not None and layer.seen):
             return None
-        position_ids = position_ids if layer is None else None  # transformers packs no rows that have a cache
+        position_ids = position_ids if layer is None else None  # transformers does not pack rows with a cache
         memo = None if torch.compiler.is_compiling() else DocumentMemo.recall(mask, position_ids)
         if memo is None:
             border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)
@@ -111,8 +119,8 @@ class MixerAttention:
         if not memo.is_plain and not self.mixer.reads_mask:
             raise SurgeryError(
                 f"the attention mask is not {'causal' if self.mixer.shape.causal else 'full'} over the real tokens (a "
-                f"prefix, a mask of your own; packed documents where position_ids do not begin anew), and "
-                f"{type(self.mixer).__name__} takes one sequence a row; pad instead"
+                f"prefix, a custom mask, or packed documents whose position_ids do not restart), and "
+                f"{type(self.mixer).__name__} takes one sequence per row; pad instead"
             )
         return memo.documents if memo.is_plain else None
 
@@ -121,10 +129,10 @@ class MixerAttention:
 
 
 class MixerModelMixin(MixerGenerationMixin):
-    """Mixed into the class of the model; see MixerModel."""
+    """Mixin of a model class that contains mixers."""
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where from_pretrained would begin to make up what a damaged checkpoint lacks."""
+        """Raise SurgeryError for missing mixer tensors, before from_pretrained would initialize them randomly."""
         ours = tuple(f"{path}.mixer." for path, _ in mixer_modules(self))  # type: ignore[arg-type]
         if lost := sorted(key for key in missing_keys if key.startswith(ours)):
             raise SurgeryError(f"the checkpoint lacks {len(lost)} tensors of its mixers: {', '.join(lost[:4])}")
@@ -136,11 +144,11 @@ class MixerModelMixin(MixerGenerationMixin):
 
 # -- masks -----------------------------------------------------------------------------------------
 def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | None, Tensor | None]:
-    """(valid_BT, mask_BHTS) out of any mask the library makes for T new tokens after `seen` others.
+    """Return (valid_BT, mask_BHTS) of any mask the library makes for T new tokens after `seen` earlier ones.
 
-    A real token sees itself and padding does not, so validity is the mask's diagonal at the columns of the new
-    tokens. Those are the last, except where static caches have columns for tokens to come. Sliding layers cut
-    columns off the front.
+    A real token attends to itself and padding does not, so validity is the mask's diagonal at the columns of the new tokens.
+    Those columns are the last, except with static caches, which have columns for future tokens. Sliding-window layers drop
+    columns at the front.
     """
     B, T = x_BTD.shape[:2]
     if mask is None:
@@ -160,18 +168,21 @@ def split_attention_mask(mask: Any, x_BTD: Tensor, seen: int) -> tuple[Tensor | 
 def is_plain_mask(
     mask_BHTS: Tensor, valid_BT: Tensor, shape: AttentionShape, documents: PackedDocuments | None
 ) -> bool:
-    """Whether a mask says no more than which tokens are padding, and of which document each is."""
+    """Return whether a mask encodes only padding, the causal order with the window, and document borders."""
     T, S = mask_BHTS.shape[-2:]
     behind_TS = torch.arange(T, device=mask_BHTS.device)[:, None] - torch.arange(S, device=mask_BHTS.device)
     order_TS = (behind_TS >= 0) & (behind_TS < (shape.window or S)) if shape.causal else torch.ones_like(behind_TS > 0)
     number_BT = torch.zeros_like(valid_BT, dtype=torch.long) if documents is None else documents.number_BT
     mask_BHTS = mask_BHTS.expand(len(valid_BT), -1, -1, -1)
-    rows, same = max(1, 2**26 // (T * S)), []  # looked at together: everything at once is many times the mask
+    rows, same = (
+        max(1, 2**26 // (T * S)),
+        [],
+    )  # rows per chunk: comparing all at once needs several times the mask's memory
     for mask_RHTS, valid_RT, number_RT in zip(*(t.split(rows) for t in (mask_BHTS, valid_BT, number_BT))):
         wanted_RTS, seen_RHTS = valid_RT[:, None] & order_TS, mask_to_bool(mask_RHTS)
         if documents is not None:
             wanted_RTS = wanted_RTS & (number_RT.unsqueeze(-1) == number_RT.unsqueeze(1))
-            if mask_RHTS.dtype != torch.bool:  # numbers of their own, which mixers that read masks must be given
+            if mask_RHTS.dtype != torch.bool:  # an additive mask: values other than 0 count as a difference
                 seen_RHTS = seen_RHTS & (mask_RHTS == 0)
         same.append(((seen_RHTS == wanted_RTS.unsqueeze(1)) | ~valid_RT[:, None, :, None]).all())
     return bool(torch.stack(same).all())
@@ -180,7 +191,7 @@ def is_plain_mask(
 def mixer_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """transformers' attention function for modules that have a mixer: (out_BTHV, no weights)."""
+    """Attention function of modules with a mixer; returns (output (B, T, H, V), None for the weights)."""
     call = kwargs.get("surgery")
     if call is None:
         raise SurgeryError(
@@ -197,7 +208,7 @@ def mixer_attention_forward(
         out_BHTV = call.layer.advance(module.mixer, inputs)
         if call.offloading is not None:
             advance_offloading(call.offloading, module.layer_idx, query.device)
-    if call.valid_BT is not None:  # any numbers, not-a-number too, must not reach the layers above
+    if call.valid_BT is not None:  # padding may hold any value, even NaN, which must not reach later layers
         out_BHTV = out_BHTV.masked_fill(~call.valid_BT[:, None, :, None], 0.0)
     return out_BHTV.transpose(1, 2).to(query.dtype), None
 
@@ -209,7 +220,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 # -- classes ---------------------------------------------------------------------------------------
 @cache
 def mixin_class(base: Any, mixin: Any) -> Any:
-    """A subclass of a library's class under its name, so that whatever is written down names that class."""
+    """Return a subclass of a library class under the same name, so that saved files name the library's class."""
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     if issubclass(mixin, MixerAttention):
         names["arguments"] = tuple(inspect.signature(base.forward).parameters)[1:]
@@ -217,7 +228,7 @@ def mixin_class(base: Any, mixin: Any) -> Any:
 
 
 def reduce_mixin(self: Any, reduced: Any) -> tuple[Any, ...]:
-    """What pickle stores: the library's class, found by name, and which mixin is ours."""
+    """Return what pickle stores of an object with a mixin: the library's class, found by name, and the mixin."""
     mixin, base = type(self).__bases__
     return (_new_mixin, (base, mixin), *reduced[2:])
 
@@ -229,7 +240,7 @@ def _new_mixin(base: type, mixin: type) -> Any:
 
 # -- installing ------------------------------------------------------------------------------------
 def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
-    """Give the attention at `path` that mixer, as its config starts it, on the device and in the dtype of its weights."""
+    """Replace the attention at `path` by a mixer, initialized from its config, with the device and dtype of the module's weights."""
     module = model.get_submodule(path)
     shape = attention_shape(model, path)
     kind = MIXERS[config]
@@ -245,7 +256,7 @@ def replace_attention(model: Any, path: str, config: MixerConfig) -> None:
 
 
 def attach_mixer(module: Any, mixer: Mixer) -> None:
-    """The attention module as one that asks `mixer`."""
+    """Turn an attention module into one that calls `mixer`."""
     if not isinstance(module, MixerAttention):
         module.host, module.config = module.config, copy.copy(module.config)
         module.config._attn_implementation_internal = ATTENTION_NAME
@@ -254,13 +265,15 @@ def attach_mixer(module: Any, mixer: Mixer) -> None:
 
 
 def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
-    """Give attention modules mixers, in place, and write them into the model's table, so that save_pretrained makes
-    a checkpoint that from_pretrained opens. Nothing is changed if one of them is refused."""
+    """Replace attention modules by mixers in place, and record them in the model's table for save_pretrained.
+
+    Raises SurgeryError, with the model unchanged, if a path or config is invalid.
+    """
     from surgery.modeling.quantization_config import SurgeryConfig
 
     before = getattr(model.config, "quantization_config", None)
     if before is not None and not isinstance(before, SurgeryConfig):
-        raise SurgeryError("the model is quantised by another method; convert it first, then quantise")
+        raise SurgeryError("the model is quantized by another method; convert it first, then quantize")
     table = SurgeryConfig() if before is None else copy.deepcopy(before)
     valid = attention_paths(model)
     for path, config in mixers.items():
@@ -275,7 +288,7 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Buffers that are not in checkpoints, which loading leaves undefined, as each mixer's config makes them."""
+    """Recompute buffers that checkpoints do not store, which loading leaves undefined, from each mixer's config."""
     for _, module in mixer_modules(model):
         lost = [n for n, b in module.mixer.named_buffers() if n not in module.mixer.state_dict()]
         if lost:
@@ -286,8 +299,10 @@ def restore_buffers(model: nn.Module) -> None:
 
 
 def fold_output_projection(model: Any, path: str) -> dict[str, Any]:
-    """The output projection of the attention at `path` as a FoldedLinear, and its entry in the table; {} where it
-    has another stand-in, whose weight is not 2-D either."""
+    """Replace the output projection of the attention at `path` by a GuardedLinear; return its table entry by path.
+
+    Returns {} if the projection was already replaced: its weight is not 2-D either.
+    """
     place = output_path(model, path)
     linear = model.get_submodule(place)
     transposed = not isinstance(linear, nn.Linear)

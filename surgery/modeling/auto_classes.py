@@ -1,6 +1,4 @@
-"""Classes named by the `auto_map` of converted checkpoints: they register us, then hand over to the Auto class
-of the same name, which finds transformers' own model class.
-"""
+"""Classes named by the `auto_map` of converted checkpoints. They register this package, then call transformers' Auto class of the same name."""
 
 from __future__ import annotations
 
@@ -22,22 +20,24 @@ AUTO_CLASSES = (
 
 
 def auto_class(name: str) -> Any:
+    """Return transformers' Auto class of that name."""
     import transformers
 
     return getattr(transformers, name)
 
 
 class Shim:
-    """from_pretrained of an Auto class, without remote code."""
+    """An Auto class that registers this package first and loads without remote code."""
 
     auto: str
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing to register: the native class is what is loaded."""
+        """Do nothing: the native class is loaded, so there is no class to register."""
 
     @classmethod
     def from_pretrained(cls, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Register this package, then call from_pretrained of transformers' Auto class."""
         from surgery.modeling.register import register
 
         register()
@@ -61,8 +61,10 @@ except ImportError as error:
 
 
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
-    """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config. A model of
-    remote code keeps its own: it wants both."""
+    """Write the shim file and the config's auto_map, so that `trust_remote_code=True` opens the checkpoint without `import surgery`.
+
+    A remote-code model keeps its own auto_map, and needs both.
+    """
     if config.get("auto_map"):
         return
 

@@ -1,10 +1,10 @@
-"""What mixers remember, behind transformers' Cache: one layer of it for each attention that has a mixer.
+"""Mixer states in transformers' Cache: one cache layer for each attention module with a mixer.
 
-    cache.layers[i] = MixerLayer()      put there before generate() starts, or when a forward first meets the cache
+    cache.layers[i] = MixerCacheLayer()      inserted before generate() starts, or at the first forward with the cache
     out_BHTV = cache.layers[i].advance(mixer, inputs)
 
-States are values, so beams select rows of them, and going back is a matter of keeping an old one: while past is
-recorded the layer holds a state and the inputs since, and `crop` mixes again those that stay.
+States are immutable values, so beam search selects rows of them, and rolling back means keeping an old state: while past
+recording is on, the layer holds a state and the inputs since then, and `crop` mixes the remaining inputs again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from surgery.core.errors import SurgeryError
 from surgery.mixers import Mixer, MixerInputs, MixerState
 
-MAX_RECORDED = 64  # tokens that can always be taken back while past is recorded
+MAX_RECORDED = 64  # tokens that can always be removed while past recording is on
 
 
 class MixerCacheLayer(CacheLayerMixin):
-    """The state of one layer's mixer, and how many tokens (padding included) it has been given."""
+    """The state of one layer's mixer. seen: number of tokens processed, padding included."""
 
     is_compileable = False
     is_croppable = True
@@ -38,13 +38,13 @@ class MixerCacheLayer(CacheLayerMixin):
         self.seen = 0
         self.record_past = False
         self.static_length = 0
-        self._mixer: Mixer | None = None  # the model's own, met at every forward
+        self._mixer: Mixer | None = None  # the model's mixer, set at every forward
         self._base: MixerState | None = None
         self._since: list[MixerInputs] = []
 
     # -- one call of the model ---------------------------------------------------------------------
     def advance(self, mixer: Mixer, inputs: MixerInputs) -> Tensor:
-        """out_BHTV of the next tokens; the state moves past them."""
+        """Mix the next tokens and move the state past them; return the output (B, H, T, V)."""
         batch, device = inputs.q_BHTK.shape[0], inputs.q_BHTK.device
         state = mixer.empty_state(batch, device) if self.state is None else self.state
         if state.seen_B.shape[0] != batch:
@@ -65,7 +65,7 @@ class MixerCacheLayer(CacheLayerMixin):
         return out
 
     def _advance_recording(self, mixer: Mixer, inputs: MixerInputs, state: MixerState) -> Tensor:
-        """The same, holding on to what going back needs: of a long piece only its last tokens."""
+        """Mix the next tokens like `advance`, and keep what `crop` needs: of a long input only its last tokens."""
         outs, head = [], inputs.q_BHTK.shape[2] - MAX_RECORDED
         if head > 0:
             out, state = _mix_eager(mixer, slice_inputs(inputs, 0, head), state)
@@ -82,48 +82,57 @@ class MixerCacheLayer(CacheLayerMixin):
     def _recorded(self) -> int:
         return sum(inputs.q_BHTK.shape[2] for inputs in self._since)
 
-    # -- what the library asks ---------------------------------------------------------------------
+    # -- interface of CacheLayerMixin ---------------------------------------------------------------------
     def get_seq_length(self) -> int:
+        """Return the number of tokens processed."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the columns of masks: all tokens so far, or as many as static layers beside it have."""
+        """Return (columns, offset) of masks: all tokens so far, or the length of static layers in the same cache."""
         return self.static_length or self.seen + query_length, 0
 
     def get_max_length(self) -> int:
+        """Return -1: the length is unlimited."""
         return -1
 
     def get_max_cache_shape(self) -> int:  # its name before transformers 5.20
+        """Return -1: the length is unlimited."""
         return -1
 
     @property
     def batch_size(self) -> int:
+        """The number of rows. Raises AttributeError while the layer is empty."""
         if self.state is None:
             raise AttributeError("batch_size")
         return self.state.seen_B.shape[0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """States are made at the first tokens."""
+        """Do nothing: `advance` creates the state at the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raise SurgeryError: a mixer's state cannot store keys and values."""
         raise SurgeryError(
-            "this layer of the cache holds the state of a mixer, which keys and values cannot be put into: the cache "
+            "this layer of the cache holds the state of a mixer, which cannot store keys and values: the cache "
             "belongs to the converted model, not to this one"
         )
 
-    # -- going back --------------------------------------------------------------------------------
+    # -- removing tokens --------------------------------------------------------------------------------
     def activate_past_recording(self) -> None:
+        """Record inputs from now on, so that `crop` can remove tokens."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -n tokens. A positive n, as before transformers 5.20, is how many tokens stay."""
+        """Remove the last -n tokens. A positive n, as before transformers 5.20, is the number of tokens to keep.
+
+        Raises SurgeryError if fewer tokens were recorded than are to be removed.
+        """
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
         if count >= self.seen:
             self.reset()
         elif count > self._recorded():
             raise SurgeryError(
                 f"a mixer's state cannot go back {count} tokens: it recorded {self._recorded()}. Call surgery.modeling.cache."
-                f"record_past(cache, model) before the tokens that may be taken back (at most {MAX_RECORDED} at once)"
+                f"record_past(cache, model) before the tokens that may be removed (at most {MAX_RECORDED} at once)"
             )
         elif count:
             self._replay(self._recorded() - count)
@@ -131,7 +140,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self._base, self._since = None, []
 
     def _replay(self, kept: int) -> None:
-        """The state after the first `kept` of the recorded tokens, in the pieces they came in."""
+        """Recompute the state after the first `kept` recorded tokens, in the original pieces."""
         assert self._mixer is not None and self._base is not None
         state = self._base
         for inputs in self._since:
@@ -142,43 +151,48 @@ class MixerCacheLayer(CacheLayerMixin):
         self.state = state
 
     def reset(self) -> None:
+        """Empty the layer."""
         self.state, self.seen, self.is_initialized = None, 0, False
         self._base, self._since = None, []
 
-    # -- rows --------------------------------------------------------------------------------------
+    # -- batch rows --------------------------------------------------------------------------------------
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows of the state, for beam search."""
         self._base, self._since = None, []
         if self.state is not None:
             self.state = self.state.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at `indices` (integers or a boolean mask)."""
         if self.state is not None:
             rows = torch.arange(self.batch_size, device=self.state.seen_B.device)
             self.reorder_cache(rows[indices.to(rows.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
         if self.state is not None:
             self.reorder_cache(
                 torch.arange(self.batch_size, device=self.state.seen_B.device).repeat_interleave(repeats)
             )
 
-    # -- places ------------------------------------------------------------------------------------
+    # -- devices ------------------------------------------------------------------------------------
     def offload(self) -> None:
+        """Move the state to the CPU."""
         if self.state is not None:
             self.state = self.state.to("cpu")
 
     def prefetch(self) -> None:
-        """Nothing: `advance` fetches the state itself, on the stream that reads it."""
+        """Do nothing: `advance` moves the state itself, on the stream that reads it."""
 
     def nbytes(self) -> int:
-        """Live bytes, without what is recorded."""
+        """Return the size of the state in bytes, without recorded inputs."""
         return 0 if self.state is None else self.state.nbytes()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mixer": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerCacheLayer:
-        """The model is not copied with its cache."""
+        """Copy the layer, but not the model's mixer."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({k: v if k == "_mixer" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
@@ -192,7 +206,7 @@ def _mix_eager(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> tuple[Te
 
 
 def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
-    """Tokens start to stop of a call, as a call of its own after those before."""
+    """Return tokens start:stop of a call's inputs, as inputs of a call of their own."""
     tokens, mask = inputs.q_BHTK.shape[2], inputs.mask_BHTS
     if (start, stop) == (0, tokens):
         return inputs
@@ -209,7 +223,10 @@ def slice_inputs(inputs: MixerInputs, start: int, stop: int) -> MixerInputs:
 
 # -- putting layers into caches --------------------------------------------------------------------
 def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
-    """The cache's layer of that index as a MixerLayer, put there if it is not."""
+    """Return layer `index` of the cache as a MixerCacheLayer, inserted if necessary.
+
+    Raises SurgeryError for other cache types, and for a layer that already holds keys and values.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
@@ -233,7 +250,7 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
 
 
 def advance_offloading(cache: Any, index: int, device: torch.device) -> None:
-    """What an offloading cache does as it updates a layer: that one goes to the CPU, the next one's keys come back."""
+    """Offload a layer and prefetch the next one, as an offloading cache does when it updates a layer."""
     cache.layers[index].offload()
     if device.type == "cuda":
         reading = torch.cuda.default_stream(device)
@@ -243,13 +260,13 @@ def advance_offloading(cache: Any, index: int, device: torch.device) -> None:
 
 
 def mixer_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, attention module) of every attention that has a mixer."""
+    """Yield (path, attention module) of every attention module with a mixer."""
     return ((n, m) for n, m in model.named_modules() if isinstance(getattr(m, "mixer", None), Mixer))
 
 
 def record_past(cache: Cache, model: nn.Module) -> None:
-    """From now on the cache can be cropped, whatever its layers."""
+    """Turn on past recording in all layers, so that the cache can be cropped."""
     for _, module in mixer_modules(model):
         mixer_cache_layer(cache, module.layer_idx).record_past = True
-    if hasattr(cache, "activate_past_recording"):  # transformers 5.10 has none
+    if hasattr(cache, "activate_past_recording"):  # missing in transformers 5.10
         cache.activate_past_recording()

@@ -1,7 +1,7 @@
-"""A cache on disk: states of mixers, keys and values of the softmax layers between them.
+"""Saving a cache to disk: mixer states, and the keys and values of softmax layers.
 
 save_cache(output.past_key_values, "prompt.safetensors")
-cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) goes on
+cache = load_cache("prompt.safetensors", model)             generate(..., past_key_values=cache) continues from it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surgery.modeling.cache import MixerCacheLayer, mixer_modules
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
-    """Write a cache, states of mixers and keys and values alike, to a file that load_cache goes on from."""
+    """Write a dynamic cache to a safetensors file."""
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for i in range(len(cache.layers)):
@@ -44,7 +44,7 @@ def save_cache(cache: Cache, path: str | Path) -> None:
 
 
 def load_cache(path: str | Path, model: Any) -> DynamicCache:
-    """The cache of that file for the model that wrote it, each layer on the device of its attention."""
+    """Return the cache saved in a file, for the model that wrote it; each layer is on the device of its attention."""
     layers, tensors = _read(path)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     homes = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)}
@@ -88,7 +88,7 @@ def _check_same_shapes(index: int, held: dict[str, Tensor], dims: dict[str, int]
     found = {name: tensor.dim() for name, tensor in held.items()}
     if found != dims:
         raise SurgeryError(
-            f"layer {index} of this cache holds {found} (axes of each), {dims} are wanted; it is damaged"
+            f"layer {index} of this cache is damaged: its tensors must have the dimensions {dims} (got {found})"
         )
 
 
@@ -105,7 +105,7 @@ def _mixer_layer(entry: dict[str, Any], held: dict[str, Tensor], mixer: Mixer, i
 
 
 def _fill_layer(layer: Any, held: dict[str, Tensor], seen: int) -> None:
-    """Keys and values as they were kept (of a sliding layer the last ones)."""
+    """Store saved keys and values in a layer; a sliding-window layer holds only the last ones."""
     layer.update(held["keys"], held["values"])
     if hasattr(layer, "cumulative_length"):
         layer.keys, layer.values, layer.cumulative_length = held["keys"], held["values"], seen

@@ -1,10 +1,10 @@
-"""A decoding step as one CUDA graph: the GPU is told once what to do, and each token costs one launch of it all.
+"""Decoding steps captured in one CUDA graph: each token then costs a single launch.
 
     model.generate(**prompt, cache_implementation="static", max_new_tokens=500)
 
-For models whose every attention has a linear mixer with a bounded state, on one GPU: their states keep their shapes, and
-nothing is read back. transformers asks `capture_decode_step` where it would compile a model for a static cache
-(GenerationMixin._sample); disable_compile=True declines here too. Any other step goes to the model itself.
+This needs one GPU, and a linear mixer with a bounded state in every attention module: state shapes stay constant, and no value
+is read back to the CPU. transformers calls `capture_decode_step` where it would compile a model for a static cache
+(GenerationMixin._sample); disable_compile=True turns the graph off too. All other steps call the model itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_INPUTS = {
 
 
 def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> CapturedDecodeStep | None:
-    """What stands in for the model while it generates, None where that is the model itself."""
+    """Return a callable that replaces the model's forward during generation, or None if graphs do not apply."""
     asked = generation_config.cache_implementation == "static" and not generation_config.disable_compile
     layers = getattr(cache, "layers", [])
     linear = [
@@ -48,12 +48,12 @@ def capture_decode_step(model: Any, cache: Any, generation_config: Any) -> Captu
 
 
 def is_on_one_gpu(model: Any) -> bool:
-    """Whether all of it is on one GPU."""
+    """Return whether all parameters are on one GPU."""
     return not hasattr(model, "hf_device_map") and all(p.is_cuda for p in model.parameters())
 
 
 def record_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """What runs it again, on the tensors that it was recorded on."""
+    """Capture `step` in a CUDA graph and return a function that replays it on the same tensors."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -62,8 +62,10 @@ def record_graph(step: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass
 class CapturedDecodeStep:
-    """Called like the model. The first step goes through it, and what the second does is recorded. reach: tokens that
-    rows may have at last, for which log-linear states make room at once."""
+    """A captured decoding step, called like the model. The first step runs normally; the second is captured.
+
+    reach: the maximum length of the rows, for which log-linear states reserve memory at once.
+    """
 
     model: Any
     reach: int
@@ -73,6 +75,7 @@ class CapturedDecodeStep:
     layers: list[MixerCacheLayer] = field(default_factory=list)
 
     def __call__(self, **inputs: Any) -> Any:
+        """Run the model, or replay the captured step for a single new token."""
         layers = inputs["past_key_values"].layers
         plain = (
             set(inputs) <= PLAIN_INPUTS and inputs["input_ids"].shape[1] == 1 and inputs.get("position_ids") is not None
@@ -113,7 +116,8 @@ class CapturedDecodeStep:
         except RuntimeError as error:
             self.disabled = True
             warnings.warn(
-                f"this model's steps cannot be captured in a CUDA graph and run one by one: {error}", stacklevel=3
+                f"this model's decoding steps cannot be captured in a CUDA graph, so they run one by one: {error}",
+                stacklevel=3,
             )
         for layer, state, tokens, bound in zip(self.layers, states, seen, max_seen):
             assert state is not None
@@ -137,7 +141,7 @@ class CapturedDecodeStep:
 
 
 def reserve_buckets(layer: MixerCacheLayer, reach: int) -> None:
-    """For the buckets of a log-linear state that has seen so many tokens: empty ones are zeros."""
+    """Enlarge a log-linear state to the buckets of `reach` tokens; unused buckets are zero."""
     state = layer.state
     if state is not None and "mask.buckets" in state.tensors:
         buckets = state.tensors["mask.buckets"]

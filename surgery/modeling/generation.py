@@ -1,4 +1,4 @@
-"""The `forward` and cache hooks that a model with mixers is given, so that `generate` works as usual."""
+"""Hooks of GenerationMixin that make `generate` work for models with mixers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from surgery.modeling.cache import MixerCacheLayer, mixer_cache_layer, mixer_mod
 
 
 class MixerGenerationMixin:
-    """Mixed into the class of a model that generates."""
+    """Mixin of the class of a model that generates."""
 
     _decode_step: Any = None
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Our layers are in the cache before anyone asks it to record past or how long it is."""
+        """Insert mixer layers into the cache before generate() turns on past recording or asks for its length."""
         done = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
@@ -27,14 +27,14 @@ class MixerGenerationMixin:
             layers: list[Any] = getattr(cache, "layers", [])
             fixed = [x.max_cache_len for x in layers if hasattr(x, "max_cache_len") and not x.is_sliding]
             for layer in (x for x in layers if isinstance(x, MixerCacheLayer)):
-                layer.static_length = fixed[0] if fixed else 0  # one mask serves all
+                layer.static_length = fixed[0] if fixed else 0  # all layers share one mask
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self)  # type: ignore[arg-type]
         return done
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Whether generate() takes its steps from `get_compiled_call`: also where ours are captured in a graph."""
+        """Return whether generate() takes its steps from `get_compiled_call`; true also for steps captured in a CUDA graph."""
         from surgery.modeling.cuda_graph import capture_decode_step
 
         self._decode_step = capture_decode_step(self, model_kwargs.get("past_key_values"), generation_config)
@@ -42,11 +42,13 @@ class MixerGenerationMixin:
         return self._decode_step is not None or asks(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config: Any) -> Any:
+        """Return the captured decoding step if there is one, else the compiled forward."""
         step, self._decode_step = self._decode_step, None
         return super().get_compiled_call(compile_config) if step is None else step  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Raise SurgeryError: continuous batching is not supported."""
         raise SurgeryError(
-            "continuous batching keeps keys and values in pages, which the states of mixers do not fit; "
+            "continuous batching stores keys and values in pages, which cannot hold mixer states; "
             "use model.generate(**tokenizer(prompts, padding=True, return_tensors='pt')) in batches"
         )

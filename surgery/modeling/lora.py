@@ -1,7 +1,7 @@
-"""PEFT LoRA on structured linears: y = B x + scaling * up(down(x)), the stand-in frozen beneath.
+"""PEFT LoRA on structured linears: y = B x + scaling * up(down(x)), with the structured weight B frozen.
 
-Registered by wrapping the last of PEFT's dispatchers, so that get_peft_model and PeftModel.from_pretrained
-both find it; a per-config registration would not survive saving.
+The last of PEFT's dispatchers is wrapped, so that both get_peft_model and PeftModel.from_pretrained support structured
+linears; a registration in one config would not survive saving.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class StructuredLora(Linear):
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Raise ValueError: the sum of a structured matrix and an update does not have the structure."""
         base = type(self.get_base_layer()).__name__
         raise ValueError(
             f"a LoRA update cannot be merged into a {base}: the sum is no longer that structure. Keep the adapter, or undo "
@@ -36,7 +37,7 @@ class StructuredLora(Linear):
 
 
 def _check_lora_config(config: Any) -> None:
-    """What reads the base layer's dense weight has none to read."""
+    """Raise ValueError for options that need the dense weight of the base layer."""
     if getattr(config, "use_dora", False):
         raise ValueError("use_dora needs the dense weight, which a structured linear does not hold; use plain LoRA")
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
@@ -47,7 +48,7 @@ def _check_lora_config(config: Any) -> None:
 
 
 def register_lora() -> None:
-    """Idempotent."""
+    """Make PEFT's LoRA support structured linears. Calling it again does nothing."""
     before = peft_lora.dispatch_default
     if getattr(before, "surgery", False):
         return

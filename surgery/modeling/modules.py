@@ -1,7 +1,4 @@
-"""The modules that stand where linears stood, made from the entries of a checkpoint's table.
-
-All that loading a converted checkpoint needs: structures and torch, nothing of recipes, plans or conversion.
-"""
+"""The modules that replace linears, built from the entries of a checkpoint's table. Loading a converted checkpoint needs only this."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from surgery.structures.base import config_from_dict
 
 
 class GuardedLinear(nn.Linear):
-    """A dense linear whose weight is kept as (1, out, in).
+    """A dense linear whose weight is stored as (1, out, in).
 
-    A checkpoint whose attention has a mixer stores the output projection so: a library that loads it without
-    knowing us finds a mismatched shape and stops, where it would have run softmax attention on these weights.
+    Checkpoints store the output projection of a mixer this way. A library that does not know this package then fails with a
+    shape mismatch instead of running softmax attention on these weights.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
@@ -29,7 +26,7 @@ class GuardedLinear(nn.Linear):
 
     @classmethod
     def from_weight(cls, weight_OI: Tensor, bias_O: Tensor | None) -> GuardedLinear:
-        """Holding these very numbers."""
+        """Return a linear that shares the memory of a weight (out, in) and a bias (out,)."""
         linear = cls(weight_OI.shape[1], weight_OI.shape[0], bias_O is not None, device="meta")
         linear.weight = nn.Parameter(weight_OI.detach()[None], requires_grad=weight_OI.requires_grad)
         if bias_O is not None:
@@ -37,16 +34,18 @@ class GuardedLinear(nn.Linear):
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the linear map of x: (.., in) -> (.., out)."""
         return F.linear(x, self.weight[0], self.bias)
 
     def dense(self) -> Tensor:
+        """Return the weight (out, in)."""
         return self.weight[0]
 
 
 class SplitLinear(nn.Module):
-    """A fused linear whose roles are computed by linears of their own; outputs in the fused order.
+    """A fused linear whose roles are computed by separate linears; outputs are in the fused order.
 
-    `weight` is empty and 3-D: see StructuredLinear.
+    `weight` is an empty 3-D buffer: see StructuredLinear.
     """
 
     def __init__(self, in_features: int, parts: dict[str, nn.Module], sizes: tuple[int, ...], heads: int = 0):
@@ -58,6 +57,7 @@ class SplitLinear(nn.Module):
         self.register_buffer("weight", torch.zeros(1, 1, 1, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs of all parts in the fused order: (.., in) -> (.., out)."""
         ys = [part(x) for part in self.parts.values()]
         if self.heads:
             ys = [y.unflatten(-1, (self.heads, -1)) for y in ys]
@@ -70,11 +70,11 @@ class SplitLinear(nn.Module):
         return torch.cat([r.unflatten(0, (self.heads, -1)) for r in rows], dim=1).flatten(0, 1)
 
     def dense(self) -> Tensor:
-        """(out, in), rows in the fused order."""
+        """Return the weight (out, in), with rows in the fused order."""
         return self._fused([p.dense() if isinstance(p, StructuredLinear) else p.weight for p in self.parts.values()])  # type: ignore[misc]
 
     def fused_bias(self) -> Tensor | None:
-        """(out,), or None."""
+        """Return the bias (out,) in the fused order, or None."""
         biases = [part.bias for part in self.parts.values()]
         return None if any(b is None for b in biases) else self._fused(biases)  # type: ignore[arg-type]
 
@@ -82,9 +82,11 @@ class SplitLinear(nn.Module):
 def build_module(
     spec: dict[str, Any], device: str | torch.device = "meta", dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A module for an entry of the checkpoint's table: {"structure": .., "in_features": .., "out_features": ..,
-    "bias": ..}, where "dense" and "folded" are structures too, or {"structure": "split", "parts": {role: entry},
-    "heads": ..}."""
+    """Build the module of a table entry.
+
+    The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be "dense" or
+    "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "heads": ..}. Raises SurgeryError if it is invalid.
+    """
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if spec.get("structure") == "split":
         _check_split_entry(spec)
@@ -101,20 +103,20 @@ def build_module(
     config = config_from_dict(spec)
     structure: Any = STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
-        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")
     resolved = structure.resolve(config, out, in_)
-    if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is for recipes
-        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks are numbers")
+    if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is allowed in recipes only
+        raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")
     rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
     if rank is None or rank == "full" or not 1 <= rank <= full:
         raise SurgeryError(
-            f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank is a number from 1 to {full}"
+            f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank must be a number from 1 to {full}"
         )
     return structure(in_, out, config, bias=bias, **factory)
 
 
 DAMAGED_TABLE = "the surgery table in config.json is damaged"
-MAX_FEATURES = 2**26  # features: more than any model has
+MAX_FEATURES = 2**26  # more features than any model has
 
 
 def _check_entry(spec: dict[str, Any]) -> None:
@@ -132,4 +134,4 @@ def _check_split_entry(spec: dict[str, Any]) -> None:
         raise SurgeryError(f"{DAMAGED_TABLE}: a split entry reads {str(spec)[:100]}")
     outs = [entry.get("out_features") for entry in parts.values()]
     if type(heads) is not int or heads < 0 or any(type(n) is not int or (heads and n % heads) for n in outs):
-        raise SurgeryError(f"{DAMAGED_TABLE}: {heads} heads of parts that are {outs} wide")
+        raise SurgeryError(f"{DAMAGED_TABLE}: {heads} heads must divide the parts' outputs {outs}")

@@ -1,4 +1,4 @@
-"""The config class that transformers makes of a checkpoint's `quantization_config` entry."""
+"""The config class that transformers builds from a checkpoint's `quantization_config` entry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ FORMAT = 1
 
 
 class SurgeryConfig(QuantizationConfigMixin):
-    """The table of stand-ins. modules: path -> {"structure": .., its options, in_features, out_features, bias};
-    mixers: path of an attention -> {"mixer": .., its options}; unused: tensors that the model's class does not use, kept
-    as the source had them."""
+    """The table of replaced modules.
+
+    modules: path -> {"structure": .., its options, in_features, out_features, bias}. mixers: path of an attention module ->
+    {"mixer": .., its options}. unused: source tensors that the model's class does not use, kept unchanged.
+    """
 
     def __init__(
         self,
@@ -37,5 +39,5 @@ class SurgeryConfig(QuantizationConfigMixin):
         self.modules, self.mixers, self.unused = modules or {}, mixers or {}, unused or []
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the tables that are empty, as it was written before there were any."""
+        """Return the table without empty `mixers` and `unused`, which older versions did not write."""
         return {k: v for k, v in super().to_dict().items() if k not in ("mixers", "unused") or v}

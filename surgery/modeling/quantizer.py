@@ -1,4 +1,4 @@
-"""What transformers calls while it loads a converted checkpoint. See surgery/modeling/register.py."""
+"""The quantizer that transformers calls while it loads a converted checkpoint. See surgery/modeling/register.py."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from surgery.structures import StructuredLinear
 
 
 class SurgeryQuantizer(HfQuantizer):
+    """Replaces modules on the meta device before transformers loads the weights."""
+
     requires_calibration = False
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Return True: save_pretrained works."""
         return True
 
     @property
     def is_trainable(self) -> bool:
+        """Whether the model can be trained: always."""
         return True
 
     def _tables(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -35,11 +39,13 @@ class SurgeryQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        """Stand-ins for the linears of the table and mixers, on meta, in the dtype the model is loaded in. The files must
-        hold exactly the tensors of the class that the checkpoint was written from; a model of another class may lack
-        some of them, and may have a head of its own."""
+        """Put replacement linears and mixers into the model, on meta, in its dtype.
+
+        The files must hold exactly the tensors of the class that the checkpoint was written from. A model of another class may
+        lack some of them, and may have a head of its own.
+        """
         if not self.pre_quantized:
-            raise SurgeryError("models are converted with `surgery convert`, not while they load")
+            raise SurgeryError("models are converted with `surgery convert`, not on loading")
         name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
         if written is None:
             put_standins(model, *self._tables(), strict=False)
@@ -51,7 +57,7 @@ class SurgeryQuantizer(HfQuantizer):
             put_standins(model, *self._tables(), strict=False)
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Leave an ordinary model that remembers its table."""
+        """Make the loaded model an ordinary one that keeps only its table."""
         from surgery.modeling.attention import restore_buffers
 
         model.config.quantization_config = self.quantization_config
@@ -62,16 +68,18 @@ class SurgeryQuantizer(HfQuantizer):
                 module.check_loaded()
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
-        # Shims lie beside the loaded files only; a copy saved from here would point at nothing.
+        # Shims exist only beside the loaded files; in a saved copy auto_map would name a missing file.
         if has_shims(vars(model.config)):
             del model.config.auto_map
         return model
 
 
 def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], strict: bool = True) -> None:
-    """In place: stand-ins at the paths of the table, then mixers at theirs. strict: every path must be in the model; else
-    one of them."""
-    # This module is imported while transformers' models are; attention needs them whole.
+    """Replace linears and attention modules in place, by the entries of the table.
+
+    strict: raise SurgeryError if the model lacks any of the paths; otherwise only if it lacks all of them.
+    """
+    # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.attention import replace_attention
 
     find, missing, taken = _Finder(model), 0, set()
@@ -87,31 +95,33 @@ def put_standins(model: Any, table: dict[str, Any], mixers: dict[str, Any], stri
                 )
             continue
         if place in taken:
-            raise SurgeryError(f"{DAMAGED_TABLE}: two entries stand for {place!r}")
+            raise SurgeryError(f"{DAMAGED_TABLE}: two entries replace {place!r}")
         taken.add(place)
         if path in table:
-            standin = build_module(spec)
-            _refuse_other_sizes(model.get_submodule(place), standin, place)
-            model.set_submodule(place, standin)
+            replacement = build_module(spec)
+            _refuse_other_sizes(model.get_submodule(place), replacement, place)
+            model.set_submodule(place, replacement)
             _untie(model, place)
         else:
             replace_attention(model, place, mixer_config(spec))
 
 
-def _refuse_other_sizes(linear: Any, standin: Any, path: str) -> None:
-    sizes = sorted((standin.in_features, standin.out_features))
+def _refuse_other_sizes(linear: Any, replacement: Any, path: str) -> None:
+    sizes = sorted((replacement.in_features, replacement.out_features))
     weight = getattr(linear, "weight", None)
     if weight is None or sorted(weight.shape) != sizes:
         here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
         raise SurgeryError(
-            f"{DAMAGED_TABLE}: its entry for {path!r} maps {standin.in_features} features to {standin.out_features}, where the "
+            f"{DAMAGED_TABLE}: its entry for {path!r} maps {replacement.in_features} features to {replacement.out_features}, where the "
             f"model has {here}"
         )
 
 
 def _written_as(model: Any) -> Any:
-    """A model on meta of the class that the checkpoint was written from: this one, where its class is the one; None
-    where a class of remote code opens what another class wrote."""
+    """Return a model of the class that the checkpoint was written from: the model itself if it has that class, else one on meta.
+
+    Returns None if a remote-code class opens a checkpoint written by another class.
+    """
     cls = class_named(model.config)
     if cls is not None and cls.config_class is not None and isinstance(model.config, cls.config_class):
         if type(model).__name__ == cls.__name__:
@@ -132,16 +142,18 @@ def _tensors_in(files: list[str]) -> list[str]:
 
 
 def _untie(model: Any, path: str) -> None:
-    """A stand-in shares no weight, even where the class ties by itself whatever the config says (T5)."""
+    """Untie a replaced module, also where the class ties weights whatever the config says (T5)."""
     weight = f"{path}.weight"
-    if weight in (model._tied_weights_keys or {}):  # of this model, not of its class
+    if weight in (model._tied_weights_keys or {}):  # set on the instance; the class stays unchanged
         model._tied_weights_keys = {k: v for k, v in model._tied_weights_keys.items() if k != weight}
     model.all_tied_weights_keys.pop(weight, None)
 
 
 class _Finder:
-    """Where the table's path is in this class: as written, with the base model's prefix more or less, or renamed since
-    the checkpoint was written."""
+    """Finds a table path in a model of any class.
+
+    The path may be unchanged, with or without the base model's prefix, or renamed since the checkpoint was written.
+    """
 
     def __init__(self, model: Any):
         self.model, self.modules = model, {name for name, _ in model.named_modules()}

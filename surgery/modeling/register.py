@@ -1,8 +1,8 @@
-"""A native Hugging Face checkpoint: the table of stand-ins is the config's `quantization_config`, and a
-registered quantizer puts them in place on the meta device, before transformers loads the weights.
+"""Registration with transformers and peft, which makes converted checkpoints native Hugging Face checkpoints.
 
-After loading nothing of a quantised model is left but the table, so that half(), float(), Trainer,
-save_pretrained and deepcopy treat the model as the ordinary one it is.
+The table of replaced modules is the config's `quantization_config`. A registered quantizer replaces the modules on the meta
+device before transformers loads the weights. After loading, only the table remains of it, so half(), float(), Trainer,
+save_pretrained and deepcopy treat the model as an ordinary one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from surgery.core.import_hooks import run_after_import
 
 
 def register() -> None:
-    """Make transformers and peft know us, now or when they are imported."""
+    """Register this package's classes with transformers and peft, now or on their import."""
     run_after_import("transformers.quantizers.auto", _register_quantizer)
     run_after_import("peft.tuners.lora.model", _register_lora)
 

@@ -1,1 +1,1 @@
-"""Recipes and plans: what will be replaced by what, decided from the config alone."""
+"""Planning: the recipe, the linears and attention modules it replaces, and the allocation of a parameter budget."""

@@ -1,10 +1,9 @@
-"""Spreading a budget of stored numbers over modules by what each next step buys.
+"""Allocation of a parameter budget over modules (continuous multiple-choice knapsack).
 
-Every module offers options (numbers stored, error left), dense among them. The cheapest options are taken
-everywhere; then, as long as the budget lasts, the step with the largest fall of error per number. On the
-lower convex hulls of the options this greedy choice is optimal up to the last step (the continuous
-multiple-choice knapsack: Sinha & Zoltners 1979). Errors of different modules must be in one unit: the
-expected rise of the loss, 1/2 E[g^2] ||(W - B) C^(1/2)||^2.
+Every module offers options (stored parameters, remaining error), the dense weight among them. Allocation starts from the
+smallest option of each module, then takes the step with the largest error reduction per parameter while the budget lasts.
+On the lower convex hulls of the options this greedy choice is optimal up to the last step (Sinha & Zoltners 1979). Errors of
+different modules must have one unit: the expected increase of the loss, 1/2 E[g^2] ||(W - B) C^(1/2)||^2.
 """
 
 from __future__ import annotations
@@ -17,19 +16,23 @@ from surgery.core.errors import SurgeryError
 
 
 class CostPoint(NamedTuple):
+    """One option of a module: stored parameters and remaining error."""
+
     params: int
     error: float
 
 
 class HullStep(NamedTuple):
-    gain: float  # error bought per number
+    """A step between neighboring options on a module's hull. params: parameters added by the step."""
+
+    gain: float  # error reduction per parameter
     module: str
     option: CostPoint
     params: int
 
 
 def lower_hull(options: Sequence[CostPoint]) -> list[CostPoint]:
-    """The options on the lower convex hull, cheapest first: gains per number fall from step to step."""
+    """Return the options on the lower convex hull, smallest first; the gain per parameter falls from step to step."""
     hull: list[CostPoint] = []
     for option in sorted(options):
         if hull and option.error >= hull[-1].error:
@@ -45,14 +48,17 @@ def _gain(a: CostPoint, b: CostPoint) -> float:
 
 
 def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -> dict[str, int]:
-    """Numbers given to each module, in total at most `budget`; SurgeryError where the least exceeds it."""
+    """Return the number of parameters of each module, in total at most `budget`.
+
+    Raises SurgeryError if even the smallest options exceed the budget.
+    """
     hulls = {module: lower_hull(choices) for module, choices in options.items()}
     chosen = {module: hull[0] for module, hull in hulls.items()}
     least = sum(option.params for option in chosen.values())
     left = budget - least
     if left < 0:
         raise SurgeryError(
-            f"the smallest structures of {len(options)} modules store {least:,} numbers, more than the "
+            f"the smallest structures of {len(options)} modules store {least:,} parameters, more than the "
             f"budget of {int(budget):,}; raise keep, or give fewer blocks"
         )
     steps = [
@@ -64,7 +70,7 @@ def allocate_budget(options: Mapping[str, Sequence[CostPoint]], budget: float) -
     for step in sorted(steps, key=lambda s: (-s.gain, s.module, s.params)):
         if step.module in blocked:
             continue
-        if step.params > left:  # this module stops here; cheaper steps of others may still fit
+        if step.params > left:  # this module gets no more; smaller steps of other modules may still fit
             blocked.add(step.module)
             continue
         chosen[step.module] = step.option

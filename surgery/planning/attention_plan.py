@@ -1,4 +1,4 @@
-"""Which attention of a model is to be given a mixer."""
+"""Selection of the attention modules that a recipe replaces by mixers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from surgery.planning.recipe import ConversionRecipe
 
 @dataclass(frozen=True)
 class AttentionTarget:
-    """A self-attention to be given a mixer. layer: the path of its layer, the `index`-th of `count` with attention;
-    output: the linear that reads what its heads wrote. config: the recipe's, before anything is fitted. fixed: tensors
-    of the mixer that were chosen with the config."""
+    """A self-attention module that will be replaced by a mixer.
+
+    path, layer: paths of the module and of its layer. index, count: position among the layers with attention, and their
+    number. output: path of the output projection. config: the mixer's config from the recipe, before fitting. fixed: mixer
+    tensors chosen together with the config.
+    """
 
     path: str
     layer: str
@@ -34,7 +37,10 @@ class AttentionTarget:
 def find_attention_targets(
     meta_model: MetaModel, recipe: ConversionRecipe, layout: ModelLayout
 ) -> dict[str, AttentionTarget]:
-    """By layer, in order; SurgeryError where the mixer cannot serve, or no layer is selected."""
+    """Return the attention targets by path of their layer, in order.
+
+    Raises SurgeryError if the mixer does not support an attention module, or if no layer is selected.
+    """
     settings = recipe.attention
     if settings is None:
         return {}
@@ -50,7 +56,7 @@ def find_attention_targets(
             MIXERS[config].check_config(config, shape)
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
-        # Until allocate_score_dims has measured the dims on calibration text.
+        # A default order, until allocate_score_dims has measured the dimensions on calibration text.
         fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
         output = output_path(meta_model.model, path)
         targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed)

@@ -1,4 +1,4 @@
-"""What a recipe says of attention: a mixer with its options, how it starts, which layers keep their softmax.
+"""The `attention` section of a recipe: the mixer and its options, its initialization, and the layers that keep softmax.
 
 attention: {mixer: linear, mask: decay, layers: "2:-2", hybrid: {keep: 0.25, by: sensitivity}}
 """
@@ -15,8 +15,11 @@ from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 
 
 class HybridRecipe(BaseModel):
-    """keep: share of the attention layers that stay softmax. by: "sensitivity", those whose replacement alone raises
-    the held-out loss most; "every", evenly spaced. layers: these and no others, by number."""
+    """Which layers keep softmax attention.
+
+    keep: fraction of the attention layers that keep it. by: "sensitivity" keeps those whose replacement alone increases the
+    held-out loss most; "every" keeps evenly spaced layers. layers: numbers of the layers that keep it, instead of keep and by.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,16 +37,16 @@ class HybridRecipe(BaseModel):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the layers are chosen on text, while converting."""
+        """Whether the layers are chosen by measurements on text during the conversion."""
         return self.layers is None and self.by == "sensitivity"
 
     def fixed_layers(self, targets: list[Any]) -> set[int]:
-        """Numbers of the layers that stay softmax whatever is measured: all that do, but by sensitivity."""
+        """Return the numbers of the softmax layers that are known before any measurement; none with by: sensitivity."""
         numbers = [target.index for target in targets]
         if self.layers is not None:
             for layer in self.layers:
                 if layer not in numbers:
-                    raise SurgeryError(f"attention.hybrid: layer {layer} is none of those selected, {numbers}")
+                    raise SurgeryError(f"attention.hybrid: layer {layer} must be one of the selected layers {numbers}")
             return set(self.layers)
         if self.is_measured:
             return set()
@@ -51,17 +54,19 @@ class HybridRecipe(BaseModel):
         return {numbers[(2 * i + 1) * len(numbers) // (2 * kept)] for i in range(kept)}
 
     def softmax_count(self, layers: int) -> int:
-        """How many of so many layers stay softmax."""
+        """Return how many of `layers` layers keep softmax."""
         assert self.keep is not None
         return min(layers - 1, max(1, round(self.keep * layers)))
 
 
 class AttentionRecipe(BaseModel):
-    """Keys other than these are the mixer's options (docs/attention.md). start: "calibrated", fitted to the original's
-    outputs on the calibration text in `steps` local steps; "copied", as an untrained mixer with the model's own
-    projections. cache: of MLR attention, the share of key numbers kept in a sequence of `context` tokens (of a
-    calibration window where it is not given); ranks, extents (of those in `ladder`, by default the powers of two from 8
-    up) and the order of dims are then chosen."""
+    """The mixer that replaces attention. Keys other than these are the mixer's options (docs/attention.md).
+
+    start: "calibrated" fits the mixer to the original's outputs on the calibration text in `steps` local steps; "copied" takes
+    the model's own projections and an untrained mixer. cache (MLR attention): fraction of the key cache kept for a sequence of
+    `context` tokens, by default the length of a calibration sample; ranks, extents and the order of dimensions are then
+    chosen by measurement. ladder: candidate extents, by default the powers of two from 8.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -91,11 +96,11 @@ class AttentionRecipe(BaseModel):
 
     @property
     def refits_output(self) -> bool:
-        """Whether what reads the mixer's output is fitted to it."""
+        """Whether the output projection is refitted to the mixer's output."""
         return self.start == "calibrated"
 
     def config_for(self, shape: AttentionShape) -> MixerConfig:
-        """The mixer of an attention of that shape, before anything is fitted."""
+        """Return the mixer's config for an attention shape, before fitting."""
         options = dict(self.model_extra or {})
         if self.cache is not None and "ranks" not in options:
             far = max(2, 2 * round(self.cache * shape.key / 2))

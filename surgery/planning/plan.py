@@ -1,5 +1,7 @@
-"""What will be replaced, before anything is: config and tensor headers in, a printable table out. Everything that
-can be refused is refused here, before a byte of weight moves."""
+"""The plan of a conversion: from the config and the tensor headers, a printable list of the modules to be replaced.
+
+Every setting that can be refused is refused here, before any weight is read.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ from surgery.structures import STRUCTURES, StructureConfig
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """The rows of a fused linear that compute one role: role number `set_module_tensor` of `of`, `size` rows in all,
-    one after the other (heads = 0) or `size // heads` rows in every head."""
+    """The output rows of one role in a fused linear.
+
+    role: its name. index: its position in `sizes`. sizes: output rows of each role. heads: 0 if the roles' rows follow one
+    another; otherwise each of the `heads` heads holds size // heads rows of every role.
+    """
 
     role: str
     index: int
@@ -33,10 +38,11 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class LinearTarget:
-    """One matrix to be replaced (or, in a split linear, kept dense): a whole linear or a part of a fused one.
+    """A weight matrix to be replaced: a whole linear, or one role of a fused linear.
 
-    configs: the structures that may take its place, unresolved; () keeps it dense. keep: its share of the
-    budget. preview: the structure shown in the plan, fitted to an even spread.
+    linear: the module. out: output rows. configs: candidate structures, not yet resolved to a budget; () keeps the matrix dense
+    (in a split linear). keep: fraction of its parameters to keep. part: its rows in a fused linear, or None. preview: the
+    structure shown in the plan, fitted to a uniform budget.
     """
 
     linear: LinearInfo
@@ -48,30 +54,36 @@ class LinearTarget:
 
     @property
     def name(self) -> str:
+        """The path of the linear, with :role for a part of a fused linear."""
         return self.linear.path if self.part is None else f"{self.linear.path}:{self.part.role}"
 
     @property
     def in_(self) -> int:
+        """The number of input features."""
         return self.linear.in_
 
     @property
     def numel(self) -> int:
+        """The number of elements of the matrix."""
         return self.out * self.in_
 
     @property
     def has_fixed_rank(self) -> bool:
-        """Whether the recipe fixes the rank, so that the budget has no say."""
+        """Whether the recipe fixes the rank, so that the matrix takes no part in budget allocation."""
         return any(getattr(config, "rank", None) is not None for config in self.configs)
 
     def uniform_budget(self) -> float:
-        """Its numbers under an even spread."""
+        """Return the number of parameters under a uniform allocation."""
         return self.keep * self.numel if self.configs else self.numel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """targets by linear path, in order of the walk; attention_targets, attention to be given a mixer, by the layer's path; notes are
-    said to the user."""
+    """All replacements of a conversion.
+
+    targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced by
+    mixers, by path of their layer. notes: messages for the user.
+    """
 
     source: str
     model_type: str
@@ -82,29 +94,33 @@ class Plan:
     attention_targets: dict[str, AttentionTarget] = field(default_factory=dict)
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
+        """Return the targets of one layer by path of the linear."""
         return {path: targets for path, targets in self.targets.items() if targets[0].linear.layer == layer}
 
     def replaced_targets(self) -> list[LinearTarget]:
+        """Return the targets that get a structure."""
         return [target for targets in self.targets.values() for target in targets if target.configs]
 
     def totals(self) -> dict[str, int]:
-        """Numbers stored and multiply-accumulates per token of the replaced weights, before and (under an
-        even spread) after."""
+        """Return the number of replaced matrices and their stored parameters before and, under a uniform allocation, after."""
         targets = self.replaced_targets()
         after = [STRUCTURES[c.preview].params(c.preview, c.out, c.in_) for c in targets]
         return {"modules": len(targets), "params_before": sum(c.numel for c in targets), "params_after": sum(after)}
 
 
 def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
-    """SurgeryError where a pattern matches nothing, a structure cannot tile its matrix, or nothing is replaced."""
+    """Return the plan of a recipe for a model.
+
+    Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
+    """
     layout = find_linears(meta_model.model)
     model_type = meta_model.config.model_type
     _check_patterns(recipe, layout, model_type)
     notes = []
     if layout.architecture is None:
         notes.append(
-            f"no architecture for model_type {model_type!r}: every nn.Linear of its {len(layout.layers)} layers is taken, by path; "
-            "roles do not apply"
+            f"no architecture for model_type {model_type!r}: every nn.Linear of its {len(layout.layers)} layers is replaced and matched by its path; "
+            "rules cannot use roles"
         )
     attention_targets = find_attention_targets(meta_model, recipe, layout)
     refitted = (
@@ -114,7 +130,7 @@ def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
     )
     if attention_targets and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.is_measured:
         notes.append(
-            f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep their softmax, chosen on the calibration text"
+            f"{hybrid.softmax_count(len(attention_targets))} of these {len(attention_targets)} layers keep softmax attention, chosen on the calibration text"
         )
     if attention_targets and recipe.attention and recipe.attention.cache is not None:
         notes.append(
@@ -123,7 +139,7 @@ def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     for linear in layout.linears:
         found = _linear_targets(linear, recipe, meta_model, layout)
-        if not found and linear.path in refitted:  # stays dense; its numbers move to suit the mixer before it
+        if not found and linear.path in refitted:  # stays dense, but is refitted to the mixer's output
             found = (LinearTarget(linear, linear.out, 1.0, ()),)
         if found:
             _check_reachable(linear, layout)
@@ -139,18 +155,19 @@ def make_plan(meta_model: MetaModel, recipe: ConversionRecipe) -> Plan:
 
 
 def _tied_names(meta_model: MetaModel) -> set[str]:
-    """Of tied pairs stored once; where both are stored, they are two."""
+    """Return the parameters of tied pairs that the checkpoint stores once. A pair stored twice is not tied."""
     return {name for pair in meta_model.tied.items() if not set(pair) <= meta_model.keys.keys() for name in pair}
 
 
 def matches_pattern(pattern: str, linear: LinearInfo, role: str) -> bool:
+    """Return whether a rule's pattern (with * and ?) matches the role or the path of a linear."""
     return fnmatchcase(role, pattern) or fnmatchcase(linear.path, pattern)
 
 
 def _linear_targets(
     linear: LinearInfo, recipe: ConversionRecipe, meta_model: MetaModel, layout: ModelLayout
 ) -> tuple[LinearTarget, ...]:
-    """() where the linear stays as it is; several where a fused linear is split by role."""
+    """Return the targets of a linear: () if it stays unchanged, several if a fused linear is split by role."""
     per_role = [_resolve_settings(linear, role, recipe, layout) for role in linear.roles or ("",)]
     if all(s.structure == "dense" for s in per_role):
         return ()
@@ -162,7 +179,8 @@ def _linear_targets(
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
-    unnamed = layout.architecture is not None and not linear.roles  # known family, no role: only by explicit rule
+    # A linear of a known family without a role is replaced only by an explicit rule.
+    unnamed = layout.architecture is not None and not linear.roles
     index = None if unnamed else linear.index
     return recipe.settings(lambda pattern: matches_pattern(pattern, linear, role), index, linear.count)
 
@@ -187,7 +205,7 @@ def _linear_target(
 
 
 def _structure_config(name: str, settings: LinearSettings, auto: bool) -> StructureConfig:
-    """The structure's config with what the recipe gives of its options; in auto, what does not apply is left."""
+    """Return the structure's config with the recipe's options; with structure: auto, options that do not apply are ignored."""
     config_type = STRUCTURES.config_type(name)
     options = {field.name for field in dataclasses.fields(config_type)}
     given = {k: getattr(settings, k) for k in ("blocks", "rank") if getattr(settings, k) is not None}
@@ -195,8 +213,9 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
         for key in given:
             if key not in options:
                 raise SurgeryError(f"plan: structure {name!r} has no option {key!r}{suggestion(key, options)}")
-        return validate_config(config_type, given)
-    config = config_type()
+        checked: StructureConfig = validate_config(config_type, given)
+        return checked
+    config: StructureConfig = config_type()
     for key in given.keys() & options:
         with suppress(SurgeryError):
             validate_config(config_type, {key: given[key]})
@@ -205,7 +224,7 @@ def _structure_config(name: str, settings: LinearSettings, auto: bool) -> Struct
 
 
 def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
-    """Rows of each role of a fused linear, and the number of heads they are interleaved by (0: stacked)."""
+    """Return the output rows of each role of a fused linear, and the number of heads that interleave them (0: stacked)."""
     config = config.get_text_config()
     assert linear.fused is not None
     if linear.roles[0].startswith("mlp"):
@@ -225,7 +244,7 @@ def fused_sizes(linear: LinearInfo, config: Any) -> tuple[tuple[int, ...], int]:
 def _check_reachable(linear: LinearInfo, layout: ModelLayout) -> None:
     if linear.index is None and linear.path != layout.head:
         raise SurgeryError(
-            f"plan: {linear.path} lies outside the layers; linears of the layers and the head ({layout.head or 'none here'}) "
+            f"plan: {linear.path} lies outside the layers; only linears of the layers and the head ({layout.head or 'this model has none'}) "
             "can be replaced"
         )
 
@@ -245,7 +264,7 @@ def _roles(layout: ModelLayout) -> Iterable[str]:
 
 
 def fit_config_to_budget(config: Any, target: LinearTarget, budget: float) -> Any | None:
-    """The config fitted into `budget` numbers, or None where it cannot be."""
+    """Return the config fitted to a budget of `budget` parameters, or None if no fit exists."""
     try:
         return STRUCTURES[config].fit(replace(config), target.out, target.in_, budget)
     except SurgeryError:

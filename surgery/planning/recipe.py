@@ -1,8 +1,8 @@
-"""A recipe: choices, never loops. Flat YAML, validated whole before anything runs.
+"""Conversion recipes: flat YAML files without loops, validated completely before anything runs.
 
-structure: btt        # or auto, or dense to leave alone
+structure: btt        # or auto (choose among candidates), or dense (leave unchanged)
 blocks: [4, 4]
-keep: 0.5             # share of the numbers of the replaced weights; or {pattern: share}
+keep: 0.5             # fraction of the parameters of the replaced weights; or {pattern: fraction}
 rules:                # later rules win; match: a role or a path, with * and ?
   - {match: mlp.down, keep: 0.7}
   - {match: attention.key, structure: dense, layers: "2:-2"}
@@ -41,7 +41,7 @@ def _check_structure(name: str | None) -> str | None:
 
 
 class Rule(_StrictModel):
-    """What differs for the modules that match; fields left out keep their value."""
+    """Settings for the modules that match a pattern. Omitted fields keep their values."""
 
     match: str
     layers: str | None = None
@@ -64,7 +64,7 @@ class Rule(_StrictModel):
 
 
 class LinearSettings(BaseModel):
-    """What the recipe says of one linear, all rules applied."""
+    """The settings of one linear after all rules are applied."""
 
     structure: str
     keep: float
@@ -74,7 +74,7 @@ class LinearSettings(BaseModel):
 
 
 class ConversionRecipe(_StrictModel):
-    """`surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
+    """A conversion recipe. `surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
     description: str = ""
     structure: str = "btt"
@@ -114,25 +114,29 @@ class ConversionRecipe(_StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_patterns(cls, data: Any) -> Any:
-        """keep: {pattern: share} is short for rules, put before the written ones; '*' is the default."""
+        """Expand keep: {pattern: fraction} into rules that precede the written ones; '*' is the default."""
         if isinstance(data, dict) and isinstance(data.get("keep"), dict):
             shares = dict(data["keep"])
             for pattern, share in shares.items():
                 if not isinstance(pattern, str):
-                    raise SurgeryError(f"keep: {pattern!r} is not a pattern; write a role or a path, * and ? allowed")
+                    raise SurgeryError(
+                        f"keep: {pattern!r} is not a pattern; write a role or a path, in which * and ? are wildcards"
+                    )
                 if type(share) not in (int, float) or not 0 < share <= 1:
-                    raise SurgeryError(f"keep: {pattern!r} wants a share over 0 and at most 1 (got {share!r})")
+                    raise SurgeryError(f"keep: {pattern!r} must have a fraction over 0 and at most 1 (got {share!r})")
             default = shares.pop("*", 1.0)
             rules = [{"match": pattern, "keep": share} for pattern, share in shares.items()]
             written = data.get("rules") or []
             data = {**data, "keep": default}
-            if isinstance(written, list | tuple):  # else it is refused below, by its own name
+            if isinstance(written, list | tuple):  # otherwise validation refuses `rules` by name
                 data["rules"] = rules + list(written)
         return data
 
     def settings(self, matches: Any, index: int | None, count: int) -> LinearSettings:
-        """For a linear of layer `index` of `count` (None: outside the layers); matches(pattern) says
-        whether a pattern is one of its role or path."""
+        """Return the settings of a linear in layer `index` of `count` (None: outside the layers).
+
+        matches(pattern): returns whether a pattern matches the linear's role or path.
+        """
         inside = index is not None and is_layer_selected(self.layers, index, count)
         base: dict[str, Any] = {
             "structure": self.structure if inside else "dense",
@@ -149,7 +153,7 @@ class ConversionRecipe(_StrictModel):
             if index is None and base["structure"] == "dense":
                 base["structure"] = self.structure
             if rule.structure not in (None, base["structure"]):
-                base.update(blocks=None, rank=None)  # options of the structure that no longer applies
+                base.update(blocks=None, rank=None)  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
         if base["keep"] >= 1 and base["rank"] is None:
             base["structure"] = "dense"
@@ -157,21 +161,22 @@ class ConversionRecipe(_StrictModel):
 
 
 def recipes_folder() -> Path:
+    """Return the folder of the `surgery.recipes` package."""
     return Path(next(iter(importlib.import_module("surgery.recipes").__path__)))
 
 
 def conversion_recipes_folder() -> Path:
-    """The folder of the conversion recipes that the package ships."""
+    """Return the folder of the shipped conversion recipes."""
     return recipes_folder() / "convert"
 
 
 def shipped_recipes() -> dict[str, str]:
-    """Name -> description of the recipes in the package."""
+    """Return the descriptions of the shipped conversion recipes by name."""
     return {p.stem: load_recipe(p.stem).description for p in sorted(conversion_recipes_folder().glob("*.yaml"))}
 
 
 def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> ConversionRecipe:
-    """A shipped recipe by name or a YAML file by path; overrides are "a.b=value" strings."""
+    """Load a shipped recipe by name or a YAML file by path, with overrides of the form "a.b=value"."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = conversion_recipes_folder() / f"{name}.yaml"
@@ -183,11 +188,12 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Conve
     if not path.is_file():
         raise SurgeryError(f"recipe file {path} does not exist")
     if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(f"recipe file {path} has {path.stat().st_size:,} bytes; a recipe has under a hundred lines")
+        raise SurgeryError(f"recipe file {path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
     return parse_recipe(path.read_text(encoding="utf-8", errors="replace"), str(path), overrides)
 
 
 def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> ConversionRecipe:
+    """Parse and validate a recipe's YAML text. `where` names it in error messages."""
     try:
         data = read_yaml(text) or {}
     except ValueError as error:
@@ -200,17 +206,18 @@ def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] =
 
 
 def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:
+    """Validate a recipe given as a dictionary. `where` names it in error messages."""
     try:
         return ConversionRecipe.model_validate(data)
     except ValidationError as error:
-        # One sentence a place, though each way of writing a value that was tried has its own complaint.
+        # One clause per key: for a union type pydantic reports an error for every alternative.
         messages = dict.fromkeys(_explain_error(e, data) for e in error.errors())
         raise SurgeryError(f"recipe {where}: " + "; ".join(messages)) from None
 
 
-# What a key wants that may be written in more than one way.
+# Accepted values of keys that have several forms.
 EXPECTED_VALUES = {
-    "keep": "a share over 0 and at most 1, for example 0.5, or {pattern: share}",
+    "keep": "a fraction over 0 and at most 1, for example 0.5, or {pattern: fraction}",
     "blocks": "two whole numbers over 0, for example [4, 4], or sqrt, or budget, or (monarch) one number",
     "rank": "a whole number over 0, or full",
 }
@@ -219,7 +226,7 @@ EXPECTED_VALUES = {
 def _explain_error(error: Any, data: dict[str, Any]) -> str:
     loc = list(error["loc"])
     if loc[0] == "rules" and len(loc) > 1 and isinstance(data.get("keep"), dict):
-        loc[1] -= len(set(data["keep"]) - {"*"})  # rules that `keep` was short for come first
+        loc[1] -= len(set(data["keep"]) - {"*"})  # the rules made from `keep` precede the written ones
     if error["type"] == "extra_forbidden":
         key = str(loc[-1])
         return f"unknown key {_dotted_path(loc)!r}{suggestion(key, (Rule if len(loc) > 1 else ConversionRecipe).model_fields)}"
@@ -240,7 +247,7 @@ def _value_at(data: Any, loc: list[Any]) -> Any:
 
 
 def _apply_override(data: dict[str, Any], text: str) -> None:
-    """--set a.b=c, the value read as YAML; a range of layers as it stands."""
+    """Apply a `--set a.b=value` override in place. The value is parsed as YAML, except a layer range."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise SurgeryError(f"--set {text!r}: write key=value, for example --set keep=0.75")
@@ -255,4 +262,4 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
         else:
             place[last] = parsed
     except (IndexError, ValueError, TypeError, AttributeError):
-        raise SurgeryError(f"--set {text!r}: no such place in the recipe, or not a YAML value") from None
+        raise SurgeryError(f"--set {text!r}: the recipe has no such key, or the value is not a YAML value") from None

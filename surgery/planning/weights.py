@@ -1,4 +1,4 @@
-"""Matrices out of a checkpoint: parts of fused linears, Conv1D's transposition, and what the table says of them."""
+"""Weight matrices of the targets: slices of fused linears, transposed Conv1D weights, and entries of the checkpoint's table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from surgery.core.errors import SurgeryError
 from surgery.planning.plan import FusedSlice, LinearTarget, fused_sizes
 from surgery.structures import StructureConfig
 
-LARGEST = 1e15  # of a weight: the sum of a hundred million squares is 1e38, and float32 ends at 3e38
+LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38
 
 
 def fused_slice_rows(part: FusedSlice) -> Tensor:
-    """Which output rows of the fused linear compute this part, in the part's own order."""
+    """Return the indices of the fused linear's output rows that compute this slice, in the order of the slice."""
     if not part.heads:
         start = sum(part.sizes[: part.index])
         return torch.arange(start, start + part.sizes[part.index])
@@ -29,18 +29,21 @@ def fused_slice_rows(part: FusedSlice) -> Tensor:
 
 
 def select_rows(target: LinearTarget, tensor: Tensor) -> Tensor:
-    """The target's share of the fused linear's rows: of a matrix (O, I), a bias or diagonal (O,)."""
+    """Return the target's rows of a fused linear's matrix (O, I), or of a bias or diagonal (O,)."""
     return tensor if target.part is None else tensor[fused_slice_rows(target.part).to(tensor.device)]
 
 
 def target_gram(target: LinearTarget, gram: Tensor) -> Tensor:
-    """Its block of the outputs' Gram matrix (O, O), or of the diagonal (O,)."""
+    """Return the target's block of the output Gram matrix (O, O), or of its diagonal (O,)."""
     block = select_rows(target, gram)
     return block if gram.dim() == 1 or target.part is None else block[:, fused_slice_rows(target.part).to(gram.device)]
 
 
 def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.device) -> Tensor:
-    """W (out, in) of a target, float32: of the module where it is filled, else read from the file."""
+    """Return the weight (out, in) of a target in float32: from the module if it is loaded, otherwise from the file.
+
+    Raises SurgeryError if it holds values whose squares would overflow float32.
+    """
     weight = meta_model.module(target.linear.path).weight.detach()  # type: ignore[operator]
     if weight.is_meta or weight.device.type != device.type:
         weight = read_tensor(meta_model.tensor_info(f"{target.linear.path}.weight"), torch.float32, device=device)
@@ -48,26 +51,25 @@ def target_weight(meta_model: MetaModel, target: LinearTarget, device: torch.dev
     largest = float(weight_OI.abs().max()) if weight_OI.numel() else 0.0
     if not largest <= LARGEST:
         raise SurgeryError(
-            f"{target.name} holds numbers up to {largest:.1e}; sums of their squares overflow float32, so numbers up to "
+            f"{target.name} holds values up to {largest:.1e}; sums of their squares overflow float32, so only values up to "
             f"{LARGEST:.0e} can be fitted. Check the checkpoint, or leave it dense: a rule {{match: {target.name}, structure: dense}}"
         )
     return weight_OI
 
 
 def slice_name(role: str) -> str:
-    """attention.query -> query: the name of the part's module."""
+    """Return the module name of a fused slice: attention.query -> query."""
     return role.rpartition(".")[2]
 
 
 def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[str, Any]:
-    """The table's entry for one fitted target (or part)."""
+    """Return the entry of a fitted target (or fused slice) in the checkpoint's table. config None: the matrix stays dense."""
     structure = config.to_dict() if config is not None else {"structure": "dense"}
     return {**structure, "in_features": target.in_, "out_features": target.out, "bias": target.linear.bias}
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
-    """(W (out, in), bias (out,) or None) of a role of one layer's attention, of the module where it is filled; a fused
-    linear's rows of it."""
+    """Return (weight (out, in), bias (out,) or None) of a role in one layer, sliced out of a fused linear if necessary."""
     layout = find_linears(meta_model.model)
     linear = next(found for found in layout.linears if found.layer == layer and role in found.roles)
     part = None

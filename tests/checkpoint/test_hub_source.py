@@ -175,7 +175,7 @@ def test_a_converted_checkpoint_on_the_hub_is_inspected(told):
         ("plan, pickled", "convert pickled weights to safetensors first"),
         ("plan, nowhere", "org/nowhere is neither a local folder nor a Hub id that you may read"),
         ("plan, no such revision", "org/llama on the Hub has no revision 'v9'"),
-        ("plan, two revisions", "org/llama@narrow names a revision, and --revision main another"),
+        ("plan, two revisions", "org/llama@narrow names a revision, and --revision main names another"),
         ("plan, gated", "org/gated is gated: accept its terms"),
         ("plan, not a name", "neither a local folder nor a Hub id"),
         ("convert, nowhere", "org/nowhere"),

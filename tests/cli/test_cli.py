@@ -114,7 +114,7 @@ def plain(message: str) -> str:
 CONVERT = ("convert", "{llama}", "-r", "low-rank-half", "--out", "{tmp}/out")
 SLIPS = [
     (("plan", "{tmp}/none", "-r", "btt-half"), "{tmp}/none does not exist"),
-    (("plan", "{llama}/config.json", "-r", "btt-half"), "is a file; give the folder of a checkpoint"),
+    (("plan", "{llama}/config.json", "-r", "btt-half"), "is a file; give a checkpoint folder"),
     (("plan", "{llama}", "-r", "btt-haf"), "did you mean 'btt-half'?"),
     (("plan", "{llama}", "-r", "{tmp}/none.yaml"), "recipe file {tmp}/none.yaml does not exist"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "kep=0.5"), "unknown key 'kep'; did you mean 'keep'?"),
@@ -125,10 +125,10 @@ SLIPS = [
         "unknown role 'mlp.dwn'; did you mean 'mlp.down'?",
     ),
     (("plan", "{converted}", "-r", "btt-half"), "is already converted; start from its source, or undo it"),
-    (("plan", "{quantised}", "-r", "btt-half"), "is quantised (gptq)"),
+    (("plan", "{quantised}", "-r", "btt-half"), "is quantized (gptq)"),
     (("plan", "{pickled}", "-r", "btt-half"), "has only pickled weights (pytorch_model.bin)"),
     (("plan", "{truncated}", "-r", "btt-half"), "(a truncated download?)"),
-    (("plan", "{llama}", "-r", "btt-half", "--revision", "v2"), "--revision is of a Hub id; "),
+    (("plan", "{llama}", "-r", "btt-half", "--revision", "v2"), "--revision needs a Hub id "),
     (("plan", "{llama}"), "Missing option '--recipe'"),
     (("pan", "{llama}"), "No such command 'pan'"),
     ((*CONVERT[:-1], "{tmp}/taken"), "taken exists; choose another --out"),

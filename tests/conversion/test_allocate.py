@@ -54,7 +54,7 @@ def test_a_budget_is_never_exceeded_or_refused_with_the_numbers(modules, budget)
     least = sum(min(o.params for o in options) for options in modules.values())
     if least > budget:
         with pytest.raises(
-            SurgeryError, match=f"store {least:,} numbers, more than the budget of {int(budget):,}; raise keep"
+            SurgeryError, match=f"store {least:,} parameters, more than the budget of {int(budget):,}; raise keep"
         ):
             allocate_budget(modules, budget)
         return

@@ -155,7 +155,7 @@ def text(tmp_path) -> str:
 def test_2_7_weights_of_1e30_are_named(changed, tmp_path, structure, calibrated):
     calibration = {"calibration": text(tmp_path)} if calibrated else {}
     recipe = make_recipe(structure=structure, keep=0.5, **calibration)
-    with pytest.raises(SurgeryError, match=rf"{UP} holds numbers up to .*e\+\d\d; .*structure: dense"):
+    with pytest.raises(SurgeryError, match=rf"{UP} holds values up to .*e\+\d\d; .*structure: dense"):
         convert(changed(f"{UP}.weight", 1e30), recipe, tmp_path / "out")
 
 
