@@ -148,7 +148,7 @@ def test_a_second_conversion_leaves_the_first_alone(deep, tmp_path, monkeypatch,
             for early in (False, True):
                 with monkeypatch.context() as patch, pytest.raises(SurgeryError, match="another conversion") as error:
                     if early:
-                        patch.setattr("surgery.conversion.convert.refuse_out", lambda out, resume: None)
+                        patch.setattr("surgery.conversion.convert.check_output_path", lambda out, resume: None)
                     convert(str(source), recipe, tmp_path / "out", resume=resume)
                 said.append(str(error.value))
             assert sorted(p.name for p in self.folder.rglob("*")) == before
@@ -329,7 +329,8 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
     source, inputs = deep
     recipe = make_recipe(structure="low_rank", calibration=inputs)
     convert(str(source), recipe, tmp_path / "kept", device="cpu")
-    monkeypatch.setattr(stream.LayerRunner.__init__, "__defaults__", (1000, None, None))
+    defaults = {"limit": 1000, "scratch": None, "ranks": None}
+    monkeypatch.setattr(stream.LayerRunner.__init__, "__kwdefaults__", defaults)
     convert(str(source), recipe, tmp_path / "spilled", device="cpu")
     assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")
 
