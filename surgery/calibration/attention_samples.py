@@ -1,7 +1,7 @@
-"""Attention modules in a stream of layers: a mixer in one's place for a while, and what it is fitted to.
+"""Samples for initializing a mixer in place of softmax attention, and the temporary swap of an attention module.
 
-The mixer must make up for the softmax it replaces on the inputs that the converted layers below give, so a window
-holds those inputs and, as the target, what the original heads wrote on the original's inputs.
+A mixer must reproduce the original attention on the inputs that the converted layers below it give. So a sample holds
+those inputs and, as the target, the outputs of the original heads on the original model's inputs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from surgery.planning.attention_plan import AttentionTarget
 
 @dataclass
 class AttentionSample:
-    """inputs: q and k as the mixer wants them, after RoPE or before. teacher: after RoPE, always. target_BHTV: what
-    the original's heads wrote."""
+    """One calibration sample of an attention module (B = 1).
+
+    inputs: q, k, v as the mixer reads them, with q and k after RoPE or before it. teacher: the same after RoPE.
+    target_BHTV: the outputs of the original heads, before the output projection.
+    """
 
     inputs: MixerInputs
     teacher: MixerInputs
@@ -32,7 +35,7 @@ class AttentionSample:
 
 
 class CapturingMixer(Mixer):
-    """Keeps what a mixer would be given and leaves the forward."""
+    """A mixer that stores its inputs in `captured` and stops the forward pass."""
 
     reads_mask = True
 
@@ -42,13 +45,14 @@ class CapturingMixer(Mixer):
         self.captured: MixerInputs | None = None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Store the inputs and raise StopForward."""
         self.captured = inputs
         raise StopForward
 
 
 @contextmanager
 def attention_replaced(module: Any, mixer: Mixer) -> Iterator[None]:
-    """The attention with that mixer. Its projections stay where and what they are."""
+    """Replace the attention of `module` by `mixer` inside the context; its projections stay as they are."""
     before = type(module), module.config
     attach_mixer(module, mixer)
     try:
@@ -60,6 +64,7 @@ def attention_replaced(module: Any, mixer: Mixer) -> Iterator[None]:
 
 @contextmanager
 def all_attention_replaced(meta_model: MetaModel, mixers: dict[str, Mixer]) -> Iterator[None]:
+    """Replace the attention of several modules, by path, inside the context."""
     with ExitStack() as stack:
         for path, mixer in mixers.items():
             stack.enter_context(attention_replaced(meta_model.module(path), mixer))
@@ -67,31 +72,34 @@ def all_attention_replaced(meta_model: MetaModel, mixers: dict[str, Mixer]) -> I
 
 
 class AttentionSamples:
-    """Rows first:last of a layer's call, one after the other, as often as asked; `behind` rows further on lies the
-    converted stream (0: the original's inputs)."""
+    """A sequence of AttentionSample, computed on demand from the rows of a layer's call; an index past the end wraps.
+
+    rows: rows of the original stream. converted_offset: distance to the same sample in the converted stream (0: use
+    the original's inputs). rotated: whether the mixer reads q and k after RoPE.
+    """
 
     def __init__(
         self,
         meta_model: MetaModel,
         call: LayerCall,
         target: AttentionTarget,
-        first: int,
-        last: int,
+        rows: range,
+        *,
         converted_offset: int,
         rotated: bool,
     ):
         self.meta_model, self.call, self.target = meta_model, call, target
-        self.first, self.last, self.converted_offset, self.rotated = first, last, converted_offset, rotated
+        self.rows, self.converted_offset, self.rotated = rows, converted_offset, rotated
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[AttentionSample]:
         return (self[i] for i in range(len(self)))
 
     @torch.no_grad()
     def __getitem__(self, i: int) -> AttentionSample:
-        row = self.first + i % len(self)
+        row = self.rows[i % len(self)]
         teacher = self._inputs(row + self.converted_offset, True)
         inputs = teacher if self.rotated else self._inputs(row + self.converted_offset, False)
         return AttentionSample(inputs, teacher, self._head_outputs(row))
@@ -104,12 +112,13 @@ class AttentionSamples:
         return capture.captured
 
     def output_OI(self) -> Tensor:
-        """The output projection's weight."""
-        module: Any = self.meta_model.module(self.target.output)
-        return module.weight if isinstance(module, nn.Linear) else module.weight.mT
+        """Return the weight of the output projection, (O, I)."""
+        module = self.meta_model.module(self.target.output)
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight if isinstance(module, nn.Linear) else weight.mT
 
     def _head_outputs(self, row: int) -> Tensor:
-        """(1, H, T, V)"""
+        """Return the outputs of the original heads, (1, H, T, V)."""
         captured: list[Tensor] = []
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -125,9 +134,9 @@ class AttentionSamples:
 
 
 def run_until_stop(call: LayerCall, row: int) -> None:
-    """Run a row until somebody has seen enough."""
+    """Run one row through the layer until a hook raises StopForward."""
     try:
         call.apply(row, row + 1)
     except StopForward:
         return
-    raise AssertionError(f"{call.path} never came by")
+    raise AssertionError(f"the forward of {call.path} must reach the hooked module (it returned without)")

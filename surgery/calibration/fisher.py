@@ -1,11 +1,9 @@
-"""What the way back through a layer gives: hooks on its linears, sums over the parts of the windows.
-
-What an error costs: for each matrix the options a budget can buy, in units of the loss.
+"""Fisher pass: for each matrix, the expected rise of the loss at each number of parameters.
 
 One forward and one backward pass of the unconverted model, a layer at a time: each layer is an autograd
-step that keeps only its input and, going back, reads its weights again, runs its forward once more and
-passes the gradient on. On the way every linear gives E[x x^T] and the gradient's energy E[g g^T] (all of
-it, or its diagonal where tokens are too few to know it). Labels are drawn from the model itself, so this
+step that keeps only its input and, in the backward pass, reads its weights again, runs its forward once more and
+passes the gradient on. Hooks on every linear accumulate E[x x^T] of its inputs and E[g g^T] of its output gradients
+(the full matrix, or its diagonal if there are too few tokens to estimate it). Labels are drawn from the model itself, so this
 is the Fisher information, not its empirical cousin (Kunstner et al. 2019). Models without a
 language-model head get random directions of their output, scaled to its size.
 """
@@ -13,28 +11,19 @@ language-model head get random directions of their output, scaled to its size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
-
-from surgery.calibration.data import unpadded_rows
-from surgery.calibration.layer_runner import LayerCall
-from surgery.calibration.partition import Round
-from surgery.structures.metric import add_moment_
-
-if TYPE_CHECKING:
-    pass
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from surgery.calibration.data import CalibrationSet
-from surgery.calibration.layer_runner import LayerRunner, run_phases
+from surgery.calibration.data import CalibrationSet, unpadded_rows
+from surgery.calibration.layer_runner import LayerCall, LayerRunner, run_phases
 from surgery.calibration.lm_head import ROWS_PER_PASS, ChunkedLMHead
-from surgery.calibration.partition import MAX_SHARDS
+from surgery.calibration.partition import MAX_SHARDS, Round
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, read_tensor, write_shard
 from surgery.core.device import trim_memory
@@ -44,7 +33,7 @@ from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_gram, target_weight
 from surgery.structures import STRUCTURES, Metric
-from surgery.structures.metric import damp_, damp_output_gram
+from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
 
 class GradientHooks:
@@ -134,7 +123,11 @@ def add_outer(sums: dict[str, Tensor], key: str, rows_NX: Tensor, full: bool) ->
 
 
 class FisherPass:
-    """options: cut name -> Options; the Gram matrices of a layer are kept in `folder`, one file a layer."""
+    """One forward and backward pass of the original model.
+
+    options: target name -> cost points. folder: receives the output Gram matrices, one file for each layer.
+    done: called after each layer.
+    """
 
     def __init__(
         self,
@@ -178,11 +171,11 @@ class FisherPass:
         return _RecomputedLayer.apply(self, call, spec, hidden, *leaves)
 
     def forward_context(self, call: LayerCall) -> Any:
-        """A context around the way forward through one layer."""
+        """Return the context manager of the forward pass through one layer."""
         return nullcontext()
 
     def backward_context(self, call: LayerCall) -> Any:
-        """A context around the way back through a layer, and `store_results()` behind it."""
+        """Return the context manager of the backward pass through one layer; it has `reduce_round` and `store_results`."""
         return GradientHooks(self, call)
 
     def _output_gradient(self, final_BTD: Tensor) -> Tensor:
@@ -255,7 +248,7 @@ class FisherPass:
 
 
 def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list[CostPoint]:
-    """What each number of stored numbers leaves as expected rise of the loss; its dense self included."""
+    """Return the expected rise of the loss (nats) at each number of parameters, the dense matrix included."""
     found = [CostPoint(target.numel, 0.0)]
     for config in target.configs:
         cls = STRUCTURES[config]
@@ -268,7 +261,7 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
 
 
 def load_grams(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """A layer's kept Gram matrices by cut name; {} where none were kept."""
+    """Return a layer's stored output Gram matrices by target name; {} if there is no file."""
     if not path.is_file():
         return {}
     return {name: read_tensor(info).to(device) for name, info in read_header(path).items()}
@@ -280,7 +273,7 @@ def has_lm_head(meta_model: MetaModel) -> bool:
 
 
 class _RecomputedLayer(torch.autograd.Function):
-    """A layer as one autograd step, recomputed window by window on the way back."""
+    """A layer as one autograd step that is recomputed row chunk by row chunk in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, fisher_pass: FisherPass, call: LayerCall, spec: Any, hidden: Tensor, *leaves: Any) -> Any:

@@ -97,6 +97,7 @@ class LayerRunner:
         layers: tuple[str, ...],
         head: str,
         device: torch.device,
+        *,
         limit: int | None = None,
         scratch: Path | None = None,
         ranks: DistContext | None = None,
@@ -113,7 +114,7 @@ class LayerRunner:
 
     def single_process(self) -> LayerRunner:
         """One of this process alone, all rows its own."""
-        return LayerRunner(self.meta_model, self.layers, self.head, self.device, self.limit, self.scratch)
+        return LayerRunner(self.meta_model, self.layers, self.head, self.device, limit=self.limit, scratch=self.scratch)
 
     def chunk_rows(self, length: int) -> int:
         return max(1, CHUNK_TOKENS.get(self.device.type, 2048) // max(1, length))

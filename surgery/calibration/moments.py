@@ -66,8 +66,8 @@ def decoded(path: Path) -> tuple[str, str | None]:
 # -- moments ---------------------------------------------------------------------------------------
 @dataclass
 class OutputMoments:
-    """What is kept of one output: K itself (O, I); or nothing, where the output is just W x0 and O is
-    large, so that E[x0 x^T] (I, I), shared by every matrix that reads x0, says as much."""
+    """Statistics of one output y*. Stores K = E[y* x^T] (O, I). If y* = W x0 and O > I, K = W E[x0 x^T] is formed on
+    demand from the (I, I) matrix shared by all linears that read x0."""
 
     weight_OI: Tensor
     residual: bool

@@ -1,7 +1,7 @@
-"""Which calibration windows a process runs, and in which order sums over them are added.
+"""Partition calibration rows over processes with bit-reproducible sums.
 
-Windows are cut into parts by their number and length alone. One process sums a part, chunk after chunk; the parts' sums
-are added in the parts' order. So a sum has the same bits whoever took which part, and however many shared them.
+The shards depend only on the number and length of the rows. One process sums a shard, chunk by chunk; the sums of the
+shards are added in the order of the shards. So a sum has the same bits for any number of processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The schema of surgery_report.json: all fields that tables, the HTML page and the model card read.
+"""Schema of surgery_report.json, which `surgery convert` writes and tables, the HTML page and the model card read.
 
-Unknown fields are allowed. A report edited by hand fails with the path of each invalid field.
+The order of the fields is the order of the keys in the file. Unknown keys are kept. Values are checked strictly, so
+that an edited report is refused with the place of the error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from surgery.core.errors import SurgeryError
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or NaN
+Number = Annotated[float, Field(ge=-1e30, le=1e30)] | None  # None: not measured, or no number
 Text = Annotated[str, Field(max_length=10_000)]
 
 
@@ -21,53 +24,60 @@ class _ReportModel(BaseModel):
 
 
 class SourceReport(_ReportModel):
-    """The source checkpoint."""
+    """The source checkpoint: its name, its Hub revision, and a fingerprint of its files."""
 
     name: Text
     revision: Text | None = None
+    fingerprint: Any = None
 
 
 class StructureReport(_ReportModel):
-    """The structure of one matrix; `parts` for a split linear."""
+    """A structure's config."""
 
     structure: Text
-    rank: Count | Text | None = None
     blocks: list[Count] | Text | None = None
+    rank: Count | Text | None = None
     parts: dict[str, StructureReport] | None = None
 
 
 class ModuleReport(_ReportModel):
-    """One replaced linear: its structure, relative error, parameters, and multiply-accumulates per token."""
+    """One fitted matrix (surgery.conversion.fit.FitRecord)."""
 
     name: Text
     roles: list[Text]
     structure: StructureReport
     shape: Annotated[list[Annotated[Count, Field(ge=1)]], Field(min_length=2, max_length=2)] = [1, 1]
-    error: Number
-    start: Number = None
-    sweeps: Number = None
     params_before: Count
     params_after: Count
     macs_before: Count
     macs_after: Count
+    error: Number
+    start: Number = None
+    sweeps: Count | Number = None
+    refit: bool = False
+    seconds: Number = None
 
 
 class MixerReport(_ReportModel):
-    """One replaced attention module: its path and its errors by name."""
+    """One mixer; errors: stage of its initialization -> relative error of the heads' outputs."""
 
     name: Text
     errors: dict[str, Annotated[float, Field(ge=0, le=1e30)]] = {}
 
 
 class TrialReport(_ReportModel):
-    """The held-out loss of a trial conversion."""
+    """The held-out score of a trial; softmax: the layers that keep softmax attention, for a hybrid."""
 
-    converted: Annotated[float, Field(ge=-1e30, le=1e30)]
+    softmax: list[Text] = []
     unit: Text = ""
+    original: Number = None
+    converted: Annotated[float, Field(ge=-1e30, le=1e30)]
+    difference_se: Number = None
+    tokens: Count = 0
 
 
 class AllocationReport(_ReportModel):
-    """The budget allocation that was kept, the reason, and the trials compared."""
+    """Which allocation of the budget was kept, why, and the scores of those that were tried."""
 
     kept: Text | None = None
     why: Text | None = None
@@ -76,80 +86,84 @@ class AllocationReport(_ReportModel):
 
 
 class HybridReport(_ReportModel):
-    """The layers that keep softmax attention, and the trials that chose them."""
+    """Which layers keep softmax attention, and the scores of the two choices that were compared."""
 
-    softmax: list[Text]
     kept: Text
+    softmax: list[Text]
+    alone: dict[str, Any] = {}
     sensitivity: TrialReport
     every: TrialReport
 
 
 class HeldOutReport(_ReportModel):
-    """The held-out loss before and after the conversion, and the standard error of the difference."""
+    """Held-out score of the original and of the converted model (surgery.conversion.score.HeldOutScore)."""
 
     unit: Text
-    tokens: Count = 0
     original: Annotated[float, Field(ge=-1e30, le=1e30)]
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
     difference_se: Number
+    tokens: Count = 0
 
 
 class TotalsReport(_ReportModel):
-    """Parameters, bytes and multiply-accumulates per token of the whole model and of the replaced weights."""
+    """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
+    replaced_params_before: Count
+    replaced_params_after: Count
+    kept: Annotated[float, Field(ge=0, le=1e30)]
+    macs_before: Count
+    macs_after: Count
     params_before: Count
     params_after: Count
     bytes_before: Count
     bytes_after: Count
-    macs_before: Count
-    macs_after: Count
-    replaced_params_before: Count
-    replaced_params_after: Count
-    kept: Annotated[float, Field(ge=0, le=1e30)]
 
 
 class CalibrationReport(_ReportModel):
-    """The calibration data."""
+    """The calibration samples; loss and own_samples_loss in nats per token (surgery.conversion.text_check)."""
 
     tokens: Count
+    held_out_windows: Count = 0
+    windows: Count = 0
+    loss: Number = None
+    own_samples_loss: Number = None
+    warnings: list[str] = []
 
 
 class TimeReport(_ReportModel):
-    """Wall time in seconds per step and per layer."""
+    """Seconds of each step and of each layer."""
 
     seconds: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     layers: dict[str, Annotated[float, Field(ge=0, le=1e30)]]
     device: Text = ""
+    threads: Count = 1
+    processes: Count = 1
 
 
 class MemoryReport(_ReportModel):
-    """Peak resident memory in bytes."""
+    """Bytes: peak resident set, largest calibration buffers, largest layer in float32."""
 
     peak_rss: Count | None
+    calibration: dict[str, Count] = {}
+    largest_layer: Count = 0
 
 
 class StageReport(_ReportModel):
-    """One training stage."""
-
     kind: Text
     tokens: Count
 
 
 class PerplexityReport(_ReportModel):
-    """One perplexity measured on validation text."""
-
     perplexity: Number
 
 
 class TrainingReport(_ReportModel):
-    """One finished training run: its stages and validation results."""
-
     stages: list[StageReport] = []
     validation: dict[str, PerplexityReport | None] = {}
 
 
 class Report(_ReportModel):
-    """The whole report of a conversion, with later training runs."""
+    """The whole of surgery_report.json."""
 
     surgery: Text
     versions: dict[str, Text] = {}
@@ -158,26 +172,38 @@ class Report(_ReportModel):
     recipe: dict[str, Any]
     seed: int
     notes: list[Text] = []
+    companions: list[str] = []
     calibration: CalibrationReport | None
     allocation: AllocationReport
     held_out: HeldOutReport | None
     totals: TotalsReport
     modules: list[ModuleReport]
     mixers: list[MixerReport] = []
-    hybrid: HybridReport | None = None
     time: TimeReport
     memory: MemoryReport
+    hybrid: HybridReport | None = None
     training: list[TrainingReport] = []
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data; optional fields that were not set are left out."""
+        return self.model_dump(exclude_unset=True)
 
-def validate_report(data: Any, where: str) -> None:
-    """Raise SurgeryError, with the paths of invalid fields, unless `data` is a surgery report. `where` names it in the message."""
+
+@contextmanager
+def checked_report(where: str) -> Iterator[None]:
+    """Turn a ValidationError of a report into a SurgeryError that names the report and up to three places in it."""
     try:
-        report = Report.model_validate(data)
+        yield
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors()[:3]]
         raise SurgeryError(
             f"{where} is not a surgery report as surgery writes one: {'; '.join(wrong)}"[:1000]
         ) from None
+
+
+def validate_report(data: Any, where: str) -> None:
+    """Raise SurgeryError unless `data` is a valid report. where: the file's name for the message."""
+    with checked_report(where):
+        report = Report.model_validate(data)
     if "total" not in report.time.seconds:
         raise SurgeryError(f"{where} is not a surgery report as surgery writes one: time.seconds.total is missing")

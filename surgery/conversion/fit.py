@@ -1,4 +1,4 @@
-"""Fitting one matrix: closed-form start, sweeps, and a held-out check before anything is accepted."""
+"""Fit one matrix by a structure: closed-form projection, then sweeps, each accepted only if the held-out error falls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from surgery.planning.plan import LinearTarget, fit_config_to_budget
 from surgery.structures import STRUCTURES, Metric, StructuredLinear, linalg
 from surgery.structures.metric import damp_, damp_output_gram, spd_factor
 
-# Sweeps go on while they lower the error of the fit by this share.
+# Sweeps stop when one lowers the error of the fit by less than this share.
 MIN_SWEEP_GAIN = 1e-3
 
 
@@ -56,8 +56,12 @@ class FitResult:
 
 @dataclass
 class FitContext:
-    """Everything a target is fitted and judged with; moments are None without calibration text, the held-out ones
-    gathered when asked for."""
+    """Inputs of a fit.
+
+    fit: moments of the calibration rows, None without calibration. held_out: returns the moments of the held-out rows,
+    computed on first use. gram: output Gram matrix G (O, O) or its diagonal (O,). damping: relative ridge added to C.
+    sweeps: most sweeps after the projection. stored_dtype: dtype in which the result is saved.
+    """
 
     fit: InputMoments | None = None
     held_out: Callable[[], InputMoments] | None = None
@@ -69,7 +73,7 @@ class FitContext:
 
 @dataclass
 class Candidate:
-    """A candidate and how it was judged: loss decides, error is shown. config None: a dense matrix."""
+    """A fitted candidate. The lowest `loss` wins; `error` is reported. config None: a dense matrix."""
 
     config: Any
     target_OI: Tensor
@@ -81,7 +85,7 @@ class Candidate:
     sweeps: int = 0
 
 
-# Who tells candidates apart: held-out rows; the metric of the fit; nobody, where a trial has one candidate.
+# How candidates are ranked: by held-out error, by the fit metric, or not at all (a trial with one candidate).
 CandidateScorer = HeldOutError | Metric | None
 
 
@@ -134,7 +138,7 @@ def quick_fit(target: LinearTarget, configs: list[Any], weight_OI: Tensor, metri
 
 
 def stage_metric(fit_context: FitContext) -> Metric:
-    """Roots of C are found once for all matrices of the stage."""
+    """Return the metric (C, G) of a fit; factors of C are cached for all matrices of the stage."""
     if fit_context.fit is None:
         return Metric()
     moments = fit_context.fit

@@ -1,6 +1,6 @@
-"""Stand-ins made from fits: put into a layer, written to its piece, read back from it.
+"""Replacement modules of a layer: build them from fits, swap them in, and load them from a layer shard.
 
-What one process fits, given to all that share a conversion, so that every one goes on with the same numbers.
+Distribute fits over processes and broadcast the results, so that all processes continue with identical weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from surgery.structures import STRUCTURES, StructuredLinear
 
 @dataclass
 class LayerReplacement:
-    """A layer's stand-ins and mixers by path; what is written of them; the checkpoint's tables; the report's records."""
+    """The replacement of one layer.
+
+    modules, mixers: replacement modules and mixers by path. entries: tensors of the layer shard. table, mixer_table:
+    entries of the checkpoint's quantization_config. records, mixer_records: entries of the report.
+    """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     entries: list[TensorSource] = field(default_factory=list)
@@ -61,7 +65,7 @@ def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
 
 @contextmanager
 def swapped_modules(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]) -> Iterator[None]:
-    """The layer with stand-ins in place of its linears."""
+    """Swap replacement modules into `layer` inside the context. modules: by path; prefix: the layer's path."""
     before = {path: layer.get_submodule(path[len(prefix) + 1 :]) for path in modules}
     for path, module in modules.items():
         layer.set_submodule(path[len(prefix) + 1 :], module)
@@ -73,12 +77,12 @@ def swapped_modules(layer: nn.Module, prefix: str, modules: dict[str, nn.Module]
 
 
 def stored_dtype(meta_model: MetaModel, target: LinearTarget) -> torch.dtype:
-    """Cores are stored in the dtype of the weight they replace."""
+    """Return the dtype in which the target's parameters are stored: that of the weight they replace."""
     return DTYPES[meta_model.tensor_info(f"{target.linear.path}.weight").dtype]
 
 
 def stored_module_name(meta_model: MetaModel, path: str) -> str:
-    """The module's name in the file: where its weight is stored under another name, that one."""
+    """Return the module's name in the checkpoint files, which may differ from its path."""
     key = meta_model.keys.get(f"{path}.weight", f"{path}.weight")
     return key.removesuffix(".weight")
 
@@ -90,7 +94,7 @@ def add_linear(
     device: torch.device,
     replacement: LayerReplacement,
 ) -> None:
-    """Add the stand-in of one linear (several targets: a split one) to `replacement`."""
+    """Add the replacement of one linear to `replacement`; several targets are the slices of a fused linear."""
     linear = targets[0].linear
     bias = read_tensor(meta_model.tensor_info(f"{linear.path}.bias"), torch.float32).to(device) if linear.bias else None
     modules = [_with_bias(f, None if bias is None else select_rows(c, bias)) for c, f in zip(targets, fitted)]
@@ -197,7 +201,7 @@ def fold_output(
 def load_replacement(
     meta_model: MetaModel, plan: Plan, done: dict[str, Any], piece: dict[str, TensorInfo], device: torch.device
 ) -> LayerReplacement:
-    """The replacement of a layer converted before an interruption, from its journal line and its piece on disk."""
+    """Return the replacement of a finished layer, from its journal entry and its layer shard."""
     replacement = LayerReplacement(table=done["table"], records=done["records"])
     for path, targets in plan.targets_in_layer(done["piece"]).items():
         linear = targets[0].linear
@@ -226,7 +230,7 @@ def load_mixer(
 def load_replacement_module(
     spec: dict[str, Any], base: str, tensors: dict[str, TensorInfo], device: torch.device
 ) -> nn.Module:
-    """The module of a table entry with its tensors, float32."""
+    """Return the module of a table entry with its tensors, in float32."""
     module = build_module(spec).float()
     for name, tensor in module.state_dict().items():
         info = tensors.get(f"{base}.{name}")
@@ -252,7 +256,7 @@ K = TypeVar("K")
 def broadcast_fits(
     ranks: DistContext, jobs: Mapping[K, tuple[LinearTarget, Callable[[], FitResult]]], device: torch.device
 ) -> dict[K, FitResult]:
-    """Every job's result: the large ones are dealt out first."""
+    """Run the jobs on all processes, largest first, and return every job's result in every process."""
     if ranks.count == 1:
         return {name: fit() for name, (_, fit) in jobs.items()}
     names = list(jobs)
@@ -262,7 +266,7 @@ def broadcast_fits(
     )
     per_rank = ranks.gather({name: (f.record, f.linear.config if f.linear else None) for name, f in own.items()})
     return {
-        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device)
+        name: _broadcast_fit(ranks, owner, jobs[name][0], own.get(name), *per_rank[owner][name], device=device)
         for name, owner in zip(names, owners)
     }
 
@@ -274,6 +278,7 @@ def _broadcast_fit(
     own: FitResult | None,
     record: Any,
     config: Any,
+    *,
     device: torch.device,
 ) -> FitResult:
     if config is None:
@@ -298,7 +303,7 @@ def broadcast_mixer(
     start: Callable[[], InitializedMixer],
     device: torch.device,
 ) -> InitializedMixer:
-    """A mixer initialized by one process."""
+    """Initialize a mixer in the process `owner` and broadcast it to all."""
     if ranks.count == 1:
         return start()
     own = ranks.together_or_raise(lambda: start() if ranks.index == owner else None)

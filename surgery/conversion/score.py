@@ -1,5 +1,5 @@
-"""The held-out verdict on a whole conversion: both streams' final hidden states on the windows that nothing
-was fitted to."""
+"""The held-out score of a whole conversion, from the final hidden states of the original and of the converted model
+on samples that nothing was fitted to."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import CalibrationSet
 from surgery.calibration.fisher import has_lm_head
 from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.planning.plan import Plan
+from surgery.conversion.context import ConversionContext
 
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """unit "nats per token": mean loss of the original and of the converted model, and the standard error of
-    their difference over windows; unit "relative output error": 0 and |f0 - f| / |f0|."""
+    """Score of the original and of the converted model on held-out samples.
+
+    unit "nats per token": original and converted are mean losses, difference_se the standard error of their
+    difference over samples (None for a single sample). unit "relative output error", for models that predict no next
+    token: original is 0 and converted is |f0 - f| / |f0|. tokens: how many tokens were scored.
+    """
 
     unit: str
     original: float
@@ -29,15 +32,16 @@ class HeldOutScore:
 
     @property
     def rise(self) -> float:
-        """Relative to the original's loss; the relative output error itself."""
+        """The rise of the loss relative to the original's, or the relative output error itself."""
         return self.converted / self.original - 1 if self.original else self.converted
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as they stand in the report."""
         return asdict(self)
 
 
 def predicts_next_token(meta_model: MetaModel) -> bool:
-    """Whether the head's logits at t are about the token at t + 1."""
+    """Return whether the head's logits at position t predict the token at t + 1."""
     name = type(meta_model.model).__name__
     generates = "CausalLM" in name or "LMHead" in name or getattr(meta_model.config, "is_encoder_decoder", False)
     return generates and has_lm_head(meta_model)
@@ -45,29 +49,28 @@ def predicts_next_token(meta_model: MetaModel) -> bool:
 
 @torch.no_grad()
 def held_out_score(
-    meta_model: MetaModel,
-    plan: Plan,
-    batch: CalibrationSet,
-    final_BTD: Tensor,
-    linear: nn.Module | None,
-    device: torch.device,
+    ctx: ConversionContext, original_BTD: Tensor, converted_BTD: Tensor, head_module: nn.Module | None = None
 ) -> HeldOutScore:
-    """final_BTD: what reaches the head, original rows then converted; linear: the head's stand-in or None."""
-    held = slice(batch.n_fit, batch.rows)
-    streams, mask_BT = (final_BTD[: batch.rows][held], final_BTD[batch.rows :][held]), batch.head_mask()
+    """Score the held-out samples, given what reaches the head in the original and in the converted model (B, T, D).
+
+    head_module: the replacement of the LM head; None where the head is not replaced.
+    """
+    data, layout = ctx.samples, ctx.plan.layout
+    held = slice(data.n_fit, data.rows)
+    streams, mask_BT = (original_BTD, converted_BTD), data.head_mask()
     real_BT = None if mask_BT is None else mask_BT[held].bool()
-    if not (predicts_next_token(meta_model) and plan.layout.head):
+    if not (predicts_next_token(ctx.model) and layout.head):
         before, after = (s if real_BT is None else s[real_BT.to(s.device)] for s in streams)
         gap = float((before - after).norm() / before.norm().clamp_min(1e-30))
         return HeldOutScore("relative output error", 0.0, gap, None, before[..., 0].numel())
-    head = ChunkedLMHead(meta_model, plan.layout.head, plan.layout.architecture, device)
-    ids_BT = batch.inputs.get("decoder_input_ids", batch.inputs["input_ids"])[held]
-    # A loss counts where both the token and the one it predicts are real; a window, where any does.
+    head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
+    ids_BT = data.inputs.get("decoder_input_ids", data.inputs["input_ids"])[held]
+    # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
     counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
     used_B = counts_BT.sum(1) > 0
     losses = []
-    for stream_BTD, standin in zip(streams, (None, linear)):
-        flat = head.losses(stream_BTD[:, :-1].reshape(-1, stream_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), standin)
+    for stream_BTD, module in zip(streams, (None, head_module)):
+        flat = head.losses(stream_BTD[:, :-1].reshape(-1, stream_BTD.shape[-1]), ids_BT[:, 1:].reshape(-1), module)
         sums_B = (flat.view(len(ids_BT), -1).double().cpu() * counts_BT).sum(1)
         losses.append((sums_B / counts_BT.sum(1).clamp_min(1))[used_B])
     difference_B = losses[1] - losses[0]

@@ -1,10 +1,10 @@
-"""Converting layer after layer, each calibrated on what the converted layers below it give.
+"""Sequential conversion: convert layer after layer, each calibrated on the outputs of the converted layers below it
+(as GPTQ does; Frantar et al. 2023).
 
-All rows travel twice through the model: the first half through the original layers, the second through the
-converted ones. Inside a layer, linears that read one input form a stage; stages follow the order of
-execution, so that the MLP already sees the converted attention.
-
-Replacing the head: calibrated on what the converted layers finally give it.
+Every calibration sample runs through the model twice: once through the original layers, once through the converted
+ones (surgery.conversion.context.RowGroups). Inside a layer, linears that read the same input form a stage. Stages follow the order of execution, so that
+the linears of the MLP are fitted to the output of the converted attention. The LM head comes last, calibrated on the
+final hidden states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from torch import Tensor, nn
 from surgery.calibration.attention_samples import AttentionSamples, all_attention_replaced
 from surgery.calibration.data import CalibrationSet, unpadded_rows
 from surgery.calibration.fisher import load_grams
-from surgery.calibration.layer_runner import LayerCall, LayerRunner, Phase, StopForward, run_phases
+from surgery.calibration.layer_runner import LayerCall, Phase, StopForward, run_phases
 from surgery.calibration.moments import InputMoments
 from surgery.calibration.partition import MAX_SHARDS, Round
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorSource
+from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.replacement import (
@@ -46,57 +46,60 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.plan import LinearTarget, Plan
-from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.weights import target_weight
 
 
 @dataclass
 class LinearStage:
-    """Linears (by path) that read one input, and the module whose input is the residual stream, or ""."""
+    """Linears of one layer that read the same input.
+
+    paths: their module paths, in order of execution. residual: path, below the layer, of the module whose input is the
+    residual stream that the linear's output is added to; "" if there is none.
+    """
 
     paths: list[str]
     residual: str
 
 
 class SequentialConverter:
-    """One conversion of everything, along a stream. `finished(path)` gives the replacement of a layer done before an
-    interruption, or None; `write(path, replacement, seconds)` makes a layer's replacement durable; `validate`: whether
-    every matrix is checked on held-out rows (a trial is judged as a whole)."""
+    """Convert all layers in order, each calibrated on the outputs of the layers already converted.
+
+    budgets: parameters for each target, by name. finished(path): the saved replacement of a layer when resuming, else
+    None. write(path, replacement, seconds): store a layer's replacement. validate: whether each matrix is validated on
+    held-out rows (False for trials, which are scored as a whole).
+    """
 
     def __init__(
         self,
-        meta_model: MetaModel,
-        plan: Plan,
-        recipe: ConversionRecipe,
+        ctx: ConversionContext,
         budgets: dict[str, float],
-        runner: LayerRunner,
-        grams: Path,
-        batch: CalibrationSet,
+        *,
         finished: Callable[[str], LayerReplacement | None],
         write: Callable[[str, LayerReplacement, float], None],
         validate: bool = True,
     ):
-        self.meta_model, self.plan, self.recipe, self.budgets = meta_model, plan, recipe, budgets
-        self.runner, self.grams, self.batch = runner, grams, batch
-        self.n_fit, self.rows, self.mask_BT = batch.n_fit, batch.rows, batch.mask()
+        self.ctx, self.budgets, self.groups = ctx, budgets, RowGroups.for_conversion(ctx.samples)
+        self.model, self.plan, self.recipe, self.runner = ctx.model, ctx.plan, ctx.recipe, ctx.runner
+        self.mask_BT = ctx.samples.mask()
         self.finished, self.write, self.validate = finished, write, validate
-        self.diverged = False
+        self.diverged = False  # whether any layer so far was converted, so that the two streams differ
 
     @torch.no_grad()
     def run(self) -> tuple[HeldOutScore, LayerReplacement]:
-        """Every layer, then the head: the held-out score of the whole, and the head's replacement."""
-        segments = [(0, self.n_fit, MAX_SHARDS), (self.n_fit, self.rows, 1)]
+        """Convert every layer, then the head. Returns (held-out score of the converted model, the head's replacement)."""
+        groups, samples = self.groups, self.ctx.samples
+        segments = [(groups.fit.start, groups.fit.stop, MAX_SHARDS), (groups.held_out.start, groups.held_out.stop, 1)]
         final_BTD = self.runner.gather_rows(
-            self.runner.run(self.batch.doubled_inputs(), self.convert_layer, segments, self.rows)
+            self.runner.run(groups.inputs(samples), self.convert_layer, segments, groups.converted_offset)
         )
-        target_budgets, device = self.budgets, self.runner.device
-        head = convert_head(
-            self.meta_model, self.plan, self.recipe, target_budgets, self.batch, final_BTD, self.grams, device
-        )
-        linear = next(iter(head.modules.values()), None)
-        return held_out_score(self.meta_model, self.plan, self.batch, final_BTD, linear, device), head
+        original_BTD, converted_BTD = rows_of(final_BTD, groups.original), rows_of(final_BTD, groups.converted[0])
+        head = convert_head(self.ctx, self.budgets, original_BTD, converted_BTD)
+        module = next(iter(head.modules.values()), None)
+        held_BTDs = (rows_of(x_BTD, groups.held_out) for x_BTD in (original_BTD, converted_BTD))
+        return held_out_score(self.ctx, *held_BTDs, module), head
 
     def convert_layer(self, call: LayerCall) -> Any:
+        """Convert one layer, then run the original and the converted rows through it; returns the layer's output."""
         began = time.perf_counter()
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
         replacement = self.finished(call.path)
@@ -106,18 +109,19 @@ class SequentialConverter:
             replacement = self._convert(call)
             self.write(call.path, replacement, time.perf_counter() - began)
         self.diverged = self.diverged or bool(replacement.modules) or bool(replacement.mixers)
-        # While the streams are one the second half is still run: its extra outputs may be wanted further on.
+        # The converted rows run even while they equal the original's: a later layer may need the layer's extra outputs.
         phases: list[Phase] = []
-        for first, last in ((0, self.n_fit), (self.n_fit, self.rows)):
-            phases.append((first, last, nullcontext()))
-            phases.append((first + self.rows, last + self.rows, self._replaced_modules(call, replacement)))
+        row = self.groups.converted_row
+        for rows in (self.groups.fit, self.groups.held_out):
+            phases.append((rows.start, rows.stop, nullcontext()))
+            phases.append((row(rows.start), row(rows.stop), self._replaced_modules(call, replacement)))
         return run_phases(call, phases, self.runner)
 
     @contextmanager
     def _replaced_modules(self, call: LayerCall, replacement: LayerReplacement) -> Iterator[None]:
         with (
             swapped_modules(call.layer, call.path, replacement.modules),
-            all_attention_replaced(self.meta_model, replacement.mixers),
+            all_attention_replaced(self.model, replacement.mixers),
         ):
             yield
 
@@ -129,20 +133,20 @@ class SequentialConverter:
         if targets:
             self._fit_stages(call, targets, replacement)
         if attention_target is not None:
-            fold_output(self.meta_model, self.plan, attention_target, call.device, replacement)
+            fold_output(self.model, self.plan, attention_target, call.device, replacement)
         return replacement
 
     def _init_mixer(self, call: LayerCall, attention_target: AttentionTarget, replacement: LayerReplacement) -> None:
-        """The mixer first: the linears of the layer are fitted to what it gives them."""
+        """Initialize the layer's mixer. This comes first: the layer's linears are fitted to inputs that it produces."""
         settings = self.recipe.attention
         assert settings is not None
         rotated = build_mixer(attention_target, torch.device("meta")).rotated
-        behind = self.rows if self.recipe.calibrate == "sequential" and self.diverged else 0
+        offset = self.groups.converted_offset if self.recipe.calibrate == "sequential" and self.diverged else 0
         fit, held = (
-            AttentionSamples(self.meta_model, call, attention_target, first, last, behind, rotated)
-            for first, last in ((0, self.n_fit), (self.n_fit, self.rows))
+            AttentionSamples(self.model, call, attention_target, rows, converted_offset=offset, rotated=rotated)
+            for rows in (self.groups.fit, self.groups.held_out)
         )
-        self.runner.gather_rows(call.hidden_BTD)  # a start looks at all windows, one after the other
+        self.runner.gather_rows(call.hidden_BTD)  # an initialization reads all samples, one after the other
         initialized = broadcast_mixer(
             self.runner.ranks,
             attention_target.index % self.runner.ranks.count,
@@ -150,31 +154,32 @@ class SequentialConverter:
             lambda: select_init(attention_target.config, settings).init(attention_target, settings, fit, held),
             call.device,
         )
-        add_mixer(self.meta_model, attention_target, initialized, replacement)
+        add_mixer(self.model, attention_target, initialized, replacement)
 
     def _fit_stages(
         self, call: LayerCall, targets: dict[str, tuple[LinearTarget, ...]], replacement: LayerReplacement
     ) -> None:
-        grams = load_grams(self.grams / f"{call.path}.safetensors", self.runner.device)
+        grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device)
         if self.runner.ranks.broadcast_object(len(grams)) != len(grams):
             raise SurgeryError(
-                f"{self.grams}: not all processes see what the first one wrote there; --out must lie where all do"
+                f"{self.ctx.grams_dir} must hold the same files on all machines (this process finds {len(grams)} "
+                "matrices, process 0 another number). Put --out on a file system that all processes share."
             )
-        for stage in find_stages(self.meta_model, self.plan, call):
+        for stage in find_stages(self.model, self.plan, call):
             weights = {
                 target.name: (
-                    target_weight(self.meta_model, target, call.device),
+                    target_weight(self.model, target, call.device),
                     bool(stage.residual) and target.part is None,
                 )
                 for path in stage.paths
                 for target in targets[path]
             }
             gather = partial(self._moments, call, stage, weights, replacement)
-            fit = gather(0, self.n_fit)
-            # Gathered when first asked for: by then the factor of a wide input's C is gone again.
-            held = cache(partial(gather, self.n_fit, self.rows, besides=fit)) if self.validate else None
+            fit = gather(self.groups.fit)
+            # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
+            held = cache(partial(gather, self.groups.held_out, besides=fit)) if self.validate else None
             if held is not None and self.runner.ranks.count > 1:
-                held()  # by all together, not by whoever fits
+                held()  # a collective operation: all processes call it here, not only those that fit a matrix
             fit_context = FitContext(fit, held, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
             fits = {
                 target.name: (target, partial(self._fit, target, weights[target.name][0], fit_context, grams))
@@ -184,14 +189,14 @@ class SequentialConverter:
             fitted = broadcast_fits(self.runner.ranks, fits, call.device)
             for path in stage.paths:
                 found = [fitted[target.name] for target in targets[path]]
-                add_linear(self.meta_model, list(targets[path]), found, call.device, replacement)
+                add_linear(self.model, list(targets[path]), found, call.device, replacement)
                 replacement.modules[path] = densify_module(replacement.modules[path])
-            del fit, held, fit_context  # before the next stage's are gathered
+            del fit, held, fit_context  # frees this stage's moments before the next stage's are computed
 
     def _fit(
         self, target: LinearTarget, weight_OI: Tensor, fit_context: FitContext, grams: dict[str, Tensor]
     ) -> FitResult:
-        fit_context.gram, fit_context.stored_dtype = grams.get(target.name), stored_dtype(self.meta_model, target)
+        fit_context.gram, fit_context.stored_dtype = grams.get(target.name), stored_dtype(self.model, target)
         return fit_linear(target, self.budgets[target.name], weight_OI, fit_context)
 
     def _moments(
@@ -200,11 +205,11 @@ class SequentialConverter:
         stage: LinearStage,
         weights: dict[str, tuple[Tensor, bool]],
         replacement: LayerReplacement,
-        first: int,
-        last: int,
+        rows: range,
+        *,
         besides: InputMoments | None = None,
     ) -> InputMoments:
-        """Of rows first:last, to fit to or held out."""
+        """Return the moments of a stage over `rows` of the original; besides: moments in memory at the same time."""
         step = self.runner.chunk_rows(call.hidden_BTD.shape[1])
 
         def add(moments: InputMoments, round_: Round) -> None:
@@ -214,18 +219,21 @@ class SequentialConverter:
                 if self.recipe.calibrate == "sequential" and (
                     self.diverged or replacement.modules or replacement.mixers
                 ):
-                    x, r = self._inputs(call, stage, start + self.rows, stop + self.rows, replacement)
+                    first, last = self.groups.converted_row(start), self.groups.converted_row(stop)
+                    x, r = self._inputs(call, stage, first, last, replacement)
                 gap = r0 - r if r0 is not None and r is not None and r is not r0 else None
                 moments.add(x, x0, gap)
             self.runner.record_moment_bytes(moments.tensors() + (besides.tensors() if besides else []))
 
-        return accumulate_moments(weights, self.runner.rounds(first, last), self.runner.ranks, add).means()
+        return accumulate_moments(weights, self.runner.rounds(rows.start, rows.stop), self.runner.ranks, add).means()
 
     def _inputs(
         self, call: LayerCall, stage: LinearStage, start: int, stop: int, replacement: LayerReplacement
     ) -> tuple[Tensor, Tensor | None]:
-        """(input of the stage (N, I), residual stream (N, D) or None) of rows start:stop; the layer's forward
-        is left as soon as the stage is reached."""
+        """Return (the stage's input (N, I), the residual stream (N, D) or None) for rows start:stop, N real tokens.
+
+        The layer's forward stops as soon as it reaches the stage.
+        """
         caught: dict[str, Tensor] = {}
 
         def keep(name: str, leave: bool) -> Callable[..., None]:
@@ -241,7 +249,7 @@ class SequentialConverter:
             if stage.residual:
                 reader = call.layer.get_submodule(stage.residual)
                 handles.append(reader.register_forward_pre_hook(keep("residual", False), with_kwargs=True))
-            first = self.meta_model.module(stage.paths[0])
+            first = self.model.module(stage.paths[0])
             handles.append(first.register_forward_pre_hook(keep("input", True), with_kwargs=True))
             try:
                 call.apply(start, stop)
@@ -250,13 +258,15 @@ class SequentialConverter:
             finally:
                 for handle in handles:
                     handle.remove()
-        return tuple(self._unpadded(caught.get(name), start, stop) for name in ("input", "residual"))  # type: ignore[return-value]
+        residual = caught.get("residual")
+        return (
+            self._unpadded(caught["input"], start, stop),
+            None if residual is None else self._unpadded(residual, start, stop),
+        )
 
-    def _unpadded(self, x: Tensor | None, start: int, stop: int) -> Tensor | None:
-        """Rows of real tokens, (N, X)."""
-        if x is None:
-            return None
-        first = start % self.rows  # the converted stream's rows follow the original's
+    def _unpadded(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return the rows of real tokens, (N, X)."""
+        first = self.groups.sample(start)
         return unpadded_rows(x, None if self.mask_BT is None else self.mask_BT[first : first + stop - start])
 
 
@@ -266,7 +276,12 @@ def accumulate_moments(
     ranks: DistContext,
     add: Callable[[InputMoments, Round], None],
 ) -> InputMoments:
-    """The moments of all rows: `add` puts in those of this process's part of a turn, and parts are added in order."""
+    """Return the moments summed over all rounds.
+
+    weights: target name -> (weight (O, I), whether the output is added to the residual stream). add(moments, round):
+    add this process's rows of a round. The partial sums are added in a fixed order, so the result has the same bits
+    for any number of processes.
+    """
     total = InputMoments(weights)
     for i, round_ in enumerate(rounds):
         part = InputMoments(weights) if i or ranks.count > 1 else total
@@ -281,7 +296,7 @@ def accumulate_moments(
 
 
 def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[LinearStage]:
-    """One window through the layer shows which linears read the same tensor, and in which order."""
+    """Run one sample through the layer and return its stages: which linears read the same tensor, in order of execution."""
     seen: list[tuple[Tensor, LinearStage]] = []
     handles = []
     residuals = {linear.path: linear.residual for linear in plan.layout.linears}
@@ -308,59 +323,58 @@ def find_stages(meta_model: MetaModel, plan: Plan, call: LayerCall) -> list[Line
 
 @torch.no_grad()
 def convert_head(
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
+    ctx: ConversionContext,
     budgets: dict[str, float],
-    batch: CalibrationSet | None,
-    final_BTD: Tensor | None,
-    grams: Path,
-    device: torch.device,
+    original_BTD: Tensor | None = None,
+    converted_BTD: Tensor | None = None,
 ) -> LayerReplacement:
-    """Grafts of the head, empty where it is not cut. final_BTD: original rows, then converted."""
+    """Return the replacement of the LM head, empty if the plan has no target there.
+
+    original_BTD, converted_BTD: what reaches the head for all samples, from the original layers and from the converted
+    ones. With original_BTD None the head is converted without data, with converted_BTD None it is fitted to the original's.
+    """
     replacement = LayerReplacement()
-    targets = plan.targets_in_layer("")
-    for path, (target, *_) in targets.items():
-        weight_OI = target_weight(meta_model, target, device)
-        fit_context = FitContext(
-            damping=recipe.damping, sweeps=recipe.sweeps, stored_dtype=stored_dtype(meta_model, target)
-        )
-        if batch is not None and final_BTD is not None:
-            fit_context.fit = _head_moments(target.name, weight_OI, final_BTD, 0, batch.n_fit, batch, recipe)
-            rows = batch.n_fit, batch.rows
-            fit_context.held_out = partial(_head_moments, target.name, weight_OI, final_BTD, *rows, batch, recipe)
-            fit_context.gram = load_grams(grams / f"{path}.safetensors", device).get(target.name)
-        add_linear(
-            meta_model,
-            [target],
-            [fit_linear(target, budgets[target.name], weight_OI, fit_context)],
-            device,
-            replacement,
-        )
-        replacement.entries += untied_entries(meta_model, path)
+    model, recipe, device = ctx.model, ctx.recipe, ctx.device
+    if recipe.calibrate != "sequential":
+        converted_BTD = None
+    for path, (target, *_) in ctx.plan.targets_in_layer("").items():
+        weight_OI = target_weight(model, target, device)
+        fit_context = FitContext(damping=recipe.damping, sweeps=recipe.sweeps, stored_dtype=stored_dtype(model, target))
+        if original_BTD is not None:
+            groups = RowGroups.for_conversion(ctx.samples)
+            gather = partial(_head_moments, ctx.samples, target.name, weight_OI, original_BTD, converted_BTD)
+            fit_context.fit = gather(rows=groups.fit)
+            fit_context.held_out = partial(gather, rows=groups.held_out)
+            fit_context.gram = load_grams(ctx.grams_dir / f"{path}.safetensors", device).get(target.name)
+        fitted = fit_linear(target, budgets[target.name], weight_OI, fit_context)
+        add_linear(model, [target], [fitted], device, replacement)
+        replacement.entries += untied_entries(model, path)
     return replacement
 
 
 def _head_moments(
+    samples: CalibrationSet,
     name: str,
     weight_OI: Tensor,
-    final_BTD: Tensor,
-    first: int,
-    last: int,
-    batch: CalibrationSet,
-    recipe: ConversionRecipe,
+    original_BTD: Tensor,
+    converted_BTD: Tensor | None,
+    *,
+    rows: range,
 ) -> InputMoments:
-    moments, mask_BT = InputMoments({name: (weight_OI, False)}), batch.head_mask()
-    for row in range(first, last):
+    moments, mask_BT = InputMoments({name: (weight_OI, False)}), samples.head_mask()
+    for row in rows:
         real = slice(None) if mask_BT is None else mask_BT[row].bool()
-        x0, x = (final_BTD[i][real].to(weight_OI.device).flatten(0, -2) for i in (row, row + batch.rows))
-        moments.add(x if recipe.calibrate == "sequential" else x0, x0)
+        x0 = original_BTD[row][real].to(weight_OI.device).flatten(0, -2)
+        x = x0 if converted_BTD is None else converted_BTD[row][real].to(weight_OI.device).flatten(0, -2)
+        moments.add(x, x0)
     return moments.means()
 
 
 def untied_entries(meta_model: MetaModel, head: str) -> list[TensorSource]:
-    """What was stored once for a tied pair, the input embedding or a bias, under each name that no longer
-    shares it; the head's own weight is replaced."""
+    """Return entries that store a tensor shared with the head (the input embedding, a bias) under each of its names.
+
+    The head's weight itself is left out, because it is replaced.
+    """
     pairs = [pair for pair in meta_model.tied.items() if any(name.startswith(f"{head}.") for name in pair)]
     wanted = dict.fromkeys(name for pair in pairs for name in pair if name != f"{head}.weight")
     return [

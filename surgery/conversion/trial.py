@@ -1,11 +1,10 @@
-"""Trying spreads of a budget: what each costs in held-out loss.
+"""Choose how the parameter budget is allocated over the linears: measure the gain of each rank, try the resulting
+allocation against the uniform one, keep the better one, and report both.
 
-`QuickTrial`: all of them on one stream. The windows to fit go through the original layers once and give E[x x^T]
-of every linear's input; the held-out windows go through the original layers and through each contender's.
-Matrices are fitted to the original's inputs alone, which neither follows the errors of the layers below nor
-makes up for them. `sequential_trial`: one of them, as it would be converted, in three times the time.
-
-How the budget is spread: measured, tried against the even spread, the better one kept, both reported.
+`QuickTrial` scores all contenders (candidate allocations) in one pass. The samples to fit run through the original layers once and give
+E[x x^T] of every linear's input; the held-out samples run through the original layers and through each contender's.
+Matrices are fitted to the original's inputs alone, which ignores the errors of the layers below.
+`sequential_trial` converts with one contender as the real conversion would, in about three times the time.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.data import CalibrationSet, unpadded_rows
+from surgery.calibration.data import unpadded_rows
 from surgery.calibration.fisher import FisherPass, load_grams
-from surgery.calibration.layer_runner import LayerCall, LayerRunner, Phase, run_phases
+from surgery.calibration.layer_runner import LayerCall, Phase, run_phases
 from surgery.calibration.partition import MAX_SHARDS, Round
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.context import ConversionContext, RowGroups, rows_of
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.core.distributed import DistContext
-from surgery.core.progress import Progress
 from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.plan import LinearTarget, Plan
 from surgery.planning.recipe import ConversionRecipe
@@ -38,42 +35,37 @@ from surgery.planning.weights import target_weight
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
+TRIAL_SHARE = 0.25  # share of the samples to fit that a trial uses
+MIN_LOSS_RISE = (
+    0.02  # relative rise of the held-out loss (or relative output error) below which the quick trial decides
+)
 
-def sequential_trial(
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
-    target_budgets: dict[str, float],
-    batch: CalibrationSet,
-    runner: LayerRunner,
-    grams: Path,
-    done: Callable[[], None],
-) -> HeldOutScore:
-    """The held-out score of a conversion that is thrown away."""
-    quick, plan = (
-        limit_sweeps(recipe),
-        replace(plan, attention_targets={}),
-    )  # attention as it was: mixers take time to start
-    layers = SequentialConverter(
-        meta_model, plan, quick, target_budgets, runner, grams, batch, lambda _: None, lambda *_: done(), validate=False
-    )
-    return layers.run()[0]
+
+def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
+    """Return the held-out score of a sequential conversion whose result is discarded. done: called after each layer.
+
+    Attention is not replaced in the trial, because mixers take long to initialize.
+    """
+    trial = replace(ctx, recipe=limit_sweeps(ctx.recipe), plan=replace(ctx.plan, attention_targets={}))
+    converter = SequentialConverter(trial, budgets, finished=lambda _: None, write=lambda *_: done(), validate=False)
+    return converter.run()[0]
 
 
 def limit_sweeps(recipe: ConversionRecipe, **other: Any) -> ConversionRecipe:
+    """Return the recipe with at most one sweep; other: further fields to change."""
     return recipe.model_copy(update={"sweeps": min(recipe.sweeps, 1), **other})
 
 
 @dataclass
 class _StageGram:
-    """E[x x^T] of a stage's input, while rows pass."""
+    """E[x x^T] of a stage's input, accumulated while rows run. rows: counts in (part, sum)."""
 
     paths: list[str]
     size: int
-    part_II: Tensor | None = None  # of this process's part of a turn
+    part_II: Tensor | None = None  # of this process's rows in the current round
     sum_II: Tensor | None = None
-    rows: tuple[int, int] = (0, 0)  # in the part, in the sum
-    of_c: dict[Any, Any] = field(default_factory=dict)
+    rows: tuple[int, int] = (0, 0)
+    of_c: dict[Any, Any] = field(default_factory=dict)  # cache of C's factors, shared by the stage's linears
 
     def ordered_reduce(self, ranks: DistContext, round_: Round, like: Tensor) -> None:
         part_II = like.new_zeros(self.size, self.size) if self.part_II is None else self.part_II
@@ -83,58 +75,46 @@ class _StageGram:
 
 
 class QuickTrial:
-    """contenders: name -> (target name -> numbers); run() gives each one's score on the batch's held-out windows."""
+    """Score several allocations in one pass over the samples.
 
-    def __init__(
-        self,
-        meta_model: MetaModel,
-        plan: Plan,
-        recipe: ConversionRecipe,
-        contenders: dict[str, dict[str, float]],
-        batch: CalibrationSet,
-        runner: LayerRunner,
-        grams: Path,
-        done: Callable[[], None],
-    ):
-        self.meta_model, self.plan, self.contenders, self.batch = meta_model, plan, contenders, batch
-        self.runner, self.grams, self.done = runner, grams, done
-        self.recipe = limit_sweeps(recipe, calibrate="independent")
+    contenders: name -> (target name -> parameters). done: called after each layer.
+    """
+
+    def __init__(self, ctx: ConversionContext, contenders: dict[str, dict[str, float]], done: Callable[[], None]):
+        self.ctx = replace(ctx, recipe=limit_sweeps(ctx.recipe, calibrate="independent"))
+        self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
+        self.contenders, self.done = contenders, done
+        self.groups = RowGroups.for_trial(ctx.samples, len(contenders))
 
     @torch.no_grad()
     def run(self) -> dict[str, HeldOutScore]:
-        batch, many = self.batch, len(self.contenders)
-        inputs = {k: torch.cat([v, *[v[batch.n_fit :]] * many]) for k, v in batch.inputs.items()}
-        held = [(first, first + batch.rows - batch.n_fit, MAX_SHARDS) for first in self._held_out_starts()]
-        final_BTD = self.runner.gather_rows(self.runner.run(inputs, self._visit, [(0, batch.n_fit, MAX_SHARDS), *held]))
+        """Return each contender's score on the held-out samples."""
+        groups = self.groups
+        segments = [(rows.start, rows.stop, MAX_SHARDS) for rows in (groups.fit, groups.held_out, *groups.converted)]
+        final_BTD = self.runner.gather_rows(self.runner.run(groups.inputs(self.ctx.samples), self._visit, segments))
         scores = {}
-        for name, rows in zip(self.contenders, final_BTD[batch.rows :].chunk(many)):
-            # The contender's fitted windows were not run: the head, too, is fitted to the original's.
-            both_BTD = torch.cat([final_BTD[: batch.rows], final_BTD[: batch.n_fit], rows])
-            target_budgets, device = self.contenders[name], self.runner.device
-            head = convert_head(
-                self.meta_model, self.plan, self.recipe, target_budgets, batch, both_BTD, self.grams, device
-            )
-            linear = next(iter(head.modules.values()), None)
-            scores[name] = held_out_score(self.meta_model, self.plan, batch, both_BTD, linear, device)
+        for (name, budgets), rows in zip(self.contenders.items(), groups.converted):
+            head = convert_head(self.ctx, budgets, rows_of(final_BTD, groups.original))
+            module = next(iter(head.modules.values()), None)
+            held_BTD = rows_of(final_BTD, groups.held_out)
+            scores[name] = held_out_score(self.ctx, held_BTD, rows_of(final_BTD, rows), module)
         return scores
-
-    def _held_out_starts(self) -> list[int]:
-        """Where the held-out windows begin: the original's, then each contender's."""
-        batch, many = self.batch, len(self.contenders)
-        return [batch.n_fit + i * (batch.rows - batch.n_fit) for i in range(many + 1)]
 
     def _visit(self, call: LayerCall) -> Any:
         call.hidden_BTD = self.runner.writable_buffer(call.hidden_BTD)
-        fit, rows = self.batch.n_fit, self.batch.rows
+        fit, held = self.groups.fit, self.groups.held_out
         stages = []
         if self.plan.targets_in_layer(call.path):
-            found = find_stages(self.meta_model, self.plan, call)
+            found = find_stages(self.ctx.model, self.plan, call)
             stages = [_StageGram(stage.paths, self.plan.targets[stage.paths[0]][0].in_) for stage in found]
         modules: list[dict[str, nn.Module]] = [{} for _ in self.contenders]
-        phases: list[Phase] = [(0, fit, self._gather_and_fit(call, stages, modules)), (fit, rows, nullcontext())]
-        for first, mine in zip(self._held_out_starts()[1:], modules):
-            # `swapped_modules` looks at `mine` only when its phase begins, after the fits.
-            phases.append((first, first + rows - fit, swapped_modules(call.layer, call.path, mine)))
+        phases: list[Phase] = [
+            (fit.start, fit.stop, self._gather_and_fit(call, stages, modules)),
+            (held.start, held.stop, nullcontext()),
+        ]
+        for rows, mine in zip(self.groups.converted, modules):
+            # `swapped_modules` reads `mine` only when its phase begins, after the fits.
+            phases.append((rows.start, rows.stop, swapped_modules(call.layer, call.path, mine)))
         out = run_phases(call, phases, self.runner)
         self.done()
         return out
@@ -143,7 +123,7 @@ class QuickTrial:
     def _gather_and_fit(
         self, call: LayerCall, stages: list[_StageGram], modules: list[dict[str, nn.Module]]
     ) -> Iterator[Callable[[Round], None]]:
-        """Moments of the rows that run inside, and at its end every contender's stand-ins."""
+        """Accumulate the input moments of the rows that run inside; on exit fit every contender's modules."""
         ranks = self.runner.ranks
 
         def after(round_: Round) -> None:
@@ -151,7 +131,7 @@ class QuickTrial:
                 stage.ordered_reduce(ranks, round_, call.hidden_BTD.new_zeros(0, device=call.device))
 
         handles = [
-            self.meta_model.module(stage.paths[0]).register_forward_pre_hook(self._gram_hook(stage)) for stage in stages
+            self.ctx.model.module(stage.paths[0]).register_forward_pre_hook(self._gram_hook(stage)) for stage in stages
         ]
         try:
             yield after
@@ -162,12 +142,12 @@ class QuickTrial:
             assert stage.sum_II is not None
             ranks.gather_rows_(stage.sum_II)
         self.runner.record_moment_bytes(stage.sum_II for stage in stages)
-        grams = load_grams(self.grams / f"{call.path}.safetensors", call.device)
+        grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", call.device)
         while stages:
             self._fit(call, stages.pop(0), grams, modules)
 
     def _gram_hook(self, stage: _StageGram) -> Callable[..., None]:
-        mask_BT = self.batch.mask()
+        mask_BT = self.ctx.samples.mask()
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             x, first = args[0], self.runner.row
@@ -192,14 +172,14 @@ class QuickTrial:
         }
 
         def fit(target: LinearTarget, configs: list[Any]) -> FitResult:
-            weight_OI = target_weight(self.meta_model, target, call.device)
+            weight_OI = target_weight(self.ctx.model, target, call.device)
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
         wanted = [
             {target.name: candidate_configs(target, target_budgets[target.name]) for target in targets}
             for target_budgets in self.contenders.values()
         ]
-        # Contenders often agree.
+        # Contenders often share a config: each is fitted once.
         jobs = {
             (target.name, str(mine[target.name])): (target, partial(fit, target, mine[target.name]))
             for target in targets
@@ -210,84 +190,63 @@ class QuickTrial:
             for path in stage.paths:
                 replacement, whole = LayerReplacement(), list(self.plan.targets[path])
                 found = [fitted[target.name, str(mine[target.name])] for target in whole]
-                add_linear(self.meta_model, whole, found, call.device, replacement)
+                add_linear(self.ctx.model, whole, found, call.device, replacement)
                 modules_by_path[path] = densify_module(replacement.modules[path])
 
 
-TRIAL_SHARE = 0.25  # of the windows to fit
-MIN_LOSS_RISE = 0.02  # a rise of the held-out loss (a relative output error) below which either spread will do
-
-
 def uniform_budgets(plan: Plan) -> dict[str, float]:
+    """Return the parameters of each target by name when every matrix keeps the recipe's share."""
     return {target.name: target.uniform_budget() for targets in plan.targets.values() for target in targets}
 
 
-def choose_budgets(
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
-    batch: CalibrationSet | None,
-    runner: LayerRunner,
-    folder: Path,
-    progress: Progress,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Numbers for each target by name, and what the report says of the choice."""
-    even = uniform_budgets(plan)
-    if batch is None:
-        return even, {"kept": "uniform", "why": "no calibration text"}
+def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return (parameters for each target by name, the report's "allocation" entry)."""
+    plan, recipe = ctx.plan, ctx.recipe
+    uniform = uniform_budgets(plan)
+    if ctx.data is None:
+        return uniform, {"kept": "uniform", "why": "no calibration text"}
     if not plan.replaced_targets():
-        return even, {"kept": "uniform", "why": "no linear is replaced"}
+        return uniform, {"kept": "uniform", "why": "no linear is replaced"}
     free = [target for target in plan.replaced_targets() if not target.has_fixed_rank]
     if recipe.curvature == "none" and (recipe.allocate == "uniform" or not free):
-        return even, {"kept": "uniform", "why": "recipe"}
-    options = measure_rank_errors(meta_model, plan, recipe, batch, runner, folder, progress)
+        return uniform, {"kept": "uniform", "why": "recipe"}
+    options = measure_rank_errors(ctx)
     if recipe.allocate == "uniform" or not free:
-        return even, {"kept": "uniform", "why": "recipe" if free else "every rank is given"}
-    target_budgets = allocate_budget(
+        return uniform, {"kept": "uniform", "why": "recipe" if free else "every rank is given"}
+    allocated = allocate_budget(
         {target.name: options[target.name] for target in free}, sum(target.uniform_budget() for target in free)
     )
-    by_gain = {**even, **target_budgets}
+    by_gain = {**uniform, **allocated}
     if recipe.allocate == "spread":
         return by_gain, {"kept": "spread", "why": "recipe"}
-    contenders = {"uniform": even, "spread": by_gain}
-    return choose_allocation(contenders, meta_model, plan, recipe, batch, runner, folder, progress)
+    return choose_allocation(ctx, {"uniform": uniform, "spread": by_gain})
 
 
-def measure_rank_errors(
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
-    batch: CalibrationSet,
-    runner: LayerRunner,
-    folder: Path,
-    progress: Progress,
-) -> dict[str, list[CostPoint]]:
-    with progress.bar("measuring what each rank buys", len(plan.layout.layers)) as tick:
-        return FisherPass(meta_model, plan, recipe, runner, folder, tick).run(batch)
+def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
+    """Return, for each target by name, the expected rise of the loss at each number of parameters."""
+    with ctx.progress.bar("measuring the gain of each rank", len(ctx.plan.layout.layers)) as tick:
+        return FisherPass(ctx.model, ctx.plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick).run(ctx.samples)
 
 
 def choose_allocation(
-    contenders: dict[str, dict[str, float]],
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
-    batch: CalibrationSet,
-    runner: LayerRunner,
-    folder: Path,
-    progress: Progress,
+    ctx: ConversionContext, contenders: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Tried on a quarter of the text, judged on all held-out text. A quick trial that prefers the even spread
-    contradicts the survey; where it is about more than the noise of a loss, sequential trials then decide, which
-    also see how layers make up for the errors below them (docs/quality.md)."""
-    few, layers, how = batch.subset(TRIAL_SHARE), len(plan.layout.layers), "quick trials"
-    with progress.bar("trying spreads of ranks", layers) as tick:
-        scores = QuickTrial(meta_model, plan, recipe, contenders, few, runner, folder, tick).run()
+    """Try the contenders "uniform" and "spread" and return (the better one's budgets, the report's "allocation" entry).
+
+    Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
+    uniform allocation, although the Fisher pass predicts otherwise, and the loss rises by more than MIN_LOSS_RISE,
+    sequential trials decide: they also account for layers that compensate the errors below them (docs/quality.md).
+    """
+    few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
+    trial = replace(ctx, data=few)
+    with ctx.progress.bar("trying rank allocations", layers) as tick:
+        scores = QuickTrial(trial, contenders, tick).run()
     contradicts = scores["uniform"].converted < scores["spread"].converted
-    if contradicts and scores["spread"].rise > MIN_LOSS_RISE and recipe.calibrate == "sequential":
+    if contradicts and scores["spread"].rise > MIN_LOSS_RISE and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
-        with progress.bar("trying them layer after layer", layers * len(contenders)) as tick:
-            for name, target_budgets in contenders.items():
-                scores[name] = sequential_trial(meta_model, plan, recipe, target_budgets, few, runner, folder, tick)
+        with ctx.progress.bar("trying rank allocations layer by layer", layers * len(contenders)) as tick:
+            for name, budgets in contenders.items():
+                scores[name] = sequential_trial(trial, budgets, tick)
     kept = min(scores, key=lambda name: scores[name].converted)
     allocation: dict[str, Any] = {"kept": kept, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})

@@ -17,9 +17,11 @@ from surgery.calibration.layer_runner import LayerRunner
 from surgery.calibration.moments import decoded, encoding_of
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint as open_checkpoint
+from surgery.conversion.context import ConversionContext
 from surgery.conversion.convert import convert
 from surgery.conversion.preflight import load_calibration
 from surgery.conversion.text_check import text_fit
+from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
@@ -159,8 +161,11 @@ def test_4_5_samples_are_the_same_for_the_same_seed(suits):
     skeleton = MetaModel(source)
     plan = make_plan(skeleton, make_recipe(**{**RECIPE, "calibration": place / "text.txt"}))
     batch = load_calibration(source, skeleton, plan.recipe)
-    stream = LayerRunner(skeleton, plan.layout.layers, plan.layout.head, torch.device("cpu"))
-    again = text_fit(skeleton, plan, batch, stream, plan.recipe.seed)
+    device = torch.device("cpu")
+    runner = LayerRunner(skeleton, plan.layout.layers, plan.layout.head, device)
+    again = text_fit(
+        ConversionContext(skeleton, plan, plan.recipe, batch, runner, place, DistContext(), device, Progress())
+    )
     assert again is not None and again.own_samples == pytest.approx(
         suits[0]["calibration"]["own_samples_loss"], abs=2e-4
     )

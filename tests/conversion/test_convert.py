@@ -329,7 +329,8 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
     source, inputs = deep
     recipe = make_recipe(structure="low_rank", calibration=inputs)
     convert(str(source), recipe, tmp_path / "kept", device="cpu")
-    monkeypatch.setattr(stream.LayerRunner.__init__, "__defaults__", (1000, None, None))
+    defaults = {"limit": 1000, "scratch": None, "ranks": None}
+    monkeypatch.setattr(stream.LayerRunner.__init__, "__kwdefaults__", defaults)
     convert(str(source), recipe, tmp_path / "spilled", device="cpu")
     assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")
 

@@ -451,7 +451,7 @@ def test_2_5_a_file_is_not_written_through_a_link_beside_it(tmp_path):
 
 # -- sources that change meanwhile -----------------------------------------------------------------
 def test_2_7_a_shard_that_vanishes_while_it_is_converted(source, monkeypatch):
-    out, write = source.parent / "out", conversion.Conversion._write
+    out, write = source.parent / "out", conversion.Conversion._write_shard
 
     def vanishing(self, unit, *args, **said):
         write(self, unit, *args, **said)

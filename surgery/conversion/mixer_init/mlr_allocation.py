@@ -1,5 +1,9 @@
-"""MLR attention under a budget of key cache: what every layer's score dims are worth at every distance, gathered on the
-way back through the unconverted model, and the ranks, extents and orders that follow."""
+"""Allocate a key-cache budget for MLR attention.
+
+A forward and a backward pass of the unconverted model measure how sensitive the loss is to each score dimension of each
+layer at each distance (ScoreFisherPass). From these sensitivities follow the ranks, the extents (distances up to which
+a dimension is kept) and the order of the dimensions.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.attention_samples import attention_replaced
-from surgery.calibration.data import CalibrationSet
 from surgery.calibration.fisher import FisherPass
 from surgery.calibration.layer_runner import LayerCall, LayerRunner
 from surgery.calibration.partition import Round
 from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.context import ConversionContext
 from surgery.conversion.mixer_init.mlr_ranks import (
     UNLIMITED,
     ScoreSensitivity,
@@ -25,7 +29,6 @@ from surgery.conversion.mixer_init.mlr_ranks import (
     balanced_basis,
     candidate_extents,
 )
-from surgery.core.progress import Progress
 from surgery.mixers import AttentionShape, MixerInputs, MixerState
 from surgery.mixers.base import mixer_config
 from surgery.mixers.mlr import MLR, MLRAttention
@@ -35,7 +38,7 @@ from surgery.planning.recipe import ConversionRecipe
 
 
 class QueryKeyMoments:
-    """Second moments of a head's queries and keys, for the basis of heads without RoPE."""
+    """Second moments of the queries and keys of each key/value group, (G, K, K), for the basis of heads without RoPE."""
 
     def __init__(self, shape: AttentionShape, device: torch.device):
         self.query_GKK = torch.zeros(shape.groups, shape.key, shape.key, device=device)
@@ -43,6 +46,7 @@ class QueryKeyMoments:
 
     @torch.no_grad()
     def add(self, inputs: MixerInputs) -> None:
+        """Accumulate the moments of a chunk of samples; padding is left out."""
         groups = self.query_GKK.shape[0]
         q_BTHK, k_BTGK = inputs.q_BHTK.float().transpose(1, 2), inputs.k_BGTK.float().transpose(1, 2)
         real = slice(None) if inputs.valid_BT is None else inputs.valid_BT
@@ -52,13 +56,14 @@ class QueryKeyMoments:
         self.key_GKK += k_GNK.mT @ k_GNK
 
     def bases(self) -> tuple[Tensor, Tensor]:
-        """A, B (G, K, K) with q A . k B = q . k, the dims worth most first."""
-        return tuple(basis.float() for basis in balanced_basis(self.query_GKK, self.key_GKK))  # type: ignore[return-value]
+        """Return A, B (G, K, K) with q A . k B = q . k, the most important dimensions first."""
+        query_GKK, key_GKK = balanced_basis(self.query_GKK, self.key_GKK)
+        return query_GKK.float(), key_GKK.float()
 
 
 class RecordingAttention(MLRAttention):
-    """The library's attention, looked at: on the way there by `sizes`, on the way back, with the gradient at its
-    output, by `sensitivity`."""
+    """Full-rank attention that records statistics: `sizes` in the forward pass, or `sensitivity` in the backward pass,
+    from the gradient at the attention's output."""
 
     def __init__(self, shape: AttentionShape, sizes: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
         super().__init__(MLR((shape.key,)), shape)
@@ -66,6 +71,7 @@ class RecordingAttention(MLRAttention):
         self.bases = sizes.bases() if sizes is not None and sensitivity is not None else None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return the attention output (B, H, T, V) unchanged; record the inputs or register the gradient hook."""
         out_BHTV, _ = super().mix(inputs)
         sensitivity = self.sensitivity
         if sensitivity is None and self.sizes is not None:
@@ -83,7 +89,7 @@ class RecordingAttention(MLRAttention):
 
 
 class ScoreRecorder:
-    """Around one layer, on the way there or (`back`) on the way back."""
+    """Context manager that records one layer's attention in the forward pass, or in the backward pass (`back`)."""
 
     def __init__(self, fisher_pass: ScoreFisherPass, call: LayerCall, back: bool):
         self.fisher_pass, self.target, self.back, self.stack = (
@@ -113,14 +119,15 @@ class ScoreRecorder:
         self.stack.close()
 
     def reduce_round(self, round_: Round) -> None:
-        """The forms are added to as windows go by; one process sees them all."""
+        """Do nothing: a single process runs all samples and accumulates as they run."""
 
     def store_results(self) -> None:
-        """Nothing is written: the forms are small, and what follows from them goes into the journal."""
+        """Do nothing: the statistics are small and stay in memory; the allocation goes into the journal."""
 
 
 class ScoreFisherPass(FisherPass):
-    """sensitivities: layer -> its quadratic form; sizes: of layers without RoPE."""
+    """Fisher pass over the attention scores. sensitivities: layer -> its quadratic form; sizes: layer -> query and key
+    moments, for layers without RoPE."""
 
     def __init__(
         self,
@@ -136,31 +143,29 @@ class ScoreFisherPass(FisherPass):
         self.sensitivities: dict[str, ScoreSensitivity] = {}
         self.sizes: dict[str, QueryKeyMoments] = {}
 
-    def forward_context(self, call: LayerCall) -> Any:
+    def forward_context(self, call: LayerCall) -> ScoreRecorder:
+        """Return the recorder of the layer's forward pass."""
         return ScoreRecorder(self, call, back=False)
 
-    def backward_context(self, call: LayerCall) -> Any:
+    def backward_context(self, call: LayerCall) -> ScoreRecorder:
+        """Return the recorder of the layer's backward pass."""
         return ScoreRecorder(self, call, back=True)
 
 
-def allocate_score_dims(
-    meta_model: MetaModel,
-    plan: Plan,
-    recipe: ConversionRecipe,
-    batch: CalibrationSet,
-    runner: LayerRunner,
-    folder: Path,
-    progress: Progress,
-) -> dict[str, dict[str, Any]]:
-    """layer -> {"config", "fixed": {"order", "near"}, "rise"}: see surgery.conversion.mixer_init.mlr_ranks.allocate_ranks."""
-    settings = recipe.attention
+def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
+    """Allocate the key-cache budget of the recipe over layers, distances and score dimensions.
+
+    Returns layer -> {"config", "fixed": mixer tensors ("order", "near", bases), "rise": expected rise of the loss, nats
+    per token}; see surgery.conversion.mixer_init.mlr_ranks.allocate_ranks. One process runs all samples.
+    """
+    settings, plan = ctx.recipe.attention, ctx.plan
     assert settings is not None and settings.cache is not None
-    length = next(iter(batch.inputs.values())).shape[1]
-    with progress.bar("measuring what score dims are worth", len(plan.layout.layers)) as tick:
-        fisher_pass = ScoreFisherPass(meta_model, plan, recipe, runner, folder, tick)
+    length = next(iter(ctx.samples.inputs.values())).shape[1]
+    with ctx.progress.bar("measuring the sensitivity of score dimensions", len(plan.layout.layers)) as tick:
+        fisher_pass = ScoreFisherPass(ctx.model, plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick)
         given = settings.ladder
         fisher_pass.extents = candidate_extents(length) if given is None else (0, *sorted(given), UNLIMITED)
-        fisher_pass.run(batch)
+        fisher_pass.run(ctx.samples)
     by_shape: dict[Any, list[str]] = {}
     for layer, target in plan.attention_targets.items():
         by_shape.setdefault(target.shape, []).append(layer)
@@ -181,7 +186,7 @@ def allocate_score_dims(
 
 
 def allocated_targets(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str, AttentionTarget]:
-    """The plan's targets with what `allocate_score_dims` found."""
+    """Return the plan's attention targets by layer, with the configs and tensors from `allocate_score_dims`."""
     return {
         layer: replace(target, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
         for layer, target in plan.attention_targets.items()
