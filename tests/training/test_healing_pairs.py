@@ -52,7 +52,7 @@ def converted(folder, recipe):
     model = model_class(config)._from_config(config, dtype=torch.float32)
     roles = {linear.path: linear.roles for linear in find_linears(model).linears if linear.roles}
     replace_linears(model, plan)
-    if plan.seats:
+    if plan.attention_targets:
         install_mixers(model, plan)
     return StageModels(model, model), roles
 
