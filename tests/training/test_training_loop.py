@@ -287,5 +287,5 @@ def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):
     pair = [torch.tensor(read_losses(tmp_path / name / "training")) for name in ("model", "cached")]
     torch.testing.assert_close(*pair, rtol=5e-3, atol=1e-3)
     hot = healing_recipe(texts, {**stage, "temperature": 2.0}, teacher={"cache": str(tmp_path / "cache")})
-    with pytest.raises(SurgeryError, match="temperature 1"):
+    with pytest.raises(SurgeryError, match="temperature must be 1"):
         finetune(str(btt), hot, tmp_path / "hot")
