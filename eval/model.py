@@ -1,4 +1,4 @@
-"""Checkpoints, opened and loaded."""
+"""Open the checkpoints of an evaluation, and load one as an `EvalModel` for as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import model_class
-from surgery.checkpoint.remote_code import refuse_code
-from surgery.checkpoint.source import open_converted_checkpoint, read_config
-from surgery.checkpoint.tensor_names import load_complete
+from surgery.checkpoint.load_model import load_model
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint, read_config
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
@@ -26,7 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
+    """A checkpoint whose headers were read. fingerprint: SHA-256 of its files, see `CheckpointSource.digest`."""
 
     role: Role
     name: str
@@ -35,29 +33,27 @@ class OpenedModel:
 
 
 def open_model(role: Role, name: str, ranks: DistContext | None = None) -> OpenedModel:
+    """Read the headers of a checkpoint. The main process computes the fingerprint for all processes."""
     source = open_converted_checkpoint(name)
     return OpenedModel(role, name, source.folder, (ranks or DistContext()).on_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:
+    """Raise SurgeryError unless `dtype` is one of DTYPES."""
     if dtype not in DTYPES:
-        raise SurgeryError(f"--dtype {dtype!r}{suggestion(dtype, DTYPES)}")
+        raise SurgeryError(f"--dtype {dtype!r} is not supported{suggestion(dtype, DTYPES)}")
 
 
 def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(model, tokenizer)."""
-    from transformers import AutoConfig
-
+    """Load (model, tokenizer) from a local folder; the model is in evaluation mode on `device`. dtype: one of DTYPES."""
     check_dtype(dtype)
-    refuse_code(folder, str(folder), read_config(folder, str(folder)), trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    cls = model_class(config, trust_remote_code)
-    model = load_complete(cls, folder, str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+    source = CheckpointSource(str(folder), folder, read_config(folder, str(folder)), {})
+    model = load_model(source, dtype, trust_remote_code)
     return model.to(device).eval(), load_tokenizer(folder, trust_remote_code)
 
 
 def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(model, tokenizer) of a checkpoint, converted or not."""
+    """Load (model, tokenizer) of a checkpoint, converted or not, by folder or Hub id."""
     return load_from_folder(open_converted_checkpoint(name).folder, device, dtype, trust_remote_code)
 
 
@@ -70,7 +66,8 @@ def load_eval_model(
     ranks: DistContext,
     progress: Progress,
 ) -> Iterator[EvalModel]:
-    """Gone from the device when the context ends: base and converted need not fit together."""
+    """Load a model for the duration of the context, then free its memory: original and converted model need not fit on the
+    device together."""
     model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     eval_model = EvalModel(

@@ -1,4 +1,4 @@
-"""What was measured to be slower than what it replaces, said where a plan or a report is shown."""
+"""Notes on replacements that were measured to be slower than the original layers, shown with plans and reports."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PASS_LABELS: dict[Pass, str] = {"forward": "prefill", "backward": "training", "s
 def speed_notes(
     structures: Iterable[tuple[dict[str, Any], list[int]]], mixers: Iterable[str], context: int | None
 ) -> list[str]:
-    """One line for each kind of linear (its config as data, (out, in)) that loses somewhere, and for each mixer (as reports
-    describe it) that loses at that context."""
+    """Return one line per kind of linear (config, (out, in)) and per mixer (as `describe_mixer` formats it) that was measured to
+    be slower than the original. context: tokens; None: DEFAULT_CONTEXT."""
     if not any(table["rows"] for table in tables()):
         return []
     found = {_linear_note(config, *shape) for config, shape in structures}
@@ -34,13 +34,13 @@ def speed_notes(
 
 
 def plan_notes(plan: dict[str, Any], context: int | None = None) -> list[str]:
-    """Of a plan as surgery.publish.summary has it."""
+    """Return the notes for a plan (see `plan_dict`)."""
     linears = ((entry["first"], entry["shape"]) for entry in plan["cuts"] if entry["first"])
     return speed_notes(linears, (row["mixer"] for row in plan["mixers"]), context)
 
 
 def report_notes(report: dict[str, Any], context: int | None = None) -> list[str]:
-    """Of a report. Ranks differ from layer to layer: a kind of linear is said with their median."""
+    """Return the notes for a report. Kinds of linears whose ranks differ are noted at their median rank."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for module in report.get("modules", ()):
         if "shape" in module and module["structure"]["structure"] != "dense":
@@ -52,8 +52,8 @@ def report_notes(report: dict[str, Any], context: int | None = None) -> list[str
 
 
 def speed_ratio(op: str, pass_: Pass, at: NamedSizes) -> float | None:
-    """Times as fast as what it replaces, its fastest way, between measured sizes as surgery.kernels.tuning has it; None
-    where nothing near was measured."""
+    """Return time of the original / time of the fastest implementation, interpolated between measured sizes; None if no nearby
+    size was measured."""
     table = tables()[0]
     rows = nearby_rows(op, pass_, at, DeviceKey(tuple(table["capability"]), table["dtype"]))
     log_ratios = [
@@ -84,7 +84,7 @@ def _linear_note(config: dict[str, Any], out: int, in_: int) -> str:
 
 
 def graph_note(ratio: float | None) -> str:
-    """Where launches cost nothing."""
+    """Format the ratio inside a CUDA graph, where launches cost nothing."""
     return "" if ratio is None else f" ({ratio:.2f}x in a CUDA graph)"
 
 
@@ -111,7 +111,7 @@ def _ratio_to_softmax(op: str, pass_: Pass, length: int, levels: dict[str, int])
 
 
 def _break_even(op: str, pass_: Pass, levels: dict[str, int]) -> str:
-    """From which length on, of those measured."""
+    """Return the shortest measured length from which on the replacement is faster."""
     name = "context" if pass_ == "step" else "tokens"
     lengths = {row["sizes"].get(name) for row in tables()[0]["rows"] if (row["op"], row["pass"]) == (op, pass_)} - {
         None

@@ -1,7 +1,4 @@
-"""Reports as tables: what a plan will do, what a conversion did.
-
-What mixers keep and cost, against softmax attention, at several contexts.
-"""
+"""Summaries of plans and reports as data, and the cost of mixers against softmax attention at several contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from surgery.structures import STRUCTURES
 
 
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """One row for the cuts of one role, shape and structure, numbers under an even spread."""
+    """Return one row per role, shape and structure of the planned replacements; parameter counts assume uniform ranks."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for targets in plan.targets.values():
         for target in targets:
@@ -50,7 +47,7 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
 
 
 def describe_structure(structure: dict[str, Any]) -> str:
-    """{"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
+    """Format a structure: {"structure": "btt", "blocks": [4, 4], "rank": 8} -> btt 4x4 rank 8."""
     if structure["structure"] == "split":
         return "split: " + ", ".join(f"{k} {describe_structure(v)}" for k, v in structure["parts"].items())
     words = [structure["structure"]]
@@ -62,7 +59,7 @@ def describe_structure(structure: dict[str, Any]) -> str:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as data, for --json and for notebooks."""
+    """Return the plan as JSON data, for --json and notebooks."""
     return {
         "source": plan.source,
         "model_type": plan.model_type,
@@ -88,6 +85,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:
+    """Read and validate the report of a converted checkpoint."""
     path = folder / REPORT_NAME
     if not path.is_file():
         raise SurgeryError(f"{name} has no {REPORT_NAME}; `surgery convert` writes one beside the weights")
@@ -99,7 +97,7 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
 
 
 def inspect(name: str) -> dict[str, Any]:
-    """What was replaced in a converted checkpoint: its report, checked against the tensors that are stored."""
+    """Return the report of a converted checkpoint, compared with the stored tensors and extended by costs."""
     source = open_converted_checkpoint(name)
     table, report = read_table(source.config, name), read_report(source.folder, name)
     stored = sum(t.numel for t in source.tensors.values())
@@ -116,8 +114,8 @@ def inspect(name: str) -> dict[str, Any]:
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
-    """Multiply-accumulates per token of all linears (attention's own products depend on the context and are
-    not counted), before and after; FLOPs are twice that."""
+    """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that. Attention scores, which
+    depend on the context, are not counted. None for models of remote code."""
     try:
         layout: ModelLayout = find_linears(build_unconverted_model(source))
     except SurgeryError:  # a model of remote code
@@ -128,7 +126,7 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a role: modules, structures, numbers, multiply-accumulates, median and worst error."""
+    """Return one row per role: modules, structures, parameters, multiply-accumulates, median and worst relative error."""
     roles: dict[str, list[dict[str, Any]]] = {}
     for record in report["modules"]:
         roles.setdefault(" + ".join(record["roles"]) or "other", []).append(record)
@@ -156,18 +154,18 @@ CONTEXTS = (1024, 8192, 65536)
 
 
 def softmax_cache(shape: AttentionShape, length: int) -> int:
-    """Numbers of keys and values that softmax attention keeps for one sequence."""
+    """Return the elements that the KV cache of softmax attention holds for one sequence."""
     return shape.groups * (shape.key + shape.value) * min(length, shape.window or length)
 
 
 def softmax_macs(shape: AttentionShape, length: int) -> int:
-    """Multiply-accumulates of the scores and the mixing for the next token."""
+    """Return the multiply-accumulates of scores and mixing for the next token."""
     return shape.heads * (shape.key + shape.value) * min(length, shape.window or length)
 
 
 def mixer_rows(found: Iterable[tuple[str, MixerConfig, AttentionShape]]) -> list[dict[str, Any]]:
-    """One row for the layers of one mixer: (path, config, shape) of each in; numbers kept and multiply-accumulates for
-    the next token at each of CONTEXTS, summed over the layers, before and after."""
+    """Return one row per mixer: cache elements and multiply-accumulates of the next token at each of CONTEXTS, summed over its
+    layers, before and after. found: (path, config, shape) of every layer."""
     rows: dict[str, dict[str, Any]] = {}
     for path, config, shape in found:
         row = rows.setdefault(
@@ -197,7 +195,7 @@ def _add_costs(sums: dict[str, list[int]], length: int, before: int, after: int)
 
 
 def describe_mixer(config: Any) -> str:
-    """linear, gates mask, hedgehog features; mlr 32|16|16 sliding."""
+    """Format a mixer config, for example "linear: gates mask, hedgehog features" or "mlr 32|16|16 sliding"."""
     if not hasattr(config, "mask"):
         words = [config.name]
         if ranks := getattr(config, "ranks", None):
@@ -211,7 +209,7 @@ def describe_mixer(config: Any) -> str:
 
 
 def mixer_notes(config: Any) -> list[str]:
-    """What a user should know of a mixer's state."""
+    """Return warnings about the size of a mixer's state."""
     mask = getattr(config, "mask", None)
     if mask is not None and not MASKS[mask].has_bounded_state:
         return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]

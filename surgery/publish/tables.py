@@ -1,4 +1,4 @@
-"""Rich tables of plans, reports and measurements."""
+"""Rich tables of plans, reports, measurements and uploads, and their HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from surgery.publish.summary import describe_structure, inspect_rows
 
 
 def format_share(part: float, whole: float) -> str:
+    """Format part / whole in percent, "-" if `whole` is 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def plan_table(plan: dict[str, Any]) -> list[Any]:
+    """Return the tables and notes of a plan (see `plan_dict`)."""
     table = new_table(
         f"{plan['source']} ({plan['model_type']})",
         "role",
@@ -39,19 +41,19 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     total = plan["totals"]
     lines = [
-        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} numbers ({format_share(total['params_after'], total['params_before'])})"
+        f"{total['modules']} matrices, {total['params_before']:,} -> {total['params_after']:,} parameters ({format_share(total['params_after'], total['params_before'])})"
     ]
     mixers = mixer_tables(plan["mixers"])
     if any(row["structure"] == "auto" for row in plan["rows"]):
-        lines.append("auto: the one of " + ", ".join(plan["candidates"]) + " that fits best on held-out text")
+        lines.append("auto: whichever of " + ", ".join(plan["candidates"]) + " fits best on held-out text")
     if plan["recipe"]["allocate"] != "uniform" and total["modules"]:
-        lines.append("ranks shown are an even spread; with --calibration they are spread by what each buys")
+        lines.append("ranks shown are uniform; with --calibration the budget is allocated by error reduction")
     linears = [table, *lines] if total["modules"] else []
     return [*linears, *mixers, *(f"note: {note}" for note in plan["notes"])]
 
 
 def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
-    """What the cache keeps of one sequence at several contexts, in numbers, over all layers of a mixer."""
+    """Return the table of cache sizes (elements per sequence, summed over the layers of a mixer) at several contexts."""
     if not rows:
         return []
     contexts = list(rows[0]["cache"])
@@ -63,6 +65,7 @@ def mixer_tables(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
+    """Return a line on the layers that keep softmax attention, and on the losses that decided it."""
     if not hybrid:
         return []
     tried = ", ".join(f"{name} {hybrid[name]['converted']:.4f}" for name in ("sensitivity", "every"))
@@ -71,7 +74,7 @@ def hybrid_lines(hybrid: dict[str, Any] | None) -> list[str]:
 
 
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
-    """How far each layer's block mixing is a function of distance."""
+    """Return for each layer the R^2 of its block-mixing matrix against the best Toeplitz matrix (1: depends on distance only)."""
     return [
         f"{path}: Toeplitzness R^2 {sum(heads) / len(heads):.4f} (worst head {min(heads):.4f})"
         for path, heads in (r2 or {}).items()
@@ -79,16 +82,21 @@ def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
 
 
 def init_error_lines(mixers: list[dict[str, Any]]) -> list[str]:
-    """Median over the layers of the heads' relative error after each stage of the start."""
+    """Return the median over layers of the heads' relative output error after each stage of the initialization."""
     stages = dict.fromkeys(stage for record in mixers for stage in record["errors"])
     medians = []
     for stage in stages:
         errors = sorted(record["errors"][stage] for record in mixers if stage in record["errors"])
         medians.append(f"{stage} {errors[len(errors) // 2]:.3f}")
-    return [f"heads' outputs, relative error on held-out text, median layer: {', '.join(medians)}"] if medians else []
+    return (
+        [f"relative error of the heads' outputs on held-out text, median layer: {', '.join(medians)}"]
+        if medians
+        else []
+    )
 
 
 def inspect_table(report: dict[str, Any]) -> list[Any]:
+    """Return the tables of `surgery inspect`, one row per role."""
     kind = "of the outputs on held-out text" if report["calibration"] else "of the weights, no calibration text"
     table = new_table(
         report["source"]["name"], "role", "modules", "structures", "params", "after", "kept", "MACs", "error", "worst"
@@ -104,7 +112,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         )  # fmt: skip
     error_note = f"errors: relative, {kind}; median and worst of the role"
     if all(row["worst_error"] is None for row in rows):
-        error_note = "trained from scratch: no errors, there was nothing to be close to"
+        error_note = "trained from scratch: no errors, as there are no original weights"
     linears = [table, error_note] if rows else []
     mixers = [
         *mixer_tables(report.get("mixer_rows", [])),
@@ -122,11 +130,11 @@ def _format_error(value: float | None, places: int) -> str:
 def _total_lines(report: dict[str, Any]) -> list[str]:
     t = report["totals"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} numbers, {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
+        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters, {size_text(t['bytes_before'])} -> {size_text(t['bytes_after'])}",
     ]
     if t["replaced_params_before"]:
         before, after = t["replaced_params_before"], t["replaced_params_after"]
-        lines.insert(0, f"replaced weights: {before:,} -> {after:,} numbers ({t['kept']:.1%} kept)")
+        lines.insert(0, f"replaced weights: {before:,} -> {after:,} parameters ({t['kept']:.1%} kept)")
     if macs := report.get("macs_per_token"):
         lines.append(
             f"linears, FLOPs per token: {2 * macs['before']:,} -> {2 * macs['after']:,} ({format_share(macs['after'], macs['before'])})"
@@ -156,6 +164,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
 
 
 def module_table(report: dict[str, Any]) -> list[Any]:
+    """Return the table of all replaced matrices."""
     table = new_table(
         report["source"]["name"], "module", "structure", "params", "after", "kept", "error", "start", "sweeps", "refit"
     )
@@ -174,6 +183,7 @@ def _format_value(value: Any) -> str:
 
 
 def demo_table(result: dict[str, Any]) -> list[Any]:
+    """Return the table of `surgery demo`: original, converted and densified model."""
     table = new_table("before and after", "", "original", "converted", "densified")
     for label, *values in result["rows"]:
         table.add_row(label, *(_format_value(v) if not isinstance(v, str) else v for v in values))
@@ -181,19 +191,19 @@ def demo_table(result: dict[str, Any]) -> list[Any]:
 
 
 def upload_table(upload: dict[str, Any]) -> list[Any]:
-    """What goes up to the Hub."""
+    """Return the table of files of an upload to the Hub (see `Upload.to_dict`)."""
     table = new_table(f"to {upload['repo']}", "file", "bytes")
     for item in upload["files"]:
         table.add_row(item["name"], f"{item['bytes']:,}")
     license_ = upload["licence"]
     lines = [
-        f"{len(upload['files'])} files, {size_text(upload['bytes'])}; licence: {license_['id']} ({license_['origin']})"
+        f"{len(upload['files'])} files, {size_text(upload['bytes'])}; license: {license_['id']} ({license_['origin']})"
     ]
     return [table, *lines, *([f"note: {upload['note']}"] if upload["note"] else [])]
 
 
 def to_html(parts: Sequence[Any]) -> str:
-    """The same for a notebook: tables as tables, which a screen reader knows, and in the notebook's own colours."""
+    """Render tables and lines as HTML for a notebook, with table markup that screen readers understand."""
     return f'<div style="overflow-x:auto">{"".join(map(_part_to_html, parts))}</div>'
 
 
@@ -214,5 +224,5 @@ def _part_to_html(part: Any) -> str:
 
 
 def _escape_plain(text: Any) -> str:
-    """Without rich's marks, and as text of HTML."""
+    """Remove rich markup and escape for HTML."""
     return as_html(Text.from_markup(text).plain if isinstance(text, str) else str(text))

@@ -1,1 +1,1 @@
-"""Healing a converted checkpoint: data, stages, the loop."""
+"""Training: healing (recovery distillation) of converted checkpoints and pretraining; data, stages, the loop."""

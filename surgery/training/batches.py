@@ -1,7 +1,7 @@
-"""Examples to steps: each device's rows of every global batch.
+"""Group examples into steps: each process's rows of every global batch.
 
-Every process goes over all examples of a batch and runs its own, so that all know how many positions count in the
-whole batch without asking each other: two processes weigh a step as one does.
+Every process iterates over all examples of a batch and runs its own, so that all processes know without communication how
+many positions count in the global batch: the loss is the same mean for any number of processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from surgery.training.stages import Batch
 
 @dataclass
 class StepBatch:
-    """batches: this process's, one a forward; num_counted: positions that count, tokens: trained on, in the whole batch.
-    data_state: where the data goes on behind it, see TrainingData.state."""
+    """One optimizer step's data. batches: of this process, one per forward. num_counted: positions in the loss, and tokens:
+    trained on, both over the global batch. data_state: TrainingData.state after this step."""
 
     batches: list[Batch]
     num_counted: int
@@ -27,14 +27,14 @@ class StepBatch:
     data_state: dict[str, Any]
 
     def pin_memory(self) -> StepBatch:
-        """In memory that a GPU copies from by itself; torch's DataLoader calls this."""
+        """Move the tensors to pinned memory; torch's DataLoader calls this."""
         self.batches = [{name: t.pin_memory() for name, t in batch.items()} for batch in self.batches]
         return self
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """batch rows of a step, `rows` a forward, over `world` processes, of which this is `rank`."""
+    """How a global batch of `batch` rows is divided: `rows` per forward, over `world` processes; this process is `rank`."""
 
     batch: int
     rows: int
@@ -43,25 +43,26 @@ class BatchLayout:
 
     @classmethod
     def create(cls, batch: int, rows: int, rank: int, world: int) -> BatchLayout:
+        """Validate the division; raises SurgeryError if it is not even."""
         if batch % world:
-            raise SurgeryError(
-                f"batch: {batch} rows cannot be shared evenly by {world} processes; use a multiple of {world}"
-            )
+            raise SurgeryError(f"batch must be a multiple of {world}, the number of processes (got {batch}).")
         own = batch // world
         rows = min(rows, own)
         if own % rows:
             raise SurgeryError(
-                f"batch: {batch} rows over {world} processes are {own} each, which forwards of {rows} rows do not make up; "
-                f"set rows to a divisor of {own}"
+                f"rows must divide {own}, the rows of a batch of {batch} on each of {world} processes (got {rows}). "
+                f"Set rows to a divisor of {own}."
             )
         return cls(batch, rows, rank, world)
 
     @property
     def accumulation_steps(self) -> int:
+        """Forwards per step on each process."""
         return self.batch // self.world // self.rows
 
 
 def stack_examples(examples: list[Batch], indices: list[int]) -> Batch:
+    """Stack examples into a batch; `index` (B,) holds their numbers in the data."""
     together = {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
     return {**together, "index": torch.tensor(indices)}
 
@@ -73,8 +74,11 @@ def iter_steps(
     count_positions: Callable[[Batch], int],
     state: dict[str, Any] | None = None,
 ) -> Iterator[StepBatch]:
-    """Steps from example `start` on, as long as whole batches last; state: where that is, so that nothing before it is
-    read again. count_positions: of many examples, stacked."""
+    """Yield steps from example `start` on, until the data has no full batch left.
+
+    count_positions: counts the positions of stacked examples. state: the TrainingData.state at `start`, to avoid reading the
+    data before it again.
+    """
     if state is not None:
         data.restore(state)
     examples = iter(data.examples(start))
@@ -95,5 +99,5 @@ def iter_steps(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Without waiting for the copy, where memory is pinned."""
+    """Move a batch to `device`, asynchronously from pinned memory."""
     return {name: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()) for name, t in batch.items()}

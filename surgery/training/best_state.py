@@ -1,10 +1,9 @@
-"""The best state of a run by held-out cross-entropy, on disk beside the checkpoints.
+"""The state of a run with the lowest validation loss, saved next to the checkpoints.
 
-WORK/best/stage-01-step-0000250/     a checkpoint without an optimiser; its notes: {"validation": nats per token}
+WORK/best/stage-01-step-0000250/     a checkpoint without optimizer state; its notes: {"validation": nats per token}
 
-There is one at a time: a new one is whole before the one before it is removed, so a kill leaves one of them. A run that
-goes on after a kill judges again what it trains again, and finds the state that is there already no worse. The start is
-the source checkpoint, of which nothing is saved.
+At most one is kept: a new one is complete before the previous one is removed, so a kill leaves one of them. The start of a run
+is the source checkpoint and is not saved here.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ BEST = "best"
 
 
 class Best(CheckpointManager):
-    """folder: WORK/best; rank, wait: as of Checkpoints."""
+    """Saves the best state in WORK/best. rank, wait: as for CheckpointManager."""
 
     def __init__(self, folder: Path, rank: int = 0, wait: Any = lambda: None):
         super().__init__(folder, 1, rank, wait)
 
     def latest(self) -> Path | None:
-        """The folder of the best state, None where none is saved."""
+        """Return the folder of the best state, or None if no state is saved."""
         return min(self.list_all(), key=lambda folder: (self.loss(folder), folder.name), default=None)
 
     def loss(self, folder: Path) -> float:
-        """Nats per token of validation text."""
+        """Return the validation loss of a saved state, in nats per token."""
         return float(self.read_position(folder).notes["validation"])
 
     def see(self, loss: float | None, start: float | None, at: TrainPosition, held: TrainState) -> None:
-        """Save a state that is better than the start and than all before it. Every process calls, with the same loss."""
+        """Save a state whose loss (nats per token) is below that of the start and of the saved state. Every process must call it
+        with the same loss."""
         saved = self.latest()
         others = [start if start is not None else math.inf, self.loss(saved) if saved else math.inf]
         if loss is not None and all(better(loss, other) for other in others):
@@ -52,5 +52,5 @@ class Best(CheckpointManager):
 
 
 def better(loss: float, other: float) -> bool:
-    """Any number is better than none."""
+    """Return whether `loss` is lower than `other`; a finite loss is better than NaN or infinity."""
     return loss < other or (math.isfinite(loss) and not math.isfinite(other))

@@ -1,13 +1,13 @@
-"""What a run needs to go on, whole or absent: weights that were trained, optimiser, running mean, random states.
+"""Training checkpoints: trained weights, optimizer state, moving average and random states. Each is complete or absent.
 
 WORK/checkpoints/stage-1-step-000500/
   weights.safetensors      every parameter trained so far, float32, by its name in the model
   optimiser.safetensors    <state>.<parameter>, and ema.<parameter>
-  rng-00000.safetensors    of each process
-  state.json               stage, step, examples and tokens taken; sha256 of weights.safetensors; the rest in JSON
+  rng-00000.safetensors    one file per process
+  state.json               stage, step, examples and tokens consumed; sha256 of weights.safetensors; notes
 
-Written into a folder beside and renamed. Tensors are whole, whatever number of devices they are spread over, so a
-run may go on with another.
+Written into a temporary folder and renamed. Tensors are stored unsharded, so a run may resume on another number of
+devices.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from surgery.training.teacher_cache.index import file_sha256
 
 STATE_NAME, EMA_KEY, CHECKSUM_KEY = "state.json", "ema", "crc32"
 WEIGHTS, DIGEST = "weights.safetensors", "sha256"
-StoredStates = dict[str, dict[str, TensorInfo]]  # parameter -> state of its -> where that is stored
+StoredStates = dict[str, dict[str, TensorInfo]]  # parameter -> name of a state -> where it is stored
 
 
 @dataclass
 class TrainPosition:
-    """Where a run is: step of stage; examples and tokens the stage has taken. notes: of JSON's types."""
+    """Position of a run: stage and step, examples and tokens consumed by the stage. notes: JSON data."""
 
     stage: int = 0
     step: int = 0
@@ -47,13 +47,13 @@ class TrainPosition:
 
 @dataclass
 class TorchOptimizerState:
-    """What an optimiser of torch's remembers; names: of the parameters of its groups."""
+    """State of a torch optimizer, by parameter name. names: of the parameters of each group."""
 
     optimiser: Any
     names: list[list[str]]
 
     def states(self) -> dict[str, MaybeSharded]:
-        """<state>.<parameter> -> tensor."""
+        """Return <state>.<parameter> -> tensor."""
         found: dict[str, MaybeSharded] = {}
         for name, p in self._named_parameters():
             for key, value in self.optimiser.state.get(p, {}).items():
@@ -61,12 +61,13 @@ class TorchOptimizerState:
         return found
 
     def restore(self, stored: StoredStates) -> None:
+        """Load stored states into the optimizer. Raises SurgeryError if a shape differs from its parameter's."""
         for name, p in self._named_parameters():
             for key, info in stored.get(name, {}).items():
                 if info.shape not in ((), tuple(p.shape)):
                     raise SurgeryError(
-                        f"{info.file} holds {info.name!r} {list(info.shape)}, its parameter is {list(p.shape)}; remove that "
-                        "folder to go on from the checkpoint before"
+                        f"{info.file}: {info.name!r} must have its parameter's shape {list(p.shape)} (got {list(info.shape)}). "
+                        "Remove that folder to resume from the checkpoint before."
                     )
                 self.optimiser.state[p][key] = _state_like(p, read_tensor(info, check=False))
 
@@ -77,40 +78,41 @@ class TorchOptimizerState:
 
 @dataclass
 class TrainState:
-    """What is saved, by name: parameters; what the optimiser remembers; the running mean."""
+    """What a checkpoint saves, by parameter name: parameters, optimizer state and exponential moving average."""
 
     parameters: dict[str, Tensor]
     optimizer_state: Any = None
     ema: dict[str, Tensor] = field(default_factory=dict)
 
     def states(self) -> dict[str, MaybeSharded]:
-        """<state>.<parameter> -> tensor, and ema.<parameter>."""
+        """Return <state>.<parameter> -> tensor, and ema.<parameter> -> tensor."""
         means: dict[str, MaybeSharded] = {f"ema.{name}": t for name, t in self.ema.items()}
         return {**means, **(self.optimizer_state.states() if self.optimizer_state is not None else {})}
 
 
 class CheckpointManager:
-    """main: whether this process writes; wait: until all processes are there."""
+    """Saves and restores checkpoints in `folder`, keeping the latest `keep`. rank: of this process, 0 writes; wait: a barrier."""
 
     def __init__(self, folder: Path, keep: int, rank: int = 0, wait: Any = lambda: None):
         self.folder, self.keep, self.rank, self.wait = folder, keep, rank, wait
 
     def list_all(self) -> list[Path]:
-        """Whole ones, oldest first."""
+        """Return the folders of complete checkpoints, oldest first."""
         return sorted(
             p.parent for p in self.folder.glob(f"stage-*-step-*/{STATE_NAME}") if not p.parent.name.endswith(".tmp")
         )
 
     def latest(self) -> Path | None:
+        """Return the folder of the latest checkpoint, or None."""
         return self.list_all()[-1] if self.list_all() else None
 
     def save(self, position: TrainPosition, train_state: TrainState) -> Path:
-        """Every process calls; the first writes, each its own random state."""
+        """Save a checkpoint and return its folder. Every process must call; the first writes, each adds its random state."""
         target = self.folder / f"stage-{position.stage:02d}-step-{position.step:07d}"
         partial = target.with_name(target.name + ".tmp")
         try:
             self._save(position, train_state, partial, target)
-        except OSError:  # a full disk keeps nothing that is of no use
+        except OSError:  # on a full disk, remove the incomplete folder
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -149,29 +151,32 @@ class CheckpointManager:
             os.replace(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    # -- back --------------------------------------------------------------------------------------
+    # -- restore --------------------------------------------------------------------------------------
     def read_position(self, folder: Path) -> TrainPosition:
+        """Return the position at which the checkpoint was saved."""
         record = _read_state(folder)
         return TrainPosition(**{name: record[name] for name in TrainPosition.__dataclass_fields__})
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
-        """Names of what was restored."""
+        """Copy the stored weights into `parameters`; return their names."""
         stored = self.weights(folder)
         for name, info in stored.items():
             if name not in parameters or tuple(parameters[name].shape) != info.shape:
-                raise SurgeryError(f"checkpoint {folder} holds {name!r} {list(info.shape)}, which this model has not")
+                raise SurgeryError(
+                    f"checkpoint {folder} holds {name!r} {list(info.shape)}, but this model has no such parameter."
+                )
             copy_full_(parameters[name], read_tensor(info))
         return set(stored)
 
     def weights(self, folder: Path) -> dict[str, TensorInfo]:
-        """Every trained parameter by name; SurgeryError where the file is not the one that was written."""
+        """Return every trained parameter by name. Raises SurgeryError if the file does not match its SHA-256."""
         path = folder / WEIGHTS
         if not path.is_file() or file_sha256(path) != _read_state(folder).get(DIGEST):
             raise _damaged_error(path)
         return read_header(path)
 
     def restore(self, folder: Path, train_state: TrainState) -> None:
-        """The optimiser, the running mean and the random states; weights are restored before they are spread."""
+        """Restore optimizer state, moving average and random states. Weights are restored earlier, before sharding."""
         stored = _group_by_parameter(read_header(folder / "optimiser.safetensors"))
         for name, mean in train_state.ema.items():
             if (info := stored.get(name, {}).pop(EMA_KEY, None)) is None:
@@ -200,7 +205,7 @@ class CheckpointManager:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """state.json, as it was written."""
+    """Read state.json. Raises SurgeryError if its checksum is wrong."""
     try:
         record = read_json(folder / STATE_NAME)
     except SurgeryError:
@@ -211,11 +216,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _damaged_error(path: Path) -> SurgeryError:
-    return SurgeryError(f"{path} is damaged; remove that folder to go on from the checkpoint before")
+    return SurgeryError(f"{path} is damaged. Remove that folder to resume from the checkpoint before.")
 
 
 def _group_by_parameter(stored: dict[str, TensorInfo]) -> StoredStates:
-    """States have no dot in their names, parameters do."""
+    """Group <state>.<parameter> keys by parameter: names of states contain no dot."""
     found: StoredStates = {}
     for key, info in stored.items():
         state, _, name = key.partition(".")
@@ -224,7 +229,7 @@ def _group_by_parameter(stored: dict[str, TensorInfo]) -> StoredStates:
 
 
 def _state_like(parameter: Tensor, values: Tensor) -> Tensor:
-    """A state of the optimiser as the optimiser holds it: spread as its parameter, or a number of its own."""
+    """Return an optimizer state sharded like its parameter; scalars stay scalars."""
     if values.dim() == 0:
         return values.to(parameter.device)
     state = torch.zeros_like(parameter, dtype=values.dtype).detach()
@@ -245,7 +250,7 @@ def _python_rng() -> list[Any]:
 
 
 def _rename_durably(partial: Path, target: Path) -> None:
-    """Renamed, durably."""
+    """Rename `partial` to `target` and sync the parent folder to disk."""
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     place = os.open(target.parent, os.O_RDONLY)

@@ -1,10 +1,7 @@
-"""What a run leaves in the checkpoint's report.
+"""Write the healed checkpoint (the student's folder with the trained tensors replaced) and the record of the run.
 
-The healed checkpoint: the student's own folder with the trained tensors in place of the old ones.
-
-Trained tensors are read from the run's last checkpoint, never from a model in memory, so that a run which went on after
-a kill writes what one that was never stopped writes. The result is read again and compared with that checkpoint before it
-gets its name.
+Trained tensors are read from the run's last checkpoint, never from a model in memory, so that a resumed run writes the same
+files as an uninterrupted one. The result is read back and compared with that checkpoint before it is renamed.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from surgery.training.validation import perplexity
 
 
 def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
-    """tokens: trained on, exactly; positions: rows times length."""
+    """Return the record of one stage. tokens: trained on, exactly; positions: rows x length, with padding."""
     speed = at.notes["positions"] / max(at.notes["seconds"], 1e-9)
     record = {"kind": kind, "steps": at.step, "tokens": at.tokens, "positions": at.notes["positions"]}
     record |= {"first_loss": at.notes["first_loss"], "last_loss": at.notes["last_loss"]}
@@ -46,9 +43,11 @@ def stage_record(kind: str, at: TrainPosition) -> dict[str, Any]:
 
 
 def delivered(recipe: HealingRecipe, start: float | None, notes: dict[str, Any]) -> dict[str, Any]:
-    """Which state a run handed back. state: "start", "last", or that of a step; start, loss, last: nats per token of
-    validation text, of what the run began with, of what it handed back, and of the state after the last step; worse:
-    whether it handed back something worse than it began with. notes: of the last checkpoint."""
+    """Return the record of the delivered state. notes: those of the last checkpoint.
+
+    state: "start", "last", or a description of the step; start, loss, last: validation losses in nats per token, before
+    training, of the delivered state, and after the last step; worse: whether loss is above start; says: a sentence.
+    """
     chosen, loss, last = notes["delivered"], notes["after"], notes["last"]
     worse = start is not None and loss is not None and better(start, loss)
     record = {"asked": recipe.deliver, "state": chosen, "start": start, "loss": loss, "last": last, "worse": worse}
@@ -83,10 +82,12 @@ def _sentence(record: dict[str, Any]) -> str:
 
 
 def loss_records(losses: dict[str, float | None]) -> dict[str, Any]:
+    """Add the perplexity to each loss (nats per token)."""
     return {k: None if v is None else {"loss": v, "perplexity": perplexity(v)} for k, v in losses.items()}
 
 
 def run_environment(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
+    """Return versions, recipe, devices and precision of a run, for the record."""
     import torch
     import transformers
 
@@ -105,7 +106,7 @@ ADAPTER = "adapter"
 
 
 def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> dict[str, str]:
-    """Parameter -> name of its tensor in the file, a tied one's that of its twin."""
+    """Return parameter -> name of its tensor in the source files; tied parameters share one."""
     keys = _parameter_keys(student, source)
     twins: dict[str, str] = dict(getattr(student, "all_tied_weights_keys", None) or {})
     for first, second in list(twins.items()):
@@ -115,7 +116,7 @@ def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> di
         key = keys.get(name) or keys.get(twins.get(name, ""))
         if key is None:
             raise SurgeryError(
-                f"{source.name} has no tensor for {name!r}, which was trained; it cannot be written back"
+                f"{source.name} has no tensor for {name!r}, which was trained. It cannot be written back."
             )
         found[name] = key
     return found
@@ -123,7 +124,7 @@ def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> di
 
 @torch.no_grad()
 def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], source: CheckpointSource) -> None:
-    """In place, so that what is measured last is what is written."""
+    """Round parameters in place to the dtype in which they are stored, so that the final loss is that of the written file."""
     for name, tensor in trained.items():
         tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
 
@@ -131,8 +132,10 @@ def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], sour
 def write_result(
     source: CheckpointSource, new: dict[str, TensorInfo], work: Path, record: dict[str, Any], adapter: bool
 ) -> Path:
-    """A whole checkpoint in WORK/healed, in the dtypes of the student's file. new: name of a tensor in that file -> where
-    the trained numbers are stored; adapter: whether WORK/adapter belongs to it."""
+    """Write a complete checkpoint to WORK/healed, in the dtypes of the source, and return its folder.
+
+    new: name of a tensor -> where its trained values are stored; record: of the run; adapter: whether to include WORK/adapter.
+    """
     target = work / "healed"
     shutil.rmtree(target, ignore_errors=True)
     rewrite_checkpoint(
@@ -154,7 +157,7 @@ def write_result(
 
 
 def _write_shards(source: CheckpointSource, new: dict[str, TensorInfo], folder: Path) -> list[Path]:
-    """One for each of the source's files."""
+    """Write one shard for each file of the source."""
     files: dict[Path, list[TensorInfo]] = {}
     for info in source.tensors.values():
         files.setdefault(info.file, []).append(info)
@@ -172,8 +175,7 @@ def _output_entry(info: TensorInfo, trained: TensorInfo | None) -> TensorSource:
 
 
 def refuse_difference(target: Path, source: CheckpointSource, new: dict[str, TensorInfo]) -> None:
-    """SurgeryError unless every tensor of the result is, bit by bit, the last checkpoint's where it was trained, and the
-    source's everywhere else."""
+    """Raise SurgeryError unless trained tensors equal those of the last checkpoint bit by bit, and all others the source's."""
     written = open_converted_checkpoint(str(target)).tensors
     if strange := sorted(set(written) ^ set(source.tensors)):
         raise _differs(target, strange[0], source, new)
@@ -195,23 +197,23 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _differs(target: Path, name: str, source: CheckpointSource, new: dict[str, TensorInfo]) -> SurgeryError:
     kept = new[name].file.parent if name in new else source.folder
     return SurgeryError(
-        f"{target}: tensor {name!r} is not the one in {kept}; the result must hold the numbers of the run's last checkpoint. "
-        "Nothing was renamed or removed: run the same command with --resume to write it again"
+        f"{target}: tensor {name!r} is not the one in {kept}. The result must equal the run's last checkpoint. "
+        "Nothing was renamed or removed: run the same command with --resume to write it again."
     )
 
 
 def _append_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The conversion's report and what was trained after it, one record a run."""
+    """Return the report with the record of this run appended under `training`."""
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {**report, "training": [*report.get("training", []), record]}
 
 
 def adapter_digests(work: Path) -> dict[str, str]:
-    """File -> sha256, of what is kept in WORK/adapter; nothing where no adapter is."""
+    """Return file name -> SHA-256 for the files in WORK/adapter; empty without an adapter."""
     return {path.name: file_sha256(path) for path in sorted((work / ADAPTER).glob("*")) if path.is_file()}
 
 
 def publish_result(target: Path, out: Path, work: Path) -> None:
-    """The result in its place, then the work folder gone."""
+    """Move the result to OUT and remove the work folder."""
     os.replace(target, out)
     shutil.rmtree(work, ignore_errors=True)

@@ -1,9 +1,11 @@
-"""`surgery finetune`: the stages of a recipe, one after the other, and the healed checkpoint.
+"""`surgery finetune`: run the stages of a healing recipe on a checkpoint and write the healed checkpoint.
 
-OUT.partial/journal.jsonl   what it was begun with, what was measured
-OUT.partial/checkpoints/    see checkpoints.py
-OUT.partial/log.jsonl       and curve.png
-OUT                         the healed checkpoint, made beside and renamed
+Healing is recovery distillation: further training of a converted model, usually towards the original.
+
+OUT.partial/journal.jsonl   fingerprint of the run and baseline losses
+OUT.partial/checkpoints/    training checkpoints, see checkpoints.py
+OUT.partial/log.jsonl       training log; curve.png is its plot
+OUT                         the healed checkpoint, written next to it and renamed when complete
 """
 
 from __future__ import annotations
@@ -42,27 +44,34 @@ def finetune(
     progress: Progress | None = None,
     show: Any = lambda parts: None,
 ) -> dict[str, Any]:
-    """Heal the checkpoint `name`; the record, as written into OUT/surgery_report.json. Every process of `accelerate
-    launch` calls this; the first one writes."""
+    """Heal the checkpoint `name` (a folder or Hub id) and return the record that OUT/surgery_report.json lists under `training`.
+
+    out: NAME-healed by default. teacher: the original model, for stages that distill. resume: continue from the last
+    checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping. track: tensorboard,
+    wandb, trackio or none. show: called with the tables to display.
+    Every process of `accelerate launch` calls this function; the first one writes. Raises SurgeryError if recipe, data, model
+    and teacher do not fit together, before any training.
+    """
     out = Path(out) if out is not None else Path(name).with_name(Path(name).name + "-healed")
     check_run(out, name, recipe, teacher, resume)
     source = model_loading.open_trainable(name, trust_remote_code)
     run = StageRunner(
-        source, recipe, out, teacher, trust_remote_code, skip_bad_steps, track, device, progress or Progress(), show
-    )
+        source, recipe, out, teacher=teacher, trust=trust_remote_code, skip=skip_bad_steps, track=track, device=device,
+        progress=progress or Progress(), show=show,
+    )  # fmt: skip
     work = partial_path(out)
     try:
         with explain_disk_errors(work, RESUME_HINT), ExitStack() as stack:
             if run.main:
                 run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
-                check_absent(out)  # another run may have ended there meanwhile
+                check_absent(out)  # another run may have written it since check_run
             run.accelerator.wait_for_everyone()
             return run.run()
     except KeyboardInterrupt:
         if run.main:
             latest = CheckpointManager(work / "checkpoints", 1).latest()
-            status = f"the last checkpoint is {latest}" if latest else "there is no checkpoint yet"
-            run.progress.say(f"interrupted; {status}, and the same command with --resume goes on")
+            status = f"The last checkpoint is {latest}" if latest else "There is no checkpoint yet"
+            run.progress.say(f"Interrupted. {status}; run the same command with --resume to continue.")
         raise
     except SurgeryError:
         has_output = any((work / name).exists() for name in ("checkpoints", LOG_NAME))
@@ -74,21 +83,21 @@ def finetune(
 
 
 def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, resume: bool) -> None:
-    """What can be known before anything is opened."""
+    """Raise SurgeryError for mistakes that show before a model is opened: output path, missing teacher, missing data."""
     check_output_path(out, resume, "run")
     for stage in recipe.stages:
         wants = STAGES[stage](stage).needs_teacher
         if wants == "model" and teacher is None:
             raise SurgeryError(
-                f"stage {stage.kind} learns from the original: --teacher SRC, what {name} was converted from"
+                f"stage {stage.kind} needs a teacher. Give the model that {name} was converted from: --teacher SRC."
             )
         if wants == "logits" and teacher is None and recipe.teacher.cache is None:
             raise SurgeryError(
-                f"stage {stage.kind} wants --teacher SRC, or --set teacher.cache=DIR with stored targets"
+                f"stage {stage.kind} needs a teacher. Give --teacher SRC, or --set teacher.cache=DIR for a teacher cache."
             )
         if stage_data_config(recipe, stage) is None:
             raise SurgeryError(
-                "no data to train on; give --data FILE, a folder or a Hub id, or the recipe data.sources"
+                "no data to train on. Give --data (a file, folder or Hub id), or set data.sources in the recipe."
             )
 
 

@@ -1,14 +1,12 @@
-"""Ctrl-C in a run: the step is ended and a checkpoint written, then the run stops; a second Ctrl-C does not wait.
+"""Guards of the training loop: deferred Ctrl-C, NaN or infinite gradients, and divergence of the loss.
 
-Where several processes train together they would hear of it at different steps, so there the run stops where it is,
-and its last checkpoint is what remains.
+Ctrl-C: the current step finishes and a checkpoint is written, then the run stops; a second Ctrl-C stops immediately. With
+several processes the signal would arrive at different steps, so there the run stops at once and keeps its last checkpoint.
 
-What happens when a step goes wrong: a gradient that is no number, or a loss that runs away.
-
-A step with such a gradient changes nothing: the optimiser is told on the device (`found_inf`, which fused optimisers
-read), without asking the device at every step. Unless bad steps are to be skipped, all steps after it change nothing
-either, so that when the loop next looks, the model is still the one that made it, and running that batch again shows
-which module it was.
+Non-finite gradients: the step changes no parameter. The flag stays on the device (`found_inf`, which fused optimizers read),
+so that no step synchronizes with the host. Unless bad steps are skipped, the flag also disables all later steps: when the
+loop next reads the losses, the model is still the one that produced the bad gradient, and running the batch again shows in
+which module it arose.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from surgery.training.sharded_tensors import any_sharded
 
 @contextmanager
 def defer_interrupt(single_process: bool) -> Iterator[list[int]]:
-    """A list that is empty until somebody interrupts."""
+    """Yield a list that stays empty until SIGINT arrives; a second SIGINT raises KeyboardInterrupt. A no-op with several processes."""
     signals: list[int] = []
     if not single_process or threading.current_thread() is not threading.main_thread():
         yield signals
@@ -51,17 +49,20 @@ MAX_CONSECUTIVE_SKIPS = 10
 
 
 class NonFiniteGuard:
-    """Watches the norms of the gradients. skip: leave bad steps out and go on."""
+    """Disables optimizer steps whose gradient norm is NaN or infinite.
+
+    skip: disable only the bad step (True), or also all steps after it (False).
+    """
 
     def __init__(self, optimiser: Any, skip: bool, device: torch.device):
         self.inner = getattr(optimiser, "optimizer", optimiser)
         self.skip, self.sticky_flag = skip, torch.zeros((), device=device)
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        # With parameters spread over devices the fused kernels take no such flag; those runs ask at each step.
+        # Fused kernels ignore the flag for sharded parameters, so sharded runs synchronize at each step instead.
         self.checks_each_step = any_sharded(parameters)
 
     def check_step(self, norm: Tensor) -> bool:
-        """Before the optimiser's step; whether it may be taken at all."""
+        """Return whether the optimizer may step, given the gradient norm (a scalar tensor). Call before each step."""
         bad = (~torch.isfinite(norm.detach())).to(torch.float32).reshape(())
         if self.checks_each_step:
             return not bool(bad)
@@ -72,12 +73,16 @@ class NonFiniteGuard:
 
 
 class DivergenceDetector:
-    """Looks at mean losses; the state is a few numbers, kept in checkpoints."""
+    """Detects a diverging loss: above factor * best (and at least 1 nat above) for `patience` consecutive updates.
+
+    best: the lowest mean loss so far, in nats; it is saved in checkpoints.
+    """
 
     def __init__(self, factor: float, patience: int, best: float | None = None):
         self.factor, self.patience, self.best, self.num_over = factor, patience, best, 0
 
     def update(self, loss: float) -> bool:
+        """Record a mean loss; return whether training has diverged."""
         if self.best is None or loss < self.best:
             self.best = loss
         limit = self.best + max((self.factor - 1) * abs(self.best), 1.0)
@@ -85,19 +90,25 @@ class DivergenceDetector:
         return self.num_over >= self.patience
 
 
-def bad_step_error(what: str, stage: str, step: int, loss: float, blame: str, latest: Any, rate: float) -> SurgeryError:
+def bad_step_error(
+    what: str, stage: str, step: int, loss: float, *, blame: str, latest: Any, rate: float
+) -> SurgeryError:
+    """Return the error that stops a run. blame: diagnosis of the step, or ""; latest: folder of the last good checkpoint."""
     kept = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
     return SurgeryError(
-        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {kept}; lower the rate (--set "
-        f"stages.*.rate={rate / 3:.2g}) and begin anew, or go on with --resume --skip-bad-steps, which leaves such steps out"
+        f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {kept}. Lower the rate (--set "
+        f"stages.*.rate={rate / 3:.2g}) and start again, or continue with --resume --skip-bad-steps, which skips such steps."
     )
 
 
-# -- whose fault ---------------------------------------------------------------------------------------------
+# -- diagnosis ---------------------------------------------------------------------------------------------
 @contextmanager
 def record_activations(model: nn.Module) -> Iterator[dict[str, tuple[str, float]]]:
-    """What comes by in forwards and backwards: "first" module (path, size) whose output, or "back" whose input gradient,
-    is no number; "largest" (path, absolute value) of the finite outputs."""
+    """Record activations with hooks and yield the record.
+
+    "first": (path, absolute value) of the first module with a NaN or infinite output. "back": the same for the first leaf
+    module with a non-finite input gradient. "largest": (path, absolute value) of the largest finite output.
+    """
     seen: dict[str, tuple[str, float]] = {}
     handles = []
 
@@ -138,7 +149,7 @@ def _is_finite(size: float) -> bool:
 
 
 def _max_abs(value: Any) -> float | None:
-    """The largest absolute number in a tensor, or in the first tensor of a tuple."""
+    """Return the largest absolute value of a tensor, or of the first tensor in a tuple or list."""
     if isinstance(value, (tuple, list)):
         value = next((v for v in value if isinstance(v, Tensor)), None)
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
@@ -147,20 +158,20 @@ def _max_abs(value: Any) -> float | None:
 
 
 def diagnose_bad_step(model: nn.Module, rerun_batch: Callable[[], None]) -> str:
-    """A sentence on the module that blew up, after running the batch again."""
+    """Run the batch again with hooks and return a sentence that names the module where NaN or infinity first appears."""
     lost = sorted(n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all()))
     if lost:
-        return f"The parameter {lost[0]} holds numbers that are none."
+        return f"The parameter {lost[0]} contains NaN or infinity."
     with record_activations(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on hooks of modules whose inputs need no gradient
         try:
             rerun_batch()
         except RuntimeError as error:
-            return f"Running the batch again fails: {' '.join(str(error).split())[:150]}."
+            return f"Running the batch again failed: {' '.join(str(error).split())[:150]}."
     if "first" in seen:
-        return f"The first activations that are no numbers are those of {seen['first'][0]}."
+        return f"The first NaN or infinite activations are in {seen['first'][0]}."
     path, size = seen.get("largest", ("", 0.0))
-    largest = f"The largest activations, up to {size:.3g}, are those of {path}." if path else ""
+    largest = f"The largest activations, up to {size:.3g}, are in {path}." if path else ""
     if "back" in seen:
-        return f"Going back, the gradient is first no number at {seen['back'][0]}. {largest}"
+        return f"In the backward pass the gradient first becomes NaN or infinite at {seen['back'][0]}. {largest}"
     return largest

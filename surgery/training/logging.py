@@ -1,9 +1,6 @@
-"""Where else the log goes: TensorBoard, wandb, trackio, through Accelerate. Nothing of theirs is asked for or stored
-but what their own packages keep.
+"""Logging of a run: log.jsonl and its plot, progress lines and tables, and experiment trackers through Accelerate.
 
-What a person sees of a run: the groups before it, a line while it goes, before and after at its end.
-
-What a run writes down: a line of JSON for every look at it, a curve, and trackers by name.
+Trackers: TensorBoard, wandb and trackio. Credentials stay with the trackers' own packages.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ TRACKER_HELP = {
 
 
 def tracker_names(name: str | None) -> list[str]:
-    """What Accelerate is to log with. None: TensorBoard where it is installed."""
+    """Return Accelerate's `log_with` for --track. None: TensorBoard if it is installed; "none": no tracker."""
     if name == "none":
         return []
     from accelerate.utils import imports
@@ -43,14 +40,14 @@ def tracker_names(name: str | None) -> list[str]:
     if name is None:
         return ["tensorboard"] if available["tensorboard"] else []
     if name not in TRACKERS:
-        raise SurgeryError(f"--track {name!r}: choose one of {', '.join(TRACKERS)}, none")
+        raise SurgeryError(f"--track {name!r} is unknown; choose one of {', '.join(TRACKERS)}, none.")
     if not available[name]:
         raise SurgeryError(f"--track {name}: the package {name} is not installed; pip install {name}, or --track none")
     return [name]
 
 
 def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: TrainPosition) -> None:
-    """A run by the name of OUT. One that is resumed goes on: TensorBoard forgets steps that are taken again."""
+    """Start the tracker's run, named after OUT. A resumed run continues; TensorBoard drops the steps that run again."""
     if not accelerator.log_with:
         return
     (chosen,) = (str(getattr(name, "value", name)) for name in accelerator.log_with)
@@ -75,14 +72,14 @@ def start_trackers(accelerator: Any, recipe: HealingRecipe, out: Path, at: Train
 
 
 def end_trackers(accelerator: Any) -> None:
-    """What was logged is written out; a second call does nothing."""
+    """Flush and close the trackers; a second call does nothing."""
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.trackers = []
 
 
 def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
-    """What a run is compared by, plain numbers and words."""
+    """Return the flat hyperparameters that trackers show for a run."""
     flat: dict[str, Any] = {"seed": recipe.seed, "precision": recipe.precision}
     for number, stage in enumerate(recipe.stages):
         for key in ("kind", "length", "tokens", "batch", "rate"):
@@ -91,7 +88,8 @@ def tracker_config(recipe: HealingRecipe) -> dict[str, Any]:
 
 
 def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
-    table = new_table(title, "trained", "tensors", "numbers", "fan in", "fan out", "rate", "decay")
+    """Return the table of parameter groups that is shown before a stage."""
+    table = new_table(title, "trained", "tensors", "parameters", "fan in", "fan out", "rate", "decay")
     for row in (group.row() for group in groups):
         fans = (str(row.get(key, "")) for key in ("fan_in", "fan_out"))
         table.add_row(
@@ -110,7 +108,7 @@ COMMON_KEYS |= {"tokens_per_second", "waited", "seconds_left", "memory"}
 
 
 def format_entry(line: dict[str, Any]) -> str:
-    """A line of the log."""
+    """Return one line of text for a log entry."""
     if "skipped" in line:
         return "skipped: step " + ", ".join(str(step) for step in line["skipped"])
     if "validation" in line:
@@ -124,12 +122,13 @@ def format_entry(line: dict[str, Any]) -> str:
 
 
 def format_duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss or m:ss."""
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 class LogReporter:
-    """Lines of the log as they come: a bar that says the last one on a terminal, else one line in ten."""
+    """Shows log entries during a run: a progress bar, and one line of text for every tenth entry and the last."""
 
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active
@@ -155,7 +154,7 @@ class LogReporter:
 
 
 def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | None = None) -> list[Any]:
-    """Before and after; what was trained. labels: what is measured -> what it is called."""
+    """Return the summary of a run: validation before and after, and one line per stage. labels: (key of the result, label)."""
     parts: list[Any] = []
     rows = [(label, result["validation"].get(key)) for key, label in labels or RESULT_LABELS]
     if any(value for _, value in rows):
@@ -167,7 +166,9 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
                 table.add_row(label, f"{value['perplexity']:.4f}", f"{value['loss']:.4f}", ratio)
         parts.append(table)
     else:
-        parts.append("no validation text: give the recipe data.validation, for example 0.02, to see before and after")
+        parts.append(
+            "No validation text. Set data.validation in the recipe, for example 0.02, to compare before and after."
+        )
     for stage in result["stages"]:
         parts.append(
             f"{stage['kind']}: {stage['steps']:,} steps, {stage['tokens']:,} tokens, loss {stage['first_loss']:.4f} -> "
@@ -177,7 +178,7 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
 
 
 def last_line(result: dict[str, Any], what: str) -> str:
-    """Where the checkpoint is; and whether training has left it as it was, or made it worse."""
+    """Return the final message: where the checkpoint is, and whether training left it unchanged or made it worse."""
     told = result["delivered"]
     if told["state"] == "start":
         return f"{what}, no better than the start and so unchanged: {result['out']}"
@@ -193,12 +194,13 @@ LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
 
 
 class TrainingLog:
-    """Lines of log.jsonl; `truncate_after` first drops those of steps that will be taken again."""
+    """The log file log.jsonl, one JSON entry per line; entries also go to the trackers."""
 
     def __init__(self, folder: Path, accelerator: Any = None):
         self.path, self.accelerator = folder / LOG_NAME, accelerator
 
     def truncate_after(self, stage: int, step: int) -> None:
+        """Drop the entries of later steps, which a resumed run takes again."""
         if not self.path.is_file():
             return
         kept = [line for line in self.lines() if (line["stage"], line["step"]) <= (stage, step)]
@@ -207,6 +209,7 @@ class TrainingLog:
         os.replace(partial, self.path)
 
     def add(self, line: dict[str, Any]) -> None:
+        """Append an entry and send its numbers to the trackers."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(_json_safe(line)) + "\n")
         if self.accelerator is not None and self.accelerator.trackers:
@@ -214,7 +217,7 @@ class TrainingLog:
             self.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["total_steps"])
 
     def lines(self) -> list[dict[str, Any]]:
-        """Whole lines: a killed run may leave half of one."""
+        """Return all complete entries; a killed run may leave a partial line."""
         found = []
         texts = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.is_file() else ()
         for text in texts:
@@ -228,7 +231,7 @@ class TrainingLog:
 
 
 def _is_log_entry(line: Any) -> bool:
-    """Whether it is a line that `add` wrote."""
+    """Return whether this is an entry that `add` wrote."""
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return False
     if not all(type(line.get(key)) is int and abs(line[key]) < 2**62 for key in ("stage", "step", "tokens")):
@@ -238,12 +241,12 @@ def _is_log_entry(line: Any) -> bool:
 
 
 def _json_safe(line: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities."""
+    """Replace NaN and infinity by None: JSON cannot store them."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
 def draw_curve(lines: list[dict[str, Any]], path: Path) -> bool:
-    """Loss over tokens, a panel for every stage, validation as points; False where matplotlib is not installed."""
+    """Plot loss over tokens, one panel per stage, to a PNG file. Return False if matplotlib is missing or the log is empty."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""One stage, step after step, through Accelerate: devices, precision, accumulation.
+"""The training loop of one stage, on Accelerate (devices, mixed precision, gradient accumulation).
 
-The device is asked for numbers only when the log is written; between looks losses and norms stay where they are.
+Losses and gradient norms stay on the device between log entries, so that steps do not synchronize with the host.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ from surgery.training.stages import Batch, Stage, StageModels
 
 @dataclass
 class LoopContext:
-    """What a stage runs in. report: told every line of the log; validate: nats per token, or None; evaluate: steps
-    between two looks at validation text, 0 for none; judge: given that loss, where it was measured, and the weights."""
+    """What all stages of a run share.
+
+    report: called with every log entry. validate: returns the validation loss in nats per token, or None without validation
+    text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations on validation
+    text, 0 for none. judge: called with the validation loss, the position and the training state after each evaluation.
+    earlier: parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages.
+    """
 
     accelerator: Any
     recipe: HealingRecipe
@@ -46,11 +51,16 @@ class LoopContext:
     skip_bad_steps: bool = False
     evaluate: int = 0
     judge: Callable[[float | None, TrainPosition, TrainState], None] = lambda *given: None
-    earlier: dict[str, Tensor] = field(default_factory=dict)  # trained by stages before this one
+    earlier: dict[str, Tensor] = field(default_factory=dict)
     steps_before: int = 0
 
 
 class TrainingLoop:
+    """Trains one stage from position `at` to its last step.
+
+    models.run is the prepared model; groups and optimiser are those of the parameters that the stage trains.
+    """
+
     def __init__(
         self,
         context: LoopContext,
@@ -64,8 +74,9 @@ class TrainingLoop:
         self.accelerator, self.config = context.accelerator, stage.config
         self.layout = batch_layout(self.accelerator, self.config)
         self.optimizer_step = optimizer_step_class(self.accelerator)(
-            self.accelerator, models.run, optimiser, groups, self.layout, self.config.clip, context.skip_bad_steps
-        )
+            self.accelerator, models.run, optimiser, groups, layout=self.layout, clip=self.config.clip,
+            skip=context.skip_bad_steps,
+        )  # fmt: skip
         parameters = self.optimizer_step.parameters
         self.ema = WeightEMA(parameters, self.config.ema) if self.config.ema else None
         means = self.ema.means if self.ema else {}
@@ -80,7 +91,8 @@ class TrainingLoop:
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> TrainPosition:
-        """To the stage's end."""
+        """Train to the end of the stage and return the position there. Raises SurgeryError on bad steps or divergence,
+        KeyboardInterrupt after Ctrl-C (with a checkpoint written)."""
         self._resume()
         state = self.at.notes.get("data")
         steps = lambda: iter_steps(self.context.data, self.at.examples, self.layout, self.stage.count_positions, state)  # noqa: E731
@@ -134,15 +146,15 @@ class TrainingLoop:
         self.at.notes["data"] = step.data_state
 
     def _losses(self, batch: Batch, num_counted: int) -> dict[str, Tensor]:
-        """Shares of the step's mean over all that counts; backwards too."""
+        """Return this micro-batch's parts of the mean loss over the step, after their backward pass."""
         sums = self.stage.losses(self.models, batch)
         parts = {name: part / num_counted for name, part in sums.items()}
         self.optimizer_step.backward(parts["total"])
         return parts
 
-    # -- looking -------------------------------------------------------------------------------------
+    # -- logging -------------------------------------------------------------------------------------
     def _log_steps(self, began: float) -> None:
-        """Read what has gathered on the device, write it down, stop where it is bad."""
+        """Read the losses and norms since the last log entry, write the entry, and stop on bad steps or divergence."""
         names = list(self.losses[0])
         table = torch.stack([torch.stack([parts[n].float() for n in names]) for parts in self.losses])
         table = self.accelerator.reduce(table, reduction="sum")
@@ -157,7 +169,7 @@ class TrainingLoop:
             self.context.log.add(line)
         self.context.report(line)
         if self.divergence.update(line["loss"]):
-            what = f"the loss runs away from {self.divergence.best:g}"
+            what = f"the loss diverged, its best value was {self.divergence.best:g}"
             raise self._stop_error(what, self.at.step, line["loss"], steps[-1])
         self.at.notes["best"] = self.divergence.best
 
@@ -172,19 +184,25 @@ class TrainingLoop:
     def _check_losses(
         self, rows: list[list[float]], norms: list[float], steps: list[StepBatch], total: int
     ) -> list[list[float]]:
-        """Rows of the good steps; SurgeryError at the first bad one, unless those are skipped."""
+        """Return the rows of steps with finite loss and gradient. Raises SurgeryError at the first other one, unless such
+        steps are skipped, or if MAX_CONSECUTIVE_SKIPS were skipped in a row."""
         bad = [
             i for i, (row, norm) in enumerate(zip(rows, norms)) if not _is_finite(row[total]) or not _is_finite(norm)
         ]
-        if self.optimizer_step.uses_loss_scale:  # infinite norms are how a scaler finds its scale
+        if self.optimizer_step.uses_loss_scale:  # infinite norms are expected while the scale adapts
             bad = [i for i in bad if not _is_finite(rows[i][total])]
         if bad and not self.context.skip_bad_steps:
             first = self.at.step - len(rows) + bad[0] + 1
-            raise self._stop_error("the loss or its gradient is no number", first, rows[bad[0]][total], steps[bad[0]])
+            raise self._stop_error(
+                "the loss or its gradient is NaN or infinite", first, rows[bad[0]][total], steps[bad[0]]
+            )
         self.skipped = self.skipped + len(bad) if len(bad) == len(rows) else 0
         if self.skipped >= MAX_CONSECUTIVE_SKIPS:
             raise self._stop_error(
-                f"{self.skipped} bad steps one after the other", self.at.step, float("nan"), steps[-1]
+                f"{self.skipped} consecutive steps with NaN or infinite gradients",
+                self.at.step,
+                float("nan"),
+                steps[-1],
             )
         if bad and self.accelerator.is_main_process:
             self.context.report({"skipped": [self.at.step - len(rows) + i + 1 for i in bad]})
@@ -220,20 +238,19 @@ class TrainingLoop:
 
         can_rerun = self.accelerator.num_processes == 1 and self.optimizer_step.can_rerun
         blame = diagnose_bad_step(self.models.student, rerun_batch) if can_rerun else ""
-        return bad_step_error(
-            what, self.config.kind, step, loss, blame, self.context.checkpoints.latest(), self.config.rate
-        )
+        latest = self.context.checkpoints.latest()
+        return bad_step_error(what, self.config.kind, step, loss, blame=blame, latest=latest, rate=self.config.rate)
 
     # -- between steps -------------------------------------------------------------------------------
     def _validate_and_save(self, began: float) -> float:
-        """Validation and checkpoints; their time is not the loop's. When the clock starts again."""
+        """Evaluate and save where due. Return the new start of the step timer: neither counts as training time."""
         recipe, done = self.context.recipe, self.at.step == self.config.steps
         every = self.context.evaluate
         due_validation = bool(every) and self.at.step % every == 0 and not done
         due_save = bool(recipe.checkpoint) and self.at.step % recipe.checkpoint == 0 and not done
         if not (due_validation or due_save):
             return began
-        if self.losses and due_save:  # what is kept must be good
+        if self.losses and due_save:  # never save a state with non-finite losses
             self._log_steps(began)
         else:
             self.seconds += time.perf_counter() - began
@@ -262,7 +279,7 @@ class TrainingLoop:
         self.context.judge(loss, self.at, self.train_state)
 
     def _save(self) -> None:
-        if self.due_save == self.at.step:  # a second one would remove the first before it takes its place
+        if self.due_save == self.at.step:  # writing it again would first remove the good one
             return
         if (scale := self.optimizer_step.scaler_state()) is not None:
             self.at.notes["scaler"] = scale
@@ -278,7 +295,7 @@ class TrainingLoop:
             self.optimizer_step.restore_scale(self.at.notes["scaler"])
 
     def _apply_ema(self) -> None:
-        """The running mean takes the weights' place."""
+        """Replace the weights by their exponential moving average."""
         if self.ema is not None:
             self.ema.swap()
 
@@ -286,9 +303,9 @@ class TrainingLoop:
         from surgery.core.errors import SurgeryError
 
         return SurgeryError(
-            f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, the "
-            f"stage wants {self.config.steps * self.config.batch}; leave out data.epochs, or set "
-            f"tokens={self.at.examples * self.config.length}"
+            f"stage {self.config.kind}: the data ended after {self.at.examples} rows of {self.config.length} tokens, but the "
+            f"stage needs {self.config.steps * self.config.batch} rows. Leave out data.epochs, or set "
+            f"tokens={self.at.examples * self.config.length}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The student and its teacher: opened, checked against each other, and sharing what neither will change."""
+"""Load the student and the teacher of a training run, check that they fit together, and share their frozen tensors."""
 
 from __future__ import annotations
 
@@ -9,47 +9,52 @@ from torch import nn
 
 from surgery.architectures.linears import find_linears
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import build_unconverted_model, model_class
+from surgery.checkpoint.load_model import load_config, load_model
+from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD
-from surgery.checkpoint.tensor_names import load_complete
 from surgery.core.errors import SurgeryError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSource:
-    """A checkpoint to be trained, converted or not."""
+    """Open a checkpoint that can be trained: a decoder in full precision, converted or not. Raises SurgeryError otherwise."""
     source = open_converted_checkpoint(name)
     refuse_code(source.folder, name, source.config, trust_remote_code)
     method = (source.config.get("quantization_config") or {}).get("quant_method", QUANT_METHOD)
     if method != QUANT_METHOD:
-        raise SurgeryError(f"{name} is quantised ({method}); training wants full-precision weights")
+        raise SurgeryError(
+            f"{name} is quantized ({method}). Training needs full-precision weights; use the unquantized model."
+        )
     if source.config.get("is_encoder_decoder"):
-        raise SurgeryError(f"{name} is an encoder-decoder; healing is for decoders that predict the next token")
+        raise SurgeryError(
+            f"{name} is an encoder-decoder. Healing needs a decoder-only model, which predicts the next token."
+        )
     return source
 
 
 def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A causal language model on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Load a causal language model on the CPU. Raises SurgeryError if the model has no language-model head."""
+    from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
 
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    cls = model_class(config, trust_remote_code)
+    config = load_config(source, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not config.to_dict().get("auto_map"):
         raise SurgeryError(
-            f"{source.name} is a {config.model_type} model, which predicts no next token; healing is for causal language models"
+            f"{source.name} is a {config.model_type} model, which predicts no next token. Healing needs a causal language model."
         )
-    model = load_complete(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_model(source, dtype, trust_remote_code)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise SurgeryError(f"{source.name}: {type(model).__name__} has no language-model head")
+        raise SurgeryError(
+            f"{source.name}: {type(model).__name__} has no language-model head. Healing needs a causal language model."
+        )
     return model
 
 
 def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
-    """In float32: updates of a hundred-thousandth are lost in bf16."""
+    """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5."""
     student = load_causal_lm(source, torch.float32, trust_remote_code)
     return student.requires_grad_(False)
 
@@ -57,7 +62,12 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
 def load_teacher(
     name: str, student: Any, tokenizer: Any, settings: Any, device: torch.device, trust_remote_code: bool = False
 ) -> Any:
-    """Frozen, on its device; tokenizer: the student's; settings: recipe.TeacherConfig."""
+    """Load the teacher, frozen, on its device.
+
+    tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and bfloat16
+    elsewhere. device: used where the settings name none.
+    Raises SurgeryError if teacher and student differ in tokenizer or vocabulary size, or if the device is not usable.
+    """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
     target_device = torch.device(settings.device) if settings.device else device
@@ -65,15 +75,19 @@ def load_teacher(
     teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
-        raise SurgeryError(f"--teacher {name} has {theirs} words, the student {ours}; a teacher reads the same tokens")
+        raise SurgeryError(
+            f"Vocabulary sizes differ: teacher {name} has {theirs} tokens, the student {ours}. "
+            "The teacher must use the student's tokenizer."
+        )
     try:
         return teacher.to(target_device).eval().requires_grad_(False)
     except (RuntimeError, AssertionError) as error:
-        raise SurgeryError(f"teacher.device {target_device}: {str(error).splitlines()[0]}") from None
+        raise SurgeryError(f"teacher.device {target_device} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:
-    """One of the two may know more words than the other. Of a teacher's folder without a tokenizer nothing is known."""
+    """Raise SurgeryError unless one tokenizer's vocabulary, token ids included, contains the other's. A teacher folder without
+    a tokenizer is accepted unchecked."""
     try:
         theirs = load_tokenizer(teacher.folder, trust_remote_code).get_vocab().items()
     except SurgeryError:
@@ -81,19 +95,22 @@ def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote
     ours = tokenizer.get_vocab().items()
     if not (ours <= theirs or theirs <= ours):
         raise SurgeryError(
-            f"--teacher {teacher.name} has another tokenizer than the student: of {len(ours):,} words {len(ours & theirs):,} "
-            "have the same number; give the checkpoint it was converted from"
+            f"--teacher {teacher.name} has another tokenizer than the student: of {len(ours):,} tokens {len(ours & theirs):,} "
+            "have the same id. Give the checkpoint that the student was converted from."
         )
 
 
 def load_source_tokenizer(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a checkpoint."""
     return load_tokenizer(source.folder, trust_remote_code)
 
 
 @torch.no_grad()
 def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[str]) -> int:
-    """Let the teacher use the student's own tensors where both hold the same numbers and nothing will change them; bytes
-    that saves."""
+    """Point the teacher's parameters at the student's storage where values, dtype and device are equal. Return the bytes saved.
+
+    changing: names of student parameters that training will change; these are never shared.
+    """
     theirs, saved = dict(teacher.named_parameters()), 0
     for name, ours in student.named_parameters():
         other = theirs.get(name)
@@ -106,22 +123,24 @@ def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[s
 
 
 def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, ...]]:
-    """Path of every linear, or of what stands in its place -> its roles."""
+    """Return path -> roles for every linear; a converted linear keeps the roles of the linear that it replaced."""
     converted = (source.config.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
     layout = find_linears(build_unconverted_model(source) if converted else model)
     return {linear.path: linear.roles for linear in layout.linears if linear.roles}
 
 
 def check_length(model: Any, length: int) -> None:
+    """Raise SurgeryError if `length` (tokens per row) exceeds the model's max_position_embeddings."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise SurgeryError(
-            f"stages: length {length} is over what {type(model).__name__} can read, {limit} (max_position_embeddings)"
+            f"stages: length must be at most {limit}, max_position_embeddings of {type(model).__name__} (got {length}). "
+            "Lower it with --set stages.*.length."
         )
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Activations within a layer are made again on the way back instead of kept."""
+    """Recompute the activations inside each layer in the backward pass instead of storing them."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -130,6 +149,7 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def disable_gradient_checkpointing(model: Any) -> None:
+    """Store activations again (the inverse of `enable_gradient_checkpointing`)."""
     if hasattr(model, "activation_checkpointing_disable"):
         model.activation_checkpointing_disable()
     else:

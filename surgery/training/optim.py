@@ -1,18 +1,14 @@
-"""Learning-rate schedules: step -> factor on the peak rate, a pure function, so that a resumed run needs no state.
+"""Optimization: learning-rate schedules, weight averaging, parameter groups with structure-aware rates, optimizers.
 
-A running mean of the weights: mean = decay mean + (1 - decay) weights, after every step.
-
-Parameter groups with structure-aware rates, and the optimisers.
-
-A core of a structured linear is a (block-diagonal) dense layer of its own fan-in and fan-out (MuP), so at the rate that
-suits the dense layer it stands for it would learn too slowly. With out x in the linear's shape:
+A core of a structured linear is a (block-diagonal) dense layer with its own fan-in and fan-out (muP), so the rate of the dense
+layer that it replaces would be too low for it. With out x in the linear's shape:
 
     adamw, sign    rate_core = rate * width / fan_in                      width: the linear's own in, or base_width
     sgd            rate_core = rate * (fan_out / fan_in) / (out / width)
 
 (Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; for SGD and sign descent Yang et al. 2023, "A
 spectral condition for feature learning".) With base_width the rate is that of a dense layer of that width, so that one
-rate serves all widths; dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
+rate transfers across widths; dense matrices then follow the same rule. Table 2 also divides each rate by the number of cores
 (its delta_i = 1/k, to be tuned); here delta_i is 1, so that `rate` means the same for a core as for a dense matrix.
 The matrices of attention's mixers follow the same rule: factors of bilinear scores by their own fan-in (Kuang et al. 2025,
 eqs. 36 to 38; width: of the hidden states), linears by theirs.
@@ -43,8 +39,11 @@ Fraction = Annotated[Real, Field(ge=0, le=1)]
 
 
 class Schedule(StrictModel):
-    """warmup: share of the steps over which the rate rises from 0. cosine falls to `floor` times the peak at the last
-    step; constant stays; wsd (warm-up, stable, decay) stays and falls in a straight line over the last `decay` share."""
+    """A learning-rate schedule: a pure function of the step, so that a resumed run needs no state.
+
+    warmup: fraction of the steps with a linear rise from 0. cosine: decays to `floor` times the peak at the last step.
+    constant: no decay. wsd (warm-up, stable, decay): linear decay to `floor` over the last fraction `decay` of the steps.
+    """
 
     name: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup: Fraction = 0.02
@@ -52,7 +51,7 @@ class Schedule(StrictModel):
     decay: Fraction = 0.2
 
     def factor(self, step: int, steps: int) -> float:
-        """For step 0 .. steps - 1."""
+        """Return the factor on the peak rate for step 0 .. steps - 1."""
         rising = math.ceil(self.warmup * steps)
         if step < rising:
             return (step + 1) / (rising + 1)
@@ -65,7 +64,7 @@ class Schedule(StrictModel):
 
 
 class WeightEMA:
-    """Begins slowly, so that the first weights do not stay in it: decay is at most (1 + step) / (10 + step)."""
+    """Exponential moving average of the weights: mean = d mean + (1 - d) weights, d = min(decay, (1 + step) / (10 + step))."""
 
     def __init__(self, parameters: dict[str, Tensor], decay: float):
         self.parameters, self.decay = parameters, decay
@@ -73,13 +72,14 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
+        """Update the means after optimizer step number `step`."""
         decay = min(self.decay, (1 + step) / (10 + step))
         means, now = ([local_shard(t) for t in some.values()] for some in (self.means, self.parameters))
         torch._foreach_lerp_(means, now, 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Weights and means change places."""
+        """Exchange weights and means in place."""
         for name, p in self.parameters.items():
             ours, mean = local_shard(p), local_shard(self.means[name])
             held = ours.clone()
@@ -89,7 +89,7 @@ class WeightEMA:
 
 PARAMETER_KINDS = {
     "structured": "cores of structured linears",
-    "mixers": "what attention's mixers have of their own: gates, decays, feature maps, factors of scores",
+    "mixers": "parameters of attention mixers: gates, decays, feature maps, factors of scores",
     "adapters": "LoRA",
     "dense": "matrices of ordinary linears",
     "embeddings": "token and position embeddings",
@@ -99,8 +99,11 @@ DECAYED_KINDS = ("structured", "adapters", "dense", "embeddings")
 
 
 class OptimizerConfig(StrictModel):
-    """rates: mup, structure-aware; dense, a core's that of the dense layer it is in; or the same for all. momentum: of sgd
-    and sign."""
+    """Optimizer settings.
+
+    rates: `mup`, structure-aware; `dense`, a core has the rate of the dense layer that it replaces; `same`, one rate for all.
+    base_width: width for which `rate` holds, None: each linear's own. momentum: of sgd and sign.
+    """
 
     name: Literal["adamw", "sgd", "sign"] = "adamw"
     rates: Literal["mup", "dense", "same"] = "mup"
@@ -113,7 +116,7 @@ class OptimizerConfig(StrictModel):
 
 @dataclass(frozen=True)
 class Fans:
-    """out x in: of the linear; fan_in, fan_out: of this matrix in it."""
+    """Fan-in and fan-out of one matrix, and the shape out x in_ of the linear that contains it."""
 
     fan_in: int
     fan_out: int
@@ -130,7 +133,7 @@ RATE_RULES: dict[str, Callable[[Fans, int], float]] = {
 
 @dataclass
 class ParameterGroup:
-    """Parameters of one kind, rate and decay."""
+    """Parameters of one kind, learning rate and weight decay."""
 
     kind: str
     rate: float
@@ -141,10 +144,11 @@ class ParameterGroup:
 
     @property
     def num_parameters(self) -> int:
+        """Number of scalar parameters in the group."""
         return sum(p.numel() for p in self.parameters)
 
     def row(self) -> dict[str, Any]:
-        """For the table shown before training, and the record."""
+        """Return the group's row of the table that is shown before training."""
         fans = {"fan_in": self.fans[0], "fan_out": self.fans[1]} if self.fans else {}
         counts = {"tensors": len(self.names), "numbers": self.num_parameters, "rate": self.rate, "decay": self.decay}
         return {"kind": self.kind, **counts, **fans, "example": self.names[0]}
@@ -152,14 +156,14 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What is known of a parameter by the modules it is in."""
+    """Kind and fans of a parameter, as determined by the module that owns it."""
 
     kind: str
     fans: Fans | None
 
 
 def parameter_infos(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Every parameter by name; a tied one once."""
+    """Return name -> info for every parameter; tied parameters appear once."""
     modules = dict(model.named_modules())
     return {name: _parameter_info(name, parameter, modules) for name, parameter in model.named_parameters()}
 
@@ -193,8 +197,8 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
 
 
 def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
-    """Of a factor, in the D x D score matrix that it is part of; of a linear that reads the hidden states. None for the rest,
-    whose size does not depend on the width."""
+    """Return the fans of a score factor (within its D x D score matrix) or of a linear on the hidden states; None for other
+    parameters, whose size does not depend on the width."""
     if isinstance(module, Mixer):
         mup, width = module.mup().get(leaf), module.shape.dim
         return Fans(mup.fan_in, mup.fan_out, width, width) if mup else None
@@ -205,10 +209,12 @@ def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:
 
 
 def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, tuple[str, ...]]) -> set[str]:
-    """Names of the parameters that the words select: "all", "new" (what the conversion brought), a kind, a role of a
-    linear (roles: path -> its roles), or a path with * and ?. SurgeryError for a word that selects none; but "mixers" may
-    stand beside other words where the model's mixers have no parameters of their own, as a window of softmax has none. The
-    attention around such a mixer is "new": its projections are what can adapt to it."""
+    """Return the names of the parameters that the selectors in `trains` match.
+
+    A selector is "all", "new" (added by the conversion), a kind of PARAMETER_KINDS, a role of a linear, or a path with * and ?.
+    roles: path -> roles. Where a mixer has no parameters (a softmax window), "new" selects the projections of its attention.
+    Raises SurgeryError for a selector that matches nothing, except "mixers" next to others where the mixers have no parameters.
+    """
     known = parameter_infos(model)
     bare = tuple(
         f"{path}." for path, module in mixer_modules(model) if not any(True for _ in module.mixer.parameters())
@@ -250,7 +256,7 @@ def _no_match_message(
     if word == "structured" and (bare or "mixers" in there):
         return f"{message}, whose linears were left alone; --recipe standard and small-attention heal its attention"
     if word in (*PARAMETER_KINDS, "new"):
-        return f"{message}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` says what was replaced)"
+        return f"{message}, which has {', '.join(sorted(there))}; was it converted? (`surgery inspect` shows what was replaced)"
     return message + suggestion(
         word, [*PARAMETER_KINDS, "all", "new", *sorted({r for rs in roles.values() for r in rs})]
     )
@@ -261,13 +267,14 @@ def _role_matches(roles: tuple[str, ...], word: str) -> bool:
 
 
 def check_parameter_kinds(rates: Iterable[str]) -> None:
+    """Raise SurgeryError unless all keys of `rates` are in PARAMETER_KINDS."""
     for kind in rates:
         if kind not in PARAMETER_KINDS:
-            raise SurgeryError(f"rates: {kind!r} is no kind of parameters{suggestion(kind, PARAMETER_KINDS)}")
+            raise SurgeryError(f"rates: {kind!r} is not a kind of parameters{suggestion(kind, PARAMETER_KINDS)}")
 
 
 def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[ParameterGroup]:
-    """The trained parameters in groups; stage: a StageConfig."""
+    """Group the parameters in `names` by kind, rate and decay; parameters of rate 0 are left out. stage: a StageConfig."""
     settings = stage.optimiser
     check_parameter_kinds(stage.rates)
     known, groups = parameter_infos(model), dict[Any, ParameterGroup]()
@@ -286,7 +293,7 @@ def make_groups(model: nn.Module, names: set[str], stage: Any) -> list[Parameter
 
 
 def _is_core(kind: str, fans: Fans) -> bool:
-    """Whether fans are those of a part of a matrix: a core of a structured linear, a factor of a score."""
+    """Return whether the fans belong to a core of a structured linear or a factor of a score matrix."""
     return kind == "structured" or (kind == "mixers" and (fans.fan_in, fans.fan_out) != (fans.in_, fans.out))
 
 
@@ -301,8 +308,7 @@ def _rate_factor(settings: OptimizerConfig, kind: str, fans: Fans | None) -> flo
 
 
 def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Fused where torch has it, so that a step with a gradient that is no number is left out without asking the
-    device (see guard.py)."""
+    """Create the optimizer. Fused variants skip steps with NaN or infinite gradients on the device (see guard.py)."""
     param_groups = [{"params": g.parameters, "lr": g.rate, "peak": g.rate, "weight_decay": g.decay} for g in groups]
     if settings.name == "adamw":
         return torch.optim.AdamW(param_groups, betas=settings.betas, eps=settings.eps, fused=True)
@@ -312,7 +318,8 @@ def make_optimizer(groups: list[ParameterGroup], settings: OptimizerConfig) -> t
 
 
 class SignSGD(torch.optim.Optimizer):
-    """p -= rate * sign(m), m the running mean of the gradients: Bernstein et al. 2018. Decay is decoupled."""
+    """Sign descent with momentum: p -= rate * sign(m), m the moving average of the gradients, with decoupled weight decay
+    (Bernstein et al. 2018)."""
 
     found_inf: Tensor | None = None
 
@@ -321,6 +328,7 @@ class SignSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters with a gradient; `closure` is not used."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

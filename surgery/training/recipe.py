@@ -1,12 +1,12 @@
-"""A healing recipe: the stages, one after the other, and what they share. YAML, checked whole before anything runs.
+"""Healing recipes: the training stages in order and the settings they share. YAML, validated completely before a run.
 
 description: ..
 data: {sources: [{path: corpus.jsonl}], validation: 0.01}
-common: {batch: 64, schedule: {name: cosine}}          # what stages say where they say nothing else
+common: {batch: 64, schedule: {name: cosine}}          # defaults of all stages
 stages:
   - {kind: align, length: 512, tokens: 100M, rate: 1e-3}
   - {kind: distill, length: 4096, tokens: 600M, rate: 1e-5, trains: [all]}
-tiny: {stages.*.tokens: 4096}                           # laid over everything by --tiny
+tiny: {stages.*.tokens: 4096}                           # overrides that --tiny applies
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from surgery.training.stages import STAGES, StageConfig
 
 
 class TeacherConfig(StrictModel):
-    """device: where its weights lie, cuda:1 for example; None: where the student is. cache: a folder that `surgery
-    teacher-cache` wrote, in place of a teacher in memory, for stages that ask for logits alone."""
+    """Settings of the teacher.
+
+    device: for example cuda:1; None: the student's device. dtype: of its weights; auto: float32 on the CPU, bfloat16
+    elsewhere. cache: a folder written by `surgery teacher-cache`, used instead of a model by stages that only need logits.
+    """
 
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -43,16 +46,23 @@ class TeacherConfig(StrictModel):
 
 
 class GuardConfig(StrictModel):
-    """diverged: a mean loss this many times the best one (plus as many nats) ends the run, after `patience` looks."""
+    """When a run stops as diverged.
+
+    diverged: factor over the best mean loss above which a loss counts as diverged (at least 1 nat above).
+    patience: consecutive log entries above that limit before the run stops.
+    """
 
     diverged: Annotated[Real, Field(gt=1)] = 3.0
     patience: Annotated[int, Field(ge=1)] = 3
 
 
 class HealingRecipe(StrictModel):
-    """What `surgery finetune` does; docs/finetune.md explains every key. precision: of the products, float32 weights
-    beneath in any case; auto: bf16 on a GPU that has it. log, evaluate and checkpoint: every so many steps; evaluate:
-    None is a tenth of the run. deliver: the state of the lowest loss on validation text, the start included, or the last."""
+    """The recipe of `surgery finetune`; docs/finetune.md explains every key.
+
+    precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate, checkpoint:
+    intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the state with the lowest
+    validation loss, the start included, or `last`. keep: number of checkpoints kept. tiny and common: see the module.
+    """
 
     description: str = ""
     data: dict[str, Any] = Field(default_factory=dict)
@@ -69,40 +79,40 @@ class HealingRecipe(StrictModel):
 
     @property
     def evaluates(self) -> int:
-        """Steps of a stage between two looks at validation text; 0: only after stages."""
+        """Steps between two evaluations on validation text; 0: only after stages."""
         return self.evaluate if self.evaluate is not None else -(-sum(stage.steps for stage in self.stages) // 10)
 
 
 def shipped_healing_recipes() -> dict[str, str]:
-    """Name -> description of the healing recipes in the package."""
+    """Return name -> description of the healing recipes in the package."""
     return {
         path.stem: _read_yaml_mapping(path).get("description", "") for path in sorted(_healing_folder().glob("*.yaml"))
     }
 
 
 def load_healing_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> HealingRecipe:
-    """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
+    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny` block."""
     return parse_healing_recipe(*read_recipe(name, _healing_folder(), "healing", overrides, tiny))
 
 
 def read_recipe(
     name: str, folder: Path, kind: str, overrides: list[str] | tuple[str, ...], tiny: bool
 ) -> tuple[dict[str, Any], str]:
-    """(its keys, what to call it) of a recipe shipped in `folder`, or of a file."""
+    """Read a recipe, shipped in `folder` or a YAML file. Return (its keys with overrides applied, its name for messages)."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
         if not path.is_file():
             names = [p.stem for p in folder.glob("*.yaml")]
             raise SurgeryError(
-                f"no {kind} recipe {name!r}{suggestion(name, names)} (a file is given by its path, ending in .yaml)"
+                f"no {kind} recipe is named {name!r}{suggestion(name, names)} (a file is given by its path, ending in .yaml)"
             )
     data = _read_yaml_mapping(path)
     small = data.pop("tiny", None)
     if tiny:
         if not isinstance(small, dict):
             raise SurgeryError(
-                f"recipe {path} has no block `tiny`; write one, for example tiny: {{stages.*.tokens: 4096}}"
+                f"recipe {path} has no block `tiny`, which --tiny needs. Add one, for example tiny: {{stages.*.tokens: 4096}}"
             )
         for key, value in small.items():
             set_by_path(data, str(key), value)
@@ -112,12 +122,17 @@ def read_recipe(
 
 
 def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> HealingRecipe:
+    """Validate the keys of a healing recipe. where: name of the recipe in error messages."""
     data = dict(data)
     common, stages = data.pop("common", None) or {}, data.pop("stages", None)
     if not isinstance(common, dict):
-        raise SurgeryError(f"{where}: common is a mapping of keys that all stages share, for example {{batch: 64}}")
+        raise SurgeryError(
+            f"{where}: common must be a mapping of keys that all stages share, for example {{batch: 64}}"
+        )
     if not isinstance(stages, list) or not stages:
-        raise SurgeryError(f"{where}: stages lists at least one, for example [{{kind: lm, tokens: 20M, rate: 1e-4}}]")
+        raise SurgeryError(
+            f"{where}: stages must list at least one stage, for example [{{kind: lm, tokens: 20M, rate: 1e-4}}]"
+        )
     data["stages"] = tuple(_parse_stage(stage, common, f"{where}, stage {i}") for i, stage in enumerate(stages))
     try:
         recipe = HealingRecipe.model_validate(data)
@@ -129,7 +144,7 @@ def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> Healing
 
 
 def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig | None:
-    """The recipe's data with the stage's laid over; None where no source is named (--data names one)."""
+    """Return the recipe's data settings with the stage's overrides, or None if no source is named (--data names one)."""
     both = deep_merge(recipe.data, stage.data)
     try:
         config = DataConfig.model_validate({"sources": ".", **both})
@@ -140,13 +155,13 @@ def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig |
 
 def _parse_stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
-        raise SurgeryError(f"{where}: a stage is a mapping with a kind, one of {', '.join(STAGES.names())}")
+        raise SurgeryError(f"{where}: a stage must be a mapping with a kind, one of {', '.join(STAGES.names())}")
     config_type: Any = STAGES.config_type(data["kind"])
     shared = {k: v for k, v in common.items() if k in config_type.model_fields}
     every: list[Any] = list(STAGES)
     unknown_keys = [k for k in common if not any(k in t.model_fields for t in every)]
     if unknown_keys:
-        raise SurgeryError(f"{where}: common has {unknown_keys[0]!r}, which is a key of no stage")
+        raise SurgeryError(f"{where}: common has {unknown_keys[0]!r}, which no stage has as a key")
     try:
         return config_type.model_validate(deep_merge(shared, data))
     except ValidationError as error:
@@ -161,7 +176,9 @@ def _read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SurgeryError(f"recipe file {path} does not exist")
     if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(f"recipe file {path} has {path.stat().st_size:,} bytes; a recipe has under a hundred lines")
+        raise SurgeryError(
+            f"recipe file {path} has {path.stat().st_size:,} bytes, but a recipe has under a hundred lines."
+        )
     try:
         data = read_yaml(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A run of a recipe's stages over one model: opened, trained stage after stage, measured, written."""
+"""Run all stages of a healing recipe on one model: load, train stage by stage, evaluate, write the result."""
 
 from __future__ import annotations
 
@@ -61,13 +61,15 @@ from surgery.training.weight_norm import add_core_norms, fold_core_norms
 
 
 def parameters_without_adapters(model: Any) -> dict[str, Tensor]:
-    """Parameters by the names they have without adapters around them."""
+    """Return the parameters by name, without the `.base_layer` that PEFT inserts around adapted modules."""
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
 def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tuple[str, ...]]) -> set[str]:
-    """Names of the student's parameters that some stage changes; SurgeryError where a stage does not fit the model. Weights
-    are not read: the model may lie on the meta device."""
+    """Return the names of the student's parameters that any stage changes.
+
+    Raises SurgeryError if a stage does not fit the model. No weight is read: the model may be on the meta device.
+    """
     found: set[str] = set()
     for number, config in enumerate(recipe.stages):
         stage = STAGES[config](config)
@@ -75,15 +77,22 @@ def changed_by(recipe: HealingRecipe, models: StageModels, roles: dict[str, tupl
         found |= stage.changed_parameters(models, roles)
         if isinstance(stage, LoraStage) and stage.keeps_adapter(models, roles) and number + 1 < len(recipe.stages):
             raise SurgeryError(
-                f"stage {number + 1}, lora, leaves an adapter beside the weights (targets that are structured, or ends: "
-                "keep), which later stages would not see; make it the last"
+                f"stage {number + 1}, lora, leaves an adapter that is not merged (structured targets, or ends: keep), which "
+                "later stages would not load; make it the last stage."
             )
     return found
 
 
 class StageRunner:
+    """Runs a recipe's stages on the model of `source` and writes the healed checkpoint to `out`.
+
+    teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite gradients.
+    track: name of an experiment tracker, or None. show: called with the tables to display.
+    After every stage there is a checkpoint; a resumed run continues from the latest one.
+    """
+
     def __init__(
-        self, source: Any, recipe: HealingRecipe, out: Path, teacher: str | None, trust: bool, skip: bool,
+        self, source: Any, recipe: HealingRecipe, out: Path, *, teacher: str | None, trust: bool, skip: bool,
         track: str | None, device: str | None, progress: Progress, show: Any,
     ):  # fmt: skip
         self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
@@ -98,6 +107,7 @@ class StageRunner:
         self.is_sharded = bool(sharding_name(self.accelerator))
 
     def run(self) -> dict[str, Any]:
+        """Run the remaining stages, write the result and return the record of the run."""
         began = time.perf_counter()
         torch.manual_seed(self.recipe.seed)
         self.tokenizer = model_loading.load_source_tokenizer(self.source, self.trust)
@@ -127,7 +137,7 @@ class StageRunner:
         self._write_result(models, record, latest, ended.notes)
         return record
 
-    # -- what is there ---------------------------------------------------------------------------------
+    # -- setup and resume ---------------------------------------------------------------------------------
     def _restore_position(self) -> TrainPosition:
         latest = self.checkpoints.latest()
         at = self.checkpoints.read_position(latest) if latest else TrainPosition()
@@ -136,7 +146,7 @@ class StageRunner:
         if self.main:
             self.log.truncate_after(at.stage, at.step)
         if latest:
-            self.progress.say(f"going on from {latest.name}")
+            self.progress.say(f"Resuming from {latest.name}.")
         self.accelerator.wait_for_everyone()
         return at
 
@@ -161,11 +171,11 @@ class StageRunner:
         if teacher is not None and not self.is_sharded:
             saved = model_loading.share_frozen_tensors(student, teacher, changing)
             if saved:
-                self.progress.say(f"teacher and student share {size_text(saved)} of weights that nothing changes")
+                self.progress.say(f"Teacher and student share {size_text(saved)} of frozen weights.")
         return models
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
-        """Names of what any stage will change; what one of them refuses is refused here."""
+        """Return the names of parameters that any stage will change, after checking that all stages fit model and batch layout."""
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
         return changed_by(self.recipe, models, self.roles)
@@ -176,7 +186,8 @@ class StageRunner:
         return Validation(data.validation(), last.rows, self.accelerator)
 
     def _measure_baseline(self, models: StageModels) -> dict[str, float | None]:
-        """Losses of the original and of the converted, before anything is trained; once, and then from the journal."""
+        """Return the validation losses of the original (the teacher) and of the converted model before training, in nats per
+        token. A resumed run reads them from the journal."""
         lines = [line for line in self.journal.entries if line["step"] == "measured"] if self.journal else []
         found: dict[str, float | None] = {"original": None, "before": None}
         for line in lines:
@@ -199,19 +210,19 @@ class StageRunner:
             self.journal.add("measured", **found)
 
     def _measure_sharded_baseline(self, models: StageModels, number: int, at: TrainPosition) -> None:
-        """The converted model, where it had to be spread over devices first."""
+        """Measure the converted model before the first step, where it only fits once it is sharded."""
         if self.is_sharded and self.validation and (number, at.step) == (0, 0):
             self._record_baseline({**self.baseline_losses, "before": self.validation.student_loss(models)})
 
     # -- a stage ---------------------------------------------------------------------------------------
     def _run_stage(self, models: StageModels, number: int, at: TrainPosition) -> None:
-        """Train one stage, and leave a checkpoint after it."""
+        """Train one stage and save a checkpoint after it."""
         config = self.recipe.stages[number]
         stage: Stage = STAGES[config](config)
         if self.is_sharded and number:
-            # What is spread over devices is not spread anew: opened again, filled from the checkpoint.
+            # A model cannot be sharded twice: load it again and restore the weights from the checkpoint.
             models.student = models.run = model_loading.load_student(self.source, self.trust)
-        torch.manual_seed(self.recipe.seed + 1000 * number)  # every process makes the same new parameters
+        torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
         own = self._prepare_stage(models, stage)
@@ -241,8 +252,10 @@ class StageRunner:
         now = parameters_without_adapters(models.student)
         earlier = {n: now[n] for n in now if n not in own and (n in self.trained or n.endswith(".0.size"))}
         context = LoopContext(
-            self.accelerator, self.recipe, data, self.log, self.checkpoints, self.reporter, self.validation.student_loss,
-            self.skip, self.recipe.evaluates, self._judge, earlier, sum(s.steps for s in self.recipe.stages[:number]),
+            accelerator=self.accelerator, recipe=self.recipe, data=data, log=self.log, checkpoints=self.checkpoints,
+            report=self.reporter, validate=self.validation.student_loss, skip_bad_steps=self.skip,
+            evaluate=self.recipe.evaluates, judge=self._judge, earlier=earlier,
+            steps_before=sum(s.steps for s in self.recipe.stages[:number]),
         )  # fmt: skip
         loop = TrainingLoop(context, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
@@ -250,7 +263,7 @@ class StageRunner:
         self._finish_stage(models, stage, loop)
 
     def _judge(self, loss: float | None, at: TrainPosition, train_state: TrainState) -> None:
-        """Keep the state if it is the best so far."""
+        """Save the state if its validation loss (nats per token) is the best so far."""
         if self.recipe.deliver == "best":
             self.best.see(loss, self.baseline_losses["before"], at, train_state)
 
@@ -259,7 +272,7 @@ class StageRunner:
             self.checkpoints.restore_weights(latest, parameters_without_adapters(models.student))
 
     def _prepare_stage(self, models: StageModels, stage: Stage) -> set[str]:
-        """Names of what trains, as they are once the stage has brought its new parameters."""
+        """Let the stage add its new parameters; return the names of all parameters that it trains."""
         stage.prepare(models, self.roles)
         own = stage.trained_parameters(models, self.roles)
         return add_core_norms(models.student, own) if stage.config.weight_norm == "cores" else own
@@ -276,8 +289,11 @@ class StageRunner:
             models.cache.check(data)
 
     def _finish_stage(self, models: StageModels, stage: Stage, loop: TrainingLoop) -> None:
-        """The wrappers off, and a checkpoint between the stages; after the last one it is of what is delivered, in numbers
-        as they will be stored. Its notes hold the loss on validation text, and digests of the adapter's files."""
+        """Unwrap the model and save a checkpoint after the stage.
+
+        After the last stage the checkpoint holds the delivered state, rounded to the dtype in which it is stored. Its notes hold
+        the validation loss and the digests of the adapter's files.
+        """
         self.accelerator.wait_for_everyone()
         adapter = isinstance(stage, LoraStage) and stage.keeps_adapter(models, self.roles)
         after = self.validation.student_loss(models) if adapter else None
@@ -308,10 +324,10 @@ class StageRunner:
         position.notes["adapter"] = adapter_digests(self.work) if self.main else {}
         self.checkpoints.save(position, train_state)
 
-    # -- what is delivered -----------------------------------------------------------------------------
+    # -- the delivered state -----------------------------------------------------------------------------
     def _delivered(self, models: StageModels, train_state: TrainState, last: float | None) -> dict[str, Any]:
-        """Put the state to be delivered in the model's place; notes about it. last: the loss of the state after the last
-        step, which is there now."""
+        """Load the state to be delivered into the model and return the notes about it. last: the validation loss of the
+        state after the last step, which the model holds now."""
         start, saved = self.baseline_losses["before"], self.best.latest()
         chosen, after = "last", last
         if self.recipe.deliver == "best" and last is not None:
@@ -322,8 +338,8 @@ class StageRunner:
         return {"after": after, "last": last, "delivered": chosen}
 
     def _put(self, models: StageModels, train_state: TrainState, saved: Path | None) -> float | None:
-        """The best state, or the start (None), in the place of the trained numbers, as they will be stored; its loss. The
-        student is opened again and made what it was at that step, as when a run goes on after a kill."""
+        """Load a saved best state, or the start (None), into the trained parameters, rounded to the stored dtype; return its
+        loss. The student is loaded again and brought to that step, exactly as when a killed run resumes."""
         student = model_loading.load_student(self.source, self.trust)
         adapter = False
         if self.main:
@@ -341,7 +357,7 @@ class StageRunner:
         return loss
 
     def _as_saved(self, models: StageModels, saved: Path) -> bool:
-        """The student as it was saved, without what its stage had brought; whether an adapter is left beside it."""
+        """Restore the student as it was saved and merge what its stage had added. Return whether an adapter stays separate."""
         at = self.best.read_position(saved)
         if at.step == 0:  # after a stage
             self.best.restore_weights(saved, parameters_without_adapters(models.student))
@@ -356,9 +372,9 @@ class StageRunner:
         stage.finish(models, self.roles, self.work if self.main else None)
         return adapter
 
-    # -- the end ---------------------------------------------------------------------------------------
+    # -- the result ---------------------------------------------------------------------------------------
     def _record(self, notes: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """notes: of the last checkpoint."""
+        """Return the record of the run for the report. notes: those of the last checkpoint."""
         record: dict[str, Any] = {
             "out": str(self.out),
             "teacher": self.teacher_name,
@@ -371,7 +387,8 @@ class StageRunner:
         return {**record, **run_environment(self.recipe, self.accelerator), "seconds": round(seconds, 1)}
 
     def _write_result(self, models: StageModels, record: dict[str, Any], latest: Path, notes: dict[str, Any]) -> None:
-        """The result from the last checkpoint, never from the model in memory; compared with it before the work goes."""
+        """Write the result from the last checkpoint, never from the model in memory, and compare both before OUT.partial is
+        removed."""
         if self.main:
             draw_curve(self.log.lines(), self.work / CURVE_NAME)
         end_trackers(self.accelerator)
@@ -379,8 +396,8 @@ class StageRunner:
             trained = self.checkpoints.weights(latest)
             if set(trained) != self.trained or adapter_digests(self.work) != notes["adapter"]:
                 raise SurgeryError(
-                    f"{latest} does not hold what its notes say, or {self.work / ADAPTER} was changed since; remove that "
-                    "checkpoint and run the same command with --resume to go on from the one before"
+                    f"{latest} does not match its notes, or {self.work / ADAPTER} was changed after training. Remove that "
+                    "checkpoint and run the same command with --resume to continue from the one before."
                 )
             keys = tensor_keys(models.student, self.source, set(trained))
             new = {keys[name]: info for name, info in trained.items()}

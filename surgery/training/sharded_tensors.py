@@ -1,5 +1,4 @@
-"""Tensors that may be spread over devices (FSDP2's DTensors, ZeRO-3's parameters), whole and back. Every process must
-take part."""
+"""Gather and scatter tensors that may be sharded (FSDP2's DTensors, ZeRO-3's parameters). Every process must take part."""
 
 from __future__ import annotations
 
@@ -9,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MaybeSharded = Tensor | Callable[[], Tensor]  # the second: gathered when it is asked for
+MaybeSharded = Tensor | Callable[[], Tensor]  # the callable gathers the tensor
 
 
 def full_tensor(tensor: MaybeSharded) -> Tensor:
+    """Return the unsharded tensor, detached."""
     if not isinstance(tensor, Tensor):
         return tensor()
     if hasattr(tensor, "ds_tensor"):
@@ -23,7 +23,7 @@ def full_tensor(tensor: MaybeSharded) -> Tensor:
 
 @torch.no_grad()
 def copy_full_(tensor: Tensor, values: Tensor) -> None:
-    """In place, from the whole."""
+    """Copy an unsharded tensor into a possibly sharded one, in place."""
     if hasattr(tensor, "ds_tensor"):
         local_shard(tensor).copy_(_zero3_shard(tensor, values))
         return
@@ -37,12 +37,12 @@ def copy_full_(tensor: Tensor, values: Tensor) -> None:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The numbers that lie here: this process's part where ZeRO-3 spreads them."""
+    """Return the part of the tensor that this process stores, detached."""
     return tensor.ds_tensor.detach() if hasattr(tensor, "ds_tensor") else tensor.detach()
 
 
 def clone_sharded(tensor: Tensor) -> Tensor:
-    """A copy, spread in the same way."""
+    """Return a copy that is sharded in the same way."""
     if not hasattr(tensor, "ds_tensor"):
         return tensor.detach().clone()
     copy: Any = torch.empty(0, device=tensor.device)
@@ -53,19 +53,20 @@ def clone_sharded(tensor: Tensor) -> Tensor:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any tensor is an FSDP2 DTensor."""
     return any(hasattr(t, "device_mesh") for t in tensors)
 
 
 def reshard_modules(model: torch.nn.Module) -> None:
-    """After a forward FSDP2 may still hold whole weights in the spread ones' place; back to the spread ones."""
+    """Return FSDP2 modules to sharded weights: after a forward they may still hold the full ones."""
     for module in model.modules():
         if callable(reshard := getattr(module, "reshard", None)):
             reshard()
 
 
-# -- ZeRO-3: equal parts of the flat numbers, the last one padded -----------------------------------------
+# -- ZeRO-3: equal parts of the flattened tensor, the last one padded -----------------------------------------
 def _zero3_full_tensor(tensor: Any) -> Tensor:
-    """In the precision that it is kept in, whatever it is gathered in for a forward."""
+    """Gather in the stored precision, which may differ from that of the forward."""
     from torch import distributed
 
     part, group = local_shard(tensor).contiguous(), tensor.ds_process_group

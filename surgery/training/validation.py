@@ -1,4 +1,4 @@
-"""Loss on text that is not trained on, before and after."""
+"""Cross-entropy on held-out validation text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surgery.training.stages.lm import cross_entropy
 
 
 class Validation:
-    """Nats per token over some examples, shared out over the processes."""
+    """Mean cross-entropy over fixed examples, in nats per token, distributed over the processes."""
 
     def __init__(self, examples: list[Batch], rows: int, accelerator: Any):
         self.examples, self.rows, self.accelerator = examples, rows, accelerator
@@ -23,6 +23,7 @@ class Validation:
 
     @torch.no_grad()
     def loss(self, run: Any) -> float | None:
+        """Return the loss of a model, or None without examples. Every process must call it."""
         if not self.examples:
             return None
         run.eval()
@@ -36,10 +37,11 @@ class Validation:
         return summed / count if count else None
 
     def student_loss(self, models: StageModels) -> float | None:
+        """Return the loss of the student."""
         return self.loss(models.run)
 
     def _own_batches(self) -> list[Batch]:
-        """This process's batches, as many for each: rows of nothing fill up."""
+        """Return this process's batches; rows without labels pad them to the same number on every process."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         padding_row = {**self.examples[0], "labels": torch.full_like(self.examples[0]["labels"], IGNORE_INDEX)}
         own = self.examples[rank::world]
@@ -50,4 +52,5 @@ class Validation:
 
 
 def perplexity(loss: float | None) -> float | None:
+    """Return exp(loss), infinity where it overflows."""
     return None if loss is None else math.exp(loss) if loss < 700 else math.inf

@@ -2,9 +2,9 @@
 
     core = gamma min(1, size / rms(M)) M                    gamma learnable, one at first
 
-Keeps a core's entries from outgrowing the size they began with, which is what makes BTT diverge at large rates (Qiu et
-al. 2024, section 5.1, where size is that of the muP initialisation; here it is the start's own root mean square, since
-calibrated cores begin where they do, and muP's for a core that begins at zero). Folded into the cores when the stage ends.
+Keeps the root mean square of a core from growing above its initial value, which makes BTT diverge at large rates (Qiu et al.
+2024, section 5.1, where size is that of the muP initialization; here it is the initial root mean square, since calibrated
+cores start elsewhere, and muP's for a core of zeros). Folded into the cores when the stage ends.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from surgery.structures import StructuredLinear
 
 
 class CoreNorm(nn.Module):
-    """size is a parameter that never trains, so that it is kept in checkpoints."""
+    """Parametrization of one core. size is a frozen parameter, so that checkpoints store it."""
 
     def __init__(self, core: Tensor, default_size: float):
         """default_size: size of a core of zeros."""
         super().__init__()
         own = rms(core.detach())
-        self.gamma = nn.Parameter(torch.ones(1, dtype=core.dtype, device=core.device))  # numbers alone cannot be spread
+        self.gamma = nn.Parameter(torch.ones(1, dtype=core.dtype, device=core.device))  # FSDP cannot shard scalars
         self.size = nn.Parameter(
             torch.where(core.detach().any(), own, default_size).to(own).reshape(1), requires_grad=False
         )
 
     def forward(self, core: Tensor) -> Tensor:
+        """Return the normalized core."""
         return self.gamma * (self.size / rms(core)).clamp(max=1.0) * core
 
     def right_inverse(self, core: Tensor) -> Tensor:
+        """Return the unnormalized core for an assigned one (required by torch.nn.utils.parametrize)."""
         return core
 
 
 def rms(core: Tensor) -> Tensor:
-    """Over 1e-12, so that zeros have a gradient."""
+    """Return the root mean square, at least 1e-12 so that a core of zeros has a finite gradient."""
     return core.square().mean().clamp_min(1e-24).sqrt()
 
 
 def structured_cores(model: nn.Module) -> Iterable[tuple[str, Any, str]]:
-    """(path, module, core) of every structured linear, and of every mixer that says its cores' fans."""
+    """Yield (path, module, name of the core) for all structured linears and mixers that give muP fans for their cores."""
     for path, module in list(model.named_modules()):
         if isinstance(module, (StructuredLinear, Mixer)):
             yield from ((path, module, name) for name in module.mup())
 
 
 def add_core_norms(model: nn.Module, names: set[str]) -> set[str]:
-    """Those of the cores that are among the names, reparametrised; the names as they are now."""
+    """Reparametrize the cores among `names`; return the names of trained parameters afterwards."""
     now = set(names)
     for path, module, core in structured_cores(model):
         name = f"{path}.{core}"
@@ -65,7 +67,7 @@ def add_core_norms(model: nn.Module, names: set[str]) -> set[str]:
 
 
 def fold_core_norms(model: nn.Module) -> None:
-    """Ordinary cores again, with the numbers they have now."""
+    """Replace parametrized cores by plain parameters with the normalized values."""
     for _, module, core in structured_cores(model):
         if parametrize.is_parametrized(module, core):
             parametrize.remove_parametrizations(module, core, leave_parametrized=True)

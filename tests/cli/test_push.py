@@ -178,7 +178,7 @@ def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
 
 def test_the_licence_is_that_of_the_source(out, checkpoints):
     source = checkpoints("llama")
-    with pytest.raises(SurgeryError, match="names no licence"):
+    with pytest.raises(SurgeryError, match="names no license"):
         prepare_upload(str(out), "me/small")
     (out / "LICENSE.txt").write_text("do what you like")
     assert prepare_upload(str(out), "me/small").license.metadata()["license_link"] == "LICENSE.txt"

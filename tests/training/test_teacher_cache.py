@@ -176,7 +176,7 @@ def test_other_data_is_refused(cache, tokenizer, text, tmp_path):
     other_text.write_text(text.read_text().replace("Tess", "Anna"))
     with pytest.raises(SurgeryError, match="another data"):
         opened.check(data_of(tokenizer, other_text))
-    with pytest.raises(SurgeryError, match="of another text than the example"):
+    with pytest.raises(SurgeryError, match="has another text than the training example"):
         opened.targets(2, torch.zeros(LENGTH, dtype=torch.long))
 
 
@@ -193,7 +193,7 @@ def test_another_tokenizer_is_refused(cache, tokenizer, text):
 
 def test_rows_that_are_not_there(cache, tokenizer, text):
     opened = TeacherCache(cache)
-    with pytest.raises(SurgeryError, match="holds 21 rows and row 21 is asked for"):
+    with pytest.raises(SurgeryError, match="holds 21 rows, but row 21 is needed"):
         opened.targets(COUNT)
     with pytest.raises(SurgeryError, match=r"data\.rows is 40"):
         opened.check(data_of(tokenizer, text, rows=40))

@@ -93,7 +93,7 @@ def test_a_bad_step_changes_nothing(btt, texts, tmp_path, monkeypatch):
     poison(monkeypatch, 9, float("nan"))
     healed(btt, texts, tmp_path / "three", "bf16", {**stage, "tokens": 768}, skip_bad_steps=True, keys={"log": 4})
     assert same(tmp_path / "two", tmp_path / "three")
-    with pytest.raises(SurgeryError, match="step 3: the loss or its gradient is no number"):
+    with pytest.raises(SurgeryError, match="step 3: the loss or its gradient is NaN or infinite"):
         healed(btt, texts, tmp_path / "out", "bf16", {**stage, "tokens": 768}, keys={"log": 4})
 
 

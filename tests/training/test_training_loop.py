@@ -218,7 +218,7 @@ def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_
     told = healing_recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
     with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.2\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
         finetune(str(btt), told, tmp_path / "out")
-    assert "first activations that are no numbers" in str(error.value)
+    assert "first NaN or infinite activations" in str(error.value)
     record = finetune(str(btt), told, tmp_path / "out", resume=True, skip_bad_steps=True)
     assert record["stages"][0]["steps"] == 8
     assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path / "out").values())
@@ -243,7 +243,7 @@ def test_a_loss_that_runs_away_stops_the_run(btt, texts, tmp_path):
         "rate": 0.3,
         "schedule": {"name": "constant", "warmup": 0},
     }
-    with pytest.raises(SurgeryError, match=r"runs away from.*largest activations"):
+    with pytest.raises(SurgeryError, match=r"diverged.*largest activations"):
         finetune(str(btt), healing_recipe(texts, stage), tmp_path / "out")
 
 
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
 
 def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poisoned):
     poisoned("loss", 9)
-    with pytest.raises(SurgeryError, match="no number"):
+    with pytest.raises(SurgeryError, match="NaN or infinite"):
         finetune(str(btt), healing_recipe(texts, {"kind": "lm"}), tmp_path / "out")
     with pytest.raises(SurgeryError, match="another recipe"):
         finetune(str(btt), healing_recipe(texts, {"kind": "lm", "rate": 2e-4}), tmp_path / "out", resume=True)
@@ -287,5 +287,5 @@ def test_a_cache_stands_in_for_the_teacher(btt, texts, tmp_path):
     pair = [torch.tensor(read_losses(tmp_path / name / "training")) for name in ("model", "cached")]
     torch.testing.assert_close(*pair, rtol=5e-3, atol=1e-3)
     hot = healing_recipe(texts, {**stage, "temperature": 2.0}, teacher={"cache": str(tmp_path / "cache")})
-    with pytest.raises(SurgeryError, match="temperature 1"):
+    with pytest.raises(SurgeryError, match="temperature must be 1"):
         finetune(str(btt), hot, tmp_path / "hot")

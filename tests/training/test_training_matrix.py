@@ -206,8 +206,8 @@ def test_a_matrix_needs_attention_and_a_weight():
     told = {"kind": "align", "tokens": 64, "rate": 1e-3, "trains": ["all"]}
     roles = {f"{PLACE}.o_proj": ("attention.output",), "model.layers.0.mlp.down_proj": ("mlp.down",)}
     for said, options in (
-        ("nothing is left to descend", {"output_weight": 0}),
-        ("none of them trains", {"of": ["mlp"], "matrix_weight": 1}),
+        ("the loss is empty", {"output_weight": 0}),
+        ("attention modules that train", {"of": ["mlp"], "matrix_weight": 1}),
     ):
         with pytest.raises(SurgeryError, match=said):
             AlignStage(AlignConfig(**told, **options)).prepare(StageModels(student, student, teacher), roles)

@@ -45,7 +45,7 @@ def test_numbers_as_people_write_them():
 @pytest.mark.parametrize(
     "data, said",
     [
-        ({}, "stages lists at least one"),
+        ({}, "stages must list at least one"),
         ({"stages": [{"tokens": 1}]}, "mapping with a kind, one of align, distill"),
         ({"stages": [{**ONE, "kind": "distil"}]}, "did you mean 'distill'"),
         ({"stages": [{**ONE, "lenght": 3}]}, "unknown key 'lenght'; did you mean 'length'"),

@@ -197,7 +197,7 @@ def test_a_teacher_reads_the_same_tokens(tmp_path):
     (one, first), (two, second), *_ = list(words.items())[100:]
     words |= {one: second, two: first}
     (folder / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(SurgeryError, match=f"of {len(tokenizer):,} words {len(tokenizer) - 2:,} have the same number"):
+    with pytest.raises(SurgeryError, match=f"of {len(tokenizer):,} tokens {len(tokenizer) - 2:,} have the same id"):
         opening.check_same_tokenizer(tokenizer, CheckpointSource("swapped", folder, {}, {}))
 
 

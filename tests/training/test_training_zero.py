@@ -133,7 +133,7 @@ def test_a_bad_step_stops_with_a_sentence(btt, texts, tmp_path):
         grouped(2)
         plain = LMStage.losses
         LMStage.losses = lambda self, models, batch: {"total": plain(self, models, batch)["total"] * float("inf")}
-        with pytest.raises(SurgeryError, match="step 1: the loss or its gradient is no number"):
+        with pytest.raises(SurgeryError, match="step 1: the loss or its gradient is NaN or infinite"):
             finetune(str(btt), told(texts, [{"kind": "lm"}]), tmp_path / "out", track="none", device="cpu")
 
     assert run_processes(1, run) == [0]

@@ -1,7 +1,7 @@
-"""Which files of a converted checkpoint go up: a known set, and nothing else.
+"""Select the files of a converted checkpoint that are uploaded, and remove local paths from them.
 
-A folder that a person has worked in gathers things that are nobody else's business: caches, notes, tokens in a
-`.env`. So what goes up is listed by name here, and whatever else lies there is refused rather than left out in silence.
+Working folders collect private files: caches, notes, tokens in a `.env`. Only files listed here are uploaded; any other file
+is an error rather than silently left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
 
 @dataclass(frozen=True)
 class UploadFile:
-    """`name` in the repository; its bytes are those of `path`, or `text` where we write them."""
+    """A file to upload. name: in the repository; content: that of the file `path`, or `text`."""
 
     name: str
     path: Path | None = None
@@ -65,10 +65,10 @@ class UploadFile:
 
 
 def collect_files(source: CheckpointSource, measured: Path | None = None) -> list[UploadFile]:
-    """What goes up of a checkpoint, sorted by name.
+    """Return the files of a checkpoint to upload, sorted by name.
 
-    measured: a folder of `surgery eval --out`, whose table, figures and plots go into eval/; by default OUT/eval.
-    Refused: files outside the known set, links that lead out of the folder, texts with a token in them.
+    measured: a folder of `surgery eval --out`, whose table, results and plots go into eval/; by default OUT/eval.
+    Raises SurgeryError for files outside the known set, links out of the folder, and texts that contain a token.
     """
     folder = source.folder
     weights = {info.file.name for info in source.tensors.values()}
@@ -99,7 +99,7 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
 
 
 def _below(source: CheckpointSource) -> set[str]:
-    """Files in sub-folders that travelled from the source: the report lists them, so nothing that was put there since."""
+    """Return files in subfolders that were copied from the source, as listed in the report."""
     path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else {}
     listed = report.get("companions", []) if isinstance(report, dict) else []
@@ -115,7 +115,7 @@ def _eval_files(folder: Path) -> list[UploadFile]:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """A pattern has as many parts as the name, or ends in **: all that lies below."""
+    """Return whether a path matches a pattern of the same depth, or one that ends in ** (everything below)."""
     path = PurePosixPath(name)
     for pattern in patterns:
         depth = pattern.count("/")
@@ -170,7 +170,7 @@ ROOTS = (
 
 
 def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
-    """Of a path on this machine only the last part goes up, in the configs as in what was written about the runs."""
+    """Shorten local paths to their last part, in configs, reports and logs."""
     read: dict[str, Any] = {}
     for item in items:
         if (
@@ -200,7 +200,7 @@ def _cleaned_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
 
 
 def _lines_of(path: Path) -> list[Any]:
-    """The lines of a log; one that a killed run left unfinished is left out."""
+    """Return the entries of a JSON-lines log, without a line that a killed run left incomplete."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -219,13 +219,13 @@ def _last_part(path: str) -> str:
 
 
 def _last_part_of_match(found: re.Match[str]) -> str:
-    """The full stop or colon of a sentence is not the path's."""
+    """Shorten a matched path, keeping punctuation that follows it."""
     path = found[0].rstrip(".:")
     return _last_part(path) + found[0][len(path) :]
 
 
 def _cut(value: Any, change: Callable[[str], str]) -> Any:
-    """Data with every text in it, keys included, put through `format_change`."""
+    """Apply `change` to every string in the data, keys included."""
     if isinstance(value, dict):
         return {_cut(k, change): _cut(v, change) for k, v in value.items()}
     if isinstance(value, list):
@@ -234,18 +234,18 @@ def _cut(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def strip_local_paths(value: Any) -> Any:
-    """/home/me/models/llama -> llama, wherever a string of the data is a path of this machine."""
+    """Shorten every string that is a local path: /home/me/models/llama -> llama."""
     return _cut(value, lambda text: _last_part(text) if _is_local(text) else text)
 
 
 def cleaned_told(value: Any, found: Iterable[str] = ()) -> Any:
-    """The same for a report or a log, within its sentences too."""
+    """Shorten local paths in a report or log, also inside sentences. found: known paths."""
     return _cut(value, lambda text: cut_paths(strip_local_paths(text), found))
 
 
 def cleaned_config(value: Any, key: str = "") -> Any:
-    """The same for a config: values of the keys that hold paths, and paths that exist on this machine. A label like /m/09l8g
-    or a token like /think stays."""
+    """Shorten local paths in a config: values of path-like keys, and paths that exist on this machine. A label like /m/09l8g or
+    a token like /think stays."""
     if isinstance(value, dict):
         return {k: cleaned_config(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
@@ -260,7 +260,7 @@ def _is_config_path(text: str, key: str) -> bool:
 
 
 def local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
-    """The absolute paths that cleaning takes out of this data."""
+    """Yield the absolute paths that cleaning removes from this data."""
     if isinstance(data, dict):
         for name, value in data.items():
             yield from local_paths(value, everywhere, str(name))
@@ -272,8 +272,8 @@ def local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
 
 
 def cut_paths(text: str, found: Iterable[str] = ()) -> str:
-    """Prose, a table or a page without paths of this machine: those that are known, as written and as HTML writes them, and
-    whatever begins at one of the machine's top folders."""
+    """Shorten local paths in prose, tables or HTML: known paths, plain or escaped, and anything below a top-level folder of this
+    machine."""
     inside = r"[^\s\"'`<>|;,()\[\]{}*?&\\]"
     for path in sorted(found, key=len, reverse=True):
         for written in {path, escape(path)}:

@@ -1,4 +1,4 @@
-"""Under which licence a converted checkpoint is shared: its source's, and under no other without being told."""
+"""Determine the license of a converted checkpoint: the one given by the user, else that of its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMON_LICENSES = "apache-2.0, mit, llama3.1, gemma, cc-by-4.0, other"
 
 @dataclass(frozen=True)
 class License:
-    """`id` of the Hub's list (`other` with a name and a link where it is none of them); `origin` says who named it."""
+    """A license. id: from the Hub's list, or `other` with name and link; origin: where it was found."""
 
     id: str
     origin: str
@@ -25,14 +25,16 @@ class License:
     link: str | None = None
 
     def metadata(self) -> dict[str, str]:
+        """Return the license keys of a model card's front matter."""
         fields = {"license": self.id, "license_name": self.name, "license_link": self.link}
         return {key: value for key, value in fields.items() if value is not None}
 
 
 def find_license(source: CheckpointSource, report: dict[str, Any], choice: str | None, base: str | None) -> License:
-    """What the user says, else what the source's card says, else the licence file that travelled with it.
+    """Return the license given by the user, else that of the source's model card, else the license file next to the weights.
 
-    base: Hub id of the source where the user names one.
+    choice: value of --license, or None. base: Hub id of the source, if the user named one.
+    Raises SurgeryError if no license is found.
     """
     if choice is not None:
         return License(choice, "given with --license")
@@ -48,28 +50,29 @@ def find_license(source: CheckpointSource, report: dict[str, Any], choice: str |
     if files:
         return License("other", f"{files[0]}, which came with {public_name(name)}", "as in the file", files[0])
     raise SurgeryError(
-        f"{public_name(name)}, which {source.name} was converted from, names no licence that can be read from here; what is "
-        f"derived from a model falls under its licence. Look it up and say it: --license apache-2.0 (others: {COMMON_LICENSES})"
+        f"{public_name(name)}, which {source.name} was converted from, names no license that can be read from here. What is "
+        f"derived from a model falls under its license; look it up and pass it: --license apache-2.0 (others: {COMMON_LICENSES})."
     )
 
 
 def public_name(name: str) -> str:
-    """A Hub id as it is; of a path on this machine the last part."""
+    """Return a Hub id unchanged, and only the last part of a local path."""
     return str(strip_local_paths(name))
 
 
 def is_hub_id(name: str) -> bool:
+    """Return whether `name` looks like a Hub id and is not a local path."""
     return public_name(name) == name and name.count("/") <= 1 and not Path(name).exists()
 
 
 def read_local_card(folder: Path) -> dict[str, Any]:
-    """The head of README.md in a folder; empty where there is none."""
+    """Return the front matter of README.md in a folder, empty without one."""
     path = folder / "README.md"
     return _parse_front_matter(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
 
 
 def download_hub_card(name: str, revision: str | None) -> dict[str, Any]:
-    """The head of a model's card; empty where the Hub cannot be asked."""
+    """Return the front matter of a model card on the Hub, empty if it cannot be fetched."""
     if not is_hub_id(name):
         return {}
     from huggingface_hub import hf_hub_download

@@ -1,8 +1,8 @@
-"""A converted checkpoint to the Hub: weights first, each once, then all of it in one commit.
+"""`surgery push`: upload a converted checkpoint to the Hugging Face Hub, weights first, then one commit with everything.
 
-What is on the Hub is therefore whole or as it was. A push that broke off goes on by the same command: the Hub has
-the weights that arrived, by their hash, and takes only those that it lacks. What an earlier push left there and this
-one does not have (other shards, other measurements) goes in the same commit, for it would be loaded or read with it.
+The repository is therefore always complete: the new state or the old one. After an interruption the same command continues;
+the Hub recognizes uploaded weights by their hash. Files of an earlier push that this one lacks (other shards, other
+measurements) are deleted in the same commit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPLACED_FILES = (
 
 @dataclass(frozen=True)
 class Upload:
-    """What would go up, under which licence; `note` says whose card it is."""
+    """A prepared upload: files, license and model card. note: a remark on the origin of the card, or None."""
 
     repo: str
     items: tuple[UploadFile, ...]
@@ -45,9 +45,11 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
+        """Total size of the files in bytes."""
         return sum(item.nbytes for item in self.items)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the upload as JSON data, for `--dry-run --json` and tables."""
         files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
         license_record = {"id": self.license.id, "origin": self.license.origin}
         return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": license_record, "note": self.note}
@@ -56,9 +58,10 @@ class Upload:
 def prepare_upload(
     converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
 ) -> Upload:
-    """What a push takes along, every refusal of which is made here, before anything leaves the machine.
+    """Collect and check everything that a push uploads; raises SurgeryError before anything is sent.
 
-    base_model: Hub id of the source, for those who converted from a folder; measured: folder of an evaluation.
+    repo: id of the target repository; licence: value of --license, None to find it; base_model: Hub id of the source, if it was
+    converted from a folder; measured: folder of `surgery eval --out`.
     """
     _check_name(repo)
     source = open_converted_checkpoint(converted)
@@ -73,7 +76,7 @@ def prepare_upload(
     else:
         text, note = (
             own.path.read_text(encoding="utf-8"),
-            f"{own.path} is taken as the card; remove it for one made anew",
+            f"{own.path} is used as the model card; remove it to generate one",
         )
     return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note)
 
@@ -85,24 +88,24 @@ def push(
     message: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Uploads; {"url", "commit", "uploaded", "removed"}. The token is that of `hf auth login` or HF_TOKEN.
+    """Upload to the Hub and return {"url", "commit", "uploaded", "removed"}. The token is that of `hf auth login` or HF_TOKEN.
 
-    private: of a repository that is made now; that of one there stays as it is. revision: a branch, made if it is not there.
+    private: visibility of a new repository; that of an existing one does not change. revision: branch, created if missing.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
     if get_token() is None:
         raise SurgeryError(
-            "no token for the Hub; make one with write permission at https://huggingface.co/settings/tokens, then "
-            "`hf auth login`, or set HF_TOKEN"
+            "no token for the Hub. Create one with write permission at https://huggingface.co/settings/tokens, then run "
+            "`hf auth login` or set HF_TOKEN."
         )
     api = HfApi(library_name="surgery", library_version=__version__)
     with _explain_hub_errors(upload.repo), (progress or Progress()).bar(f"to {upload.repo}", upload.nbytes) as tick:
         repo = api.create_repo(upload.repo, private=private or None, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:
             raise SurgeryError(
-                f"{repo} is there already, and public; --private is for a repository that is made now. Make it private in "
-                "its settings first, or push without --private"
+                f"{repo} already exists and is public; --private applies to new repositories only. Make it private in "
+                "its settings first, or push without --private."
             )
         there = set(api.list_repo_files(repo))
         _check_overwrite(repo, there, revision)
@@ -131,12 +134,12 @@ def push(
 
 
 def _check_overwrite(repo: str, there: set[str], revision: str | None) -> None:
-    """The main branch of the original, say, by a slip of the name."""
+    """Raise SurgeryError if the push would overwrite another model on the main branch."""
     weights = sorted(name for name in there if PurePosixPath(name).suffix in WEIGHT_SUFFIXES)
     if weights and REPORT_NAME not in there and revision in (None, "main"):
         raise SurgeryError(
-            f"{repo} holds another model ({weights[0]}, and no {REPORT_NAME}), which this would overwrite; push to a name of its "
-            f"own, for example {repo}-surgery, or to a branch: --revision surgery"
+            f"{repo} holds another model ({weights[0]}, and no {REPORT_NAME}), which this would overwrite. Push to another "
+            f"name, for example {repo}-surgery, or to a branch: --revision surgery."
         )
 
 
@@ -156,19 +159,19 @@ def _check_parameter_count(source: CheckpointSource, report: dict[str, Any]) -> 
     stored, claimed = sum(t.numel for t in source.tensors.values()), report["totals"]["params_after"]
     if stored != claimed:
         raise SurgeryError(
-            f"{source.name} stores {stored:,} numbers, its report says {claimed:,}: one of the two was changed since; "
-            "convert again, or push the folder that `surgery convert` or `finetune` wrote"
+            f"{source.name} stores {stored:,} parameters, but its report says {claimed:,}: one of the two was changed. "
+            "Convert again, or push the folder that `surgery convert` or `finetune` wrote."
         )
 
 
 def _strip_report_paths(report: dict[str, Any]) -> dict[str, Any]:
-    """Without paths of this machine, but for the source's name, from which the licence and the base are known."""
+    """Remove local paths from the report, except the source's name, which license and base model are derived from."""
     return {**cleaned_told(report), "source": report["source"]}
 
 
 @contextmanager
 def _explain_hub_errors(repo: str) -> Iterator[None]:
-    """The Hub's refusals in words, none of which can hold a token."""
+    """Turn errors of the Hub into SurgeryErrors whose text cannot contain a token."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     network: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, whose name differs between releases
@@ -180,8 +183,8 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
         raise SurgeryError(_hub_error_message(repo, error.response.status_code, error.server_message or "")) from None
     except (network, OSError, RuntimeError, ValueError) as error:
         raise SurgeryError(
-            f"the upload to {repo} broke off ({type(error).__name__}); nothing of it is visible there yet. The same "
-            "command goes on: weights that have arrived are not sent again"
+            f"the upload to {repo} was interrupted ({type(error).__name__}); nothing of it is visible there yet. Run the same "
+            "command again to continue: uploaded weights are not sent again."
         ) from None
 
 

@@ -1,14 +1,13 @@
-"""Examples of one length out of a recipe's data, the same ones for a seed, endless unless `epochs` says otherwise.
+"""Training examples of fixed length from a recipe's data sources: deterministic for a seed, endless unless `epochs` is set.
 
     data = make_data(DataConfig(sources="corpus.jsonl"), tokenizer, length=1024, seed=0)
     for example in data.examples(): ...            input_ids, labels, position_ids, valid: (T,) each
-    state = data.state()                           plain JSON; restore(state) goes on with the next example
+    state = data.state()                           JSON data; restore(state) continues with the next example
 
-Documents are read in blocks: so many from each source that its share of the tokens is its weight. A block is
-tokenised, packed and shuffled as a whole, so a state is where the block began and how far one is in it.
+Documents are read in blocks, from each source in proportion to its weight (in tokens). A block is tokenized, packed and
+shuffled as a whole, so a state is the start of the block and the position within it.
 
-labels: the token itself, or -100 where it is not learnt to be predicted: the first of a document, padding, a
-question in a chat. As in transformers, the prediction of labels[t] is read at t - 1.
+labels: the token itself, or -100 where it is not a training target: the first token of a document, padding, a user's turn. As in transformers, the prediction of labels[t] is read at t - 1.
 """
 
 from __future__ import annotations
@@ -48,16 +47,19 @@ BLOCK_DOCUMENTS = 1024  # of a block where they are not shuffled
 
 
 def make_data(config: DataConfig, tokenizer: Any, length: int, seed: int) -> TrainingData:
-    """SurgeryError where a source cannot be read, or has nothing to train on."""
+    """Open the training data of a recipe. Raises SurgeryError if a source cannot be read."""
     return TrainingData(config, tokenizer, length, seed, "training")
 
 
 class TrainingData:
-    """`side`: the documents to train on, or those for validation. tokens: where several processes share them."""
+    """Examples of `length` tokens. side: which documents to read, those for training or those held out for validation.
+
+    tokens: a SharedTokens, where several processes on one machine share tokenized blocks.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Any, length: int, seed: int, side: Side):
         if length < 2:
-            raise SurgeryError(f"data: rows of {length} token; at least two are needed, one to predict the other from")
+            raise SurgeryError(f"data: length must be at least 2 tokens (got {length}).")
         self.config, self.tokenizer, self.length, self.seed, self.side = config, tokenizer, length, seed, side
         self.encoder = TextEncoder(tokenizer)
         share = config.validation if isinstance(config.validation, float) else 0.0
@@ -71,7 +73,7 @@ class TrainingData:
 
     # -- examples ------------------------------------------------------------------------------------
     def examples(self, start: int | None = None) -> Iterator[Example]:
-        """From the start-th on; None: from where `state` is. One iterator at a time."""
+        """Iterate over examples from number `start` on; None: from the current state. Use one iterator at a time."""
         if start is not None and start != self._state["taken"]:
             round_ = start - start % (self.config.rows or start + 1)
             if round_ != self._state["round"] or start < round_ + self._state["first"]:
@@ -80,7 +82,7 @@ class TrainingData:
         return self._examples()
 
     def _examples(self) -> Iterator[Example]:
-        """round: the example that a round of `rows` began with, first: that of the block, counted from there."""
+        """State keys: round, the example at which the current pass over `rows` began; first, the block's first, relative to it."""
         state, limit = self._state, self.config.rows
         self._seek(state)
         while True:
@@ -102,23 +104,24 @@ class TrainingData:
             state = {"round": state["round"], "first": first, "taken": taken, "number": state["number"] + 1}
 
     def state(self) -> dict[str, Any]:
-        """Where the next example is to be found; plain JSON, which nobody changes."""
+        """Return the position of the next example as JSON data; do not modify it."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state` returned."""
         if len(state.get("readers", ())) != len(self.readers):
             raise SurgeryError(
-                f"data: the state to go on from is of {len(state.get('readers', ()))} sources, the recipe has "
-                f"{len(self.readers)}; resume with the recipe that was begun with"
+                f"data: the saved state has {len(state.get('readers', ()))} sources, the recipe has "
+                f"{len(self.readers)}. Resume with the original recipe."
             )
         self._state = state
 
     def count_tokens(self, examples: Example) -> int:
-        """Tokens it trains on, or many of them stacked."""
+        """Return the number of training targets of an example, or of stacked examples."""
         return int((examples["labels"] != IGNORE_INDEX).sum())
 
     def source_counts(self) -> list[dict[str, int]]:
-        """Of each source the documents, characters and tokens read by the blocks so far."""
+        """Return for each source the documents, characters and tokens read so far."""
         return [dict(d) for d in self._source_counts]
 
     # -- blocks --------------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ class TrainingData:
         )
 
     def _next_block(self, number: int) -> list[list[TokenSequence]] | None:
-        """The rows of the next block that has any; None where the data ends."""
+        """Return the rows of the next non-empty block, or None at the end of the data."""
         before, had = [reader.epoch for reader in self.readers], self._pending_tokens()
         while (read := self._read_documents(min(MAX_BLOCK, FIRST_BLOCK << min(number, 20)))) is not None:
             rows = self._pack(self._encode(read), derive_seed(self.seed, "block", number))
@@ -166,8 +169,7 @@ class TrainingData:
         return 0 if self._tail is None else len(self._tail)
 
     def _read_documents(self, wanted: int) -> list[list[Document]] | None:
-        """Documents of each source, so many characters, always from the one that is farthest behind its share of the
-        tokens."""
+        """Return documents of each source, about `wanted` characters, always taking from the source farthest below its share."""
         read: list[list[Document]] = [[] for _ in self.readers]
         ahead = [float(drawn["tokens"]) for drawn in self._source_counts]
         rates = [(d["tokens"] + 1) / (d["characters"] + 4) for d in self._source_counts]
@@ -195,7 +197,7 @@ class TrainingData:
         return [piece for some in pieces for piece in some]
 
     def _tokenize(self, read: list[list[Document]]) -> list[list[TokenSequence]]:
-        """Of each source."""
+        """Return the token sequences of each source."""
         found = []
         for documents, source in zip(read, self.config.sources):
             text = not source.chat and all(isinstance(document.content, str) for document in documents)
@@ -217,7 +219,7 @@ class TrainingData:
 
     # -- validation, identity ------------------------------------------------------------------------
     def validation(self) -> list[Example]:
-        """The same ones always: the first of the documents held out, or of the sources named for it."""
+        """Return the fixed validation examples: the first of the held-out documents or of the validation sources."""
         if not self.config.validation:
             return []
         sources = self.config.sources if isinstance(self.config.validation, float) else self.config.validation
@@ -231,13 +233,13 @@ class TrainingData:
         found = [example for example, _ in zip(validation_data.examples(), range(self.config.validation_examples))]
         if not found:
             raise SurgeryError(
-                f"data: a share of {self.config.validation} for validation holds no document; give a larger share, or "
-                "sources of its own (validation: [{path: heldout.jsonl}])"
+                f"data: a share of {self.config.validation} for validation holds no document. Give a larger share, or "
+                "separate sources (validation: [{path: heldout.jsonl}])."
             )
         return found
 
     def fingerprint(self) -> str:
-        """Of the recipe, the files' names and contents, the tokenizer, the length and the seed."""
+        """Return a SHA-256 of settings, file names and contents, tokenizer, length and seed."""
         config = self.config.model_dump(mode="json", exclude={"epochs", "rows", "validation_examples"})
         for source in (*config["sources"], *(config["validation"] if isinstance(config["validation"], list) else ())):
             source["path"] = source["path"].rstrip("/").rpartition("/")[2]  # wherever it lies

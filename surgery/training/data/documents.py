@@ -1,4 +1,4 @@
-"""Documents by number: of text files, which may be larger than memory, and of data sets on this machine."""
+"""Random access to documents: of text files, memory-mapped, and of local data sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHUNK_BYTES = 2**20  # bytes of a text file that are read at once
 
 @dataclass(frozen=True)
 class Document:
-    """content: text, a list of turns, or (prompt, completion). begins, ends: not, where it is a part of a long file."""
+    """A document, or one part of a long one. content: text, a list of turns, or (prompt, completion). begins, ends: whether it
+    contains the start and the end of its document."""
 
     content: Any
     begins: bool = True
@@ -28,14 +29,14 @@ class Document:
 
     @property
     def size(self) -> int:
-        """Characters, about."""
+        """Approximate number of characters."""
         if isinstance(self.content, str):
             return len(self.content)
         return sum(len(str(part)) for part in self.content)
 
 
 def is_held_out(content: Any, share: float) -> bool:
-    """Whether a document is for validation: by its content alone, so that its copies stay together."""
+    """Return whether a document is held out, by a hash of its content: copies are on the same side. share: in [0, 1)."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
@@ -43,7 +44,8 @@ def is_held_out(content: Any, share: float) -> bool:
 
 # -- tables: documents by number -------------------------------------------------------------------
 class DocumentTable(Protocol):
-    """`document_parts(i)` gives the parts of document i. held_out_by_content: whether what is held out is chosen among them."""
+    """Documents by number; `document_parts(i)` yields the parts of document i. held_out_by_content: whether single documents are
+    held out, see `is_held_out`."""
 
     held_out_by_content: bool
 
@@ -53,8 +55,8 @@ class DocumentTable(Protocol):
 
 
 class TextFiles:
-    """Spans of bytes, a document each. Without a separator a file is one document, and its last share, from a line's
-    beginning on, is for validation."""
+    """Documents of text files, as byte ranges. Without a separator each file is one document, and its last part, from the start
+    of a line, is held out for validation."""
 
     def __init__(self, files: list[Path], separator: str | None, side: Side, share: float):
         self.files, self.held_out_by_content = files, separator is not None
@@ -84,7 +86,7 @@ class TextFiles:
 
 
 def _map_file(path: Path) -> Any:
-    """Its bytes, fetched from disk as they are looked at."""
+    """Return the bytes of a file, memory-mapped."""
     stat = path.stat()
     return _open_mmap(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
@@ -113,7 +115,7 @@ def _side_span(data: Any, side: Side, share: float) -> Iterator[tuple[int, int]]
 
 
 def _chunk_end(data: Any, start: int, stop: int) -> int:
-    """Behind a line's end where there is one, never inside a character."""
+    """Return the end of a chunk: after a line break if there is one, never inside a UTF-8 character."""
     if stop - start <= CHUNK_BYTES:
         return stop
     if line := data.rfind(b"\n", start, start + CHUNK_BYTES) + 1:
@@ -125,7 +127,7 @@ def _chunk_end(data: Any, start: int, stop: int) -> int:
 
 
 def files_identity(files: list[Path]) -> str:
-    """The SHA-256 over names and contents, in the order in which the files are read."""
+    """Return the SHA-256 over file names and contents, in reading order."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name} {file_digest(path)}\n".encode())
@@ -133,7 +135,7 @@ def files_identity(files: list[Path]) -> str:
 
 
 class DatasetTable:
-    """A data set of `datasets` that is on this machine."""
+    """Documents of a local data set of the `datasets` library."""
 
     held_out_by_content = True
 

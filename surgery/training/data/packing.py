@@ -1,8 +1,8 @@
-"""Pieces of tokens into rows of one length.
+"""Pack token sequences into rows of one length.
 
-documents   several pieces a row, the fullest row that still has room taken first; position_ids begin anew in each
-stream      all joined and cut; what is left at the end waits for more
-none        a piece a row
+documents   several sequences per row by best fit; position_ids restart in each
+stream      all joined and cut; the rest is carried over to the next block
+none        one sequence per row
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IGNORE_INDEX = -100  # as a label: not trained on
 
 
 def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[TokenSequence]:
-    """No piece longer than `length`; none that trains nothing."""
+    """Cut sequences into windows of at most `length` tokens; drop windows without a training target. Indivisible ones are truncated."""
     for piece in pieces:
         last = length if piece.indivisible else len(piece)
         for start in range(0, last, length):
@@ -35,14 +35,14 @@ def split_windows(pieces: Iterable[TokenSequence], length: int) -> Iterator[Toke
 
 
 def count_trained(piece: TokenSequence) -> int:
-    """Tokens it trains on: of what is to be predicted, never the first."""
+    """Return the number of training targets; the first token is never one."""
     if piece.trained_T is None:
         return max(0, len(piece) - 1)
     return int(piece.trained_T[1:].sum())
 
 
 def make_row(pieces: list[TokenSequence], length: int, pad: int) -> Example:
-    """Pieces side by side. Padding is a last piece that trains nothing."""
+    """Concatenate sequences into an example of `length` tokens, padded with `pad`."""
     lengths = [len(piece) for piece in pieces]
     at = sum(lengths)
     ids_T = torch.full((length,), pad, dtype=torch.int64)
@@ -65,7 +65,7 @@ def _labels(piece: TokenSequence) -> Tensor:
 
 
 def pack_best_fit(pieces: list[TokenSequence], length: int) -> list[list[TokenSequence]]:
-    """Best fit, the longest first."""
+    """Pack by best fit decreasing."""
     rows: list[list[TokenSequence]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), ascending
     for piece in sorted(pieces, key=len, reverse=True):
@@ -82,7 +82,7 @@ def pack_best_fit(pieces: list[TokenSequence], length: int) -> list[list[TokenSe
 
 
 def pack_in_order(pieces: list[TokenSequence], length: int) -> list[list[TokenSequence]]:
-    """The same without changing the order of anything."""
+    """Pack greedily, keeping the order of the sequences."""
     rows: list[list[TokenSequence]] = []
     room = 0
     for piece in pieces:
@@ -97,7 +97,7 @@ def pack_in_order(pieces: list[TokenSequence], length: int) -> list[list[TokenSe
 def pack_stream(
     tail: TokenSequence | None, pieces: list[TokenSequence], length: int
 ) -> tuple[list[list[TokenSequence]], TokenSequence | None]:
-    """Rows of a stream, and what is left of it."""
+    """Return the full rows of the joined sequences, and the rest."""
     every = [*([tail] if tail is not None else []), *pieces]
     if not every:
         return [], None
@@ -112,10 +112,10 @@ def pack_stream(
 
 
 def check_packed_attention(model: Any, packing: str, rows: int) -> None:
-    """SurgeryError where the model's attention would let packed documents see each other."""
+    """Raise SurgeryError if the model's attention implementation would let packed documents attend to each other."""
     implementation = str(model.config._attn_implementation)
     if packing == "documents" and rows > 1 and "flash" in implementation:
         raise SurgeryError(
-            f"{implementation} keeps packed documents apart in batches of one row only, and {rows} are asked for; use "
-            "rows: 1, or attention sdpa"
+            f"{implementation} separates packed documents in batches of one row only (got {rows} rows). Use rows: 1, or "
+            "attention sdpa."
         )

@@ -1,7 +1,7 @@
-"""Documents one after the other, in an order that a seed fixes and a cursor goes on from.
+"""Sequential readers of documents, in an order determined by a seed and resumable from a cursor.
 
-document = reader.take()            the next one, or None where an epoch ends; after that the next epoch begins
-reader.cursor()                     where it stands, plain JSON; reader.restore(cursor) goes on from there
+document = reader.take()            the next document, or None at the end of an epoch
+reader.cursor()                     position as JSON data; reader.restore(cursor) continues there
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from surgery.training.data.documents import Document, DocumentTable
 
 
 class DocumentReader(Protocol):
-    """initial_cursor: the cursor of a reader that has read nothing."""
+    """Interface of the readers. initial_cursor: the cursor before the first document."""
 
     initial_cursor: dict[str, Any]
 
@@ -31,7 +31,7 @@ class DocumentReader(Protocol):
 
 
 class TableReader:
-    """Every document once an epoch, all of them in random order if `shuffled`."""
+    """Reads every document of a table once per epoch, in random order if `shuffled`. wanted: filters documents by content."""
 
     def __init__(self, table: DocumentTable, seed: int, shuffled: bool, wanted: Callable[[Any], bool] | None):
         self.table, self.seed, self.shuffled = table, seed, shuffled
@@ -83,7 +83,7 @@ class TableReader:
 
 
 class StreamReader:
-    """A data set that is read as it comes, from wherever it lies."""
+    """Reads a streaming data set in its own order."""
 
     def __init__(self, rows: Any, content: Callable[[dict[str, Any]], Any], wanted: Any, identity: str, where: str):
         self.rows, self.content, self.wanted, self._identity, self.where = rows, content, wanted, identity, where
@@ -122,9 +122,10 @@ class StreamReader:
 
 
 def derive_seed(*what: object) -> int:
-    """One seed out of several things."""
+    """Return a seed derived from several values by a hash."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
 
 
 def unreadable_error(where: str, error: Exception) -> SurgeryError:
+    """Return the error for a source that the `datasets` library cannot read."""
     return SurgeryError(f"{where} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")

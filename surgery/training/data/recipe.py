@@ -1,4 +1,4 @@
-"""What a recipe says of its data.
+"""The `data` section of a recipe: sources, packing, validation.
 
 data:
   sources:
@@ -24,11 +24,13 @@ class _FrozenModel(BaseModel):
 
 
 class SourceConfig(_FrozenModel):
-    """path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: of the
-    tokens, its share among the sources. What a row holds: `text`, a column of text; `messages`, a column of
-    conversations ({role, content} each); or `prompt` and `completion`, two columns of text.
-    train_on: of conversations the `answers`, the `last` of them, or `all` of the text.
-    separator: what parts the documents of a text file; without it a file is one document."""
+    """One data source.
+
+    path: a .txt, .md, .json, .jsonl, .parquet or .csv file, a folder of such files, or a Hub data set. weight: relative share
+    of the tokens. Columns: `text`; `messages`, conversations of {role, content}; or `prompt` and `completion`.
+    train_on: all `answers` of a conversation, the `last` one, or `all` of its text.
+    separator: string between the documents of a text file; without it a file is one document.
+    """
 
     path: str
     text: str | None = None
@@ -46,27 +48,32 @@ class SourceConfig(_FrozenModel):
     @model_validator(mode="after")
     def _check_columns(self) -> SourceConfig:
         if (self.prompt is None) != (self.completion is None):
-            raise SurgeryError(f"data source {self.path}: prompt and completion are given together, as two columns")
+            raise SurgeryError(
+                f"data source {self.path}: prompt and completion must be given together, as two columns."
+            )
         kinds = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
         if len(kinds) > 1:
             raise SurgeryError(
-                f"data source {self.path}: a row is one thing, and {' and '.join(kinds)} are given; leave out all but one"
+                f"data source {self.path}: a row is one thing, but {' and '.join(kinds)} are given. Keep one of them."
             )
         if self.separator == "":
-            raise SurgeryError(f'data source {self.path}: separator is empty; write for example "\\n\\n"')
+            raise SurgeryError(f'data source {self.path}: separator must not be empty; write for example "\\n\\n"')
         return self
 
     @property
     def chat(self) -> bool:
+        """Whether rows are conversations, or prompts with completions."""
         return self.messages is not None or self.prompt is not None
 
 
 class DataConfig(_FrozenModel):
-    """packing: `documents`, several in a row, none sees another (position_ids begin anew); `stream`, all joined and
-    cut; `none`, one a row, padded. validation: a share of the documents, chosen by their content, or sources of
-    their own; `validation_examples` of them at most are kept. shuffle: documents put in random order together;
-    0 keeps the order they come in. epochs: how often the data may be read, None for as long as it takes. rows: the
-    first so many and no others, over and over (those of a teacher cache)."""
+    """All data of a stage.
+
+    packing: `documents`, several per row that do not attend to each other (position_ids restart); `stream`, all documents joined
+    and cut; `none`, one per row, padded. validation: a fraction of the documents, chosen by a hash of their content, or separate
+    sources; at most `validation_examples` are used. shuffle: number of documents shuffled together, 0 keeps their order. epochs:
+    passes over the data, None: as many as needed. rows: use only the first `rows` examples, repeatedly (those of a teacher cache).
+    """
 
     sources: tuple[SourceConfig, ...]
     packing: Literal["documents", "stream", "none"] = "documents"
@@ -79,7 +86,7 @@ class DataConfig(_FrozenModel):
     @field_validator("sources", "validation", mode="before")
     @classmethod
     def _normalize_sources(cls, value: Any) -> Any:
-        """A path alone, or one source without the list around it."""
+        """Accept a path alone, or one source without a list."""
         if isinstance(value, (str, dict, SourceConfig)):
             value = (value,)
         if isinstance(value, (list, tuple)):
@@ -90,5 +97,5 @@ class DataConfig(_FrozenModel):
     @classmethod
     def _check_not_empty(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
         if not sources:
-            raise SurgeryError("data.sources is empty; name at least one, for example [{path: corpus.jsonl}]")
+            raise SurgeryError("data.sources must name at least one source, for example [{path: corpus.jsonl}].")
         return sources

@@ -1,4 +1,4 @@
-"""Documents to tokens, and which of them are trained on."""
+"""Tokenize documents and mark the tokens to train on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.training.data.documents import Document
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """ids_T int64; trained_T: which tokens are learnt to be predicted (None: all). indivisible: not to be cut into windows."""
+    """Tokens of one document. ids_T: int64; trained_T: bool, the training targets (None: all); indivisible: must not be cut."""
 
     ids_T: Tensor
     trained_T: Tensor | None = None
@@ -27,7 +27,7 @@ class TokenSequence:
 
 
 class TextEncoder:
-    """Text with the specials the tokenizer puts around it, and an end of text behind it where the tokenizer has one."""
+    """Tokenizes text with the special tokens of the tokenizer around it, and its end-of-text token after it."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -40,7 +40,7 @@ class TextEncoder:
         self.pad = int(next(p for p in pads if p is not None))
 
     def encode_texts(self, documents: list[Document]) -> list[TokenSequence]:
-        """One piece a document, in their order; the parts of a long one are one piece."""
+        """Return one sequence per document, in order; the parts of a long document are joined."""
         if not documents:
             return []
         texts = [document.content for document in documents]
@@ -60,7 +60,7 @@ class TextEncoder:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of everything that decides which ids a text becomes, and of the chat template."""
+    """Return a SHA-256 of everything that determines the ids of a text, and of the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         model = json.loads(backend.to_str())

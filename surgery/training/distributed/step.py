@@ -1,9 +1,8 @@
-"""How gradients become a step: gathered over its forwards, clipped, descended. Accelerate's way here, DeepSpeed's engine in
-surgery/training/distributed/deepspeed.py.
+"""Optimizer steps through Accelerate: gradient accumulation, clipping, update. deepspeed.py has the same for ZeRO.
 
-    optimizer_step.set_rates(factor)
-    with optimizer_step.forward(last): optimizer_step.backward(loss)      each forward of a step; last: after it gradients are whole
-    norm = optimizer_step.step()                                   of the gradient, before clipping
+optimizer_step.set_rates(factor)
+with optimizer_step.forward(last): optimizer_step.backward(loss)      once per micro-batch; last: the final one of the step
+norm = optimizer_step.step()                                   gradient norm before clipping
 """
 
 from __future__ import annotations
@@ -21,13 +20,18 @@ from surgery.training.optim import ParameterGroup
 
 
 class OptimizerStep:
-    """run: the model as it is called; clip: the norm's limit; skip: leave bad steps out and go on. can_rerun: whether a batch
-    can be run again outside of it, to find who is to blame for a bad step."""
+    """One optimizer step over several micro-batches.
+
+    run: the prepared (possibly wrapped) model; layout: rows per step, micro-batch and process; clip: maximum gradient norm, or
+    None; skip: skip steps with NaN or infinite gradients. can_rerun: whether a batch can be run again for the diagnosis of a
+    bad step.
+    """
 
     can_rerun = True
 
     def __init__(
-        self, accelerator: Any, run: Any, optimiser: Any, groups: list[ParameterGroup], layout: BatchLayout, clip: float | None, skip: bool
+        self, accelerator: Any, run: Any, optimiser: Any, groups: list[ParameterGroup], *,
+        layout: BatchLayout, clip: float | None, skip: bool,
     ):  # fmt: skip
         self.accelerator, self.run, self.optimiser, self.layout, self.clip = accelerator, run, optimiser, layout, clip
         self.inner = getattr(optimiser, "optimizer", optimiser)
@@ -36,7 +40,7 @@ class OptimizerStep:
         self._setup(skip)
 
     def _parameters(self, groups: list[ParameterGroup]) -> dict[str, Tensor]:
-        """By name, as they are now: FSDP2 puts others in their place."""
+        """Return the trained parameters by name, from the optimizer: FSDP2 replaces those of the groups by sharded ones."""
         return {n: p for names, g in zip(self.names, self.inner.param_groups) for n, p in zip(names, g["params"])}
 
     def _setup(self, skip: bool) -> None:
@@ -46,28 +50,31 @@ class OptimizerStep:
 
     @property
     def uses_loss_scale(self) -> bool:
-        """Whether infinite gradients are how a loss scale is found."""
+        """Whether fp16 loss scaling is active: then infinite gradients are expected while the scale adapts."""
         return self.accelerator.scaler is not None
 
     # -- a step --------------------------------------------------------------------------------------
     def set_rates(self, factor: float) -> None:
+        """Set every learning rate to `factor` times its peak."""
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * factor
 
     @property
     def rate(self) -> float:
-        """The largest."""
+        """The largest current learning rate of all groups."""
         return max(group["lr"] for group in self.inner.param_groups)
 
     def forward(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch. last: whether it is the last one of the step."""
         return self.accelerator.accumulate(self.run)
 
     def backward(self, loss: Tensor) -> None:
-        """loss: this forward's share of the whole batch's mean. Accelerate divides by the forwards of a step and by the
-        processes, which is undone."""
+        """Accumulate the gradient of `loss`, this micro-batch's share of the mean over the global batch. Accelerate divides by
+        the number of micro-batches and processes; the factor here undoes that."""
         self.accelerator.backward(loss * (self.layout.accumulation_steps * self.layout.world))
 
     def step(self) -> Tensor | None:
+        """Clip, update the parameters, clear the gradients; return the gradient norm before clipping."""
         norm = self.clip_gradients()
         if norm is None or self.uses_loss_scale or self.nonfinite_guard.check_step(norm):
             self.optimiser.step()
@@ -75,11 +82,11 @@ class OptimizerStep:
         return None if norm is None else norm.detach()
 
     def clip_gradients(self) -> Tensor | None:
+        """Clip the gradients to norm `clip`; return their norm before clipping."""
         limit = self.clip if self.clip is not None else float("inf")
         parameters = list(self.parameters.values())
-        if (
-            self.nonfinite_guard.checks_each_step
-        ):  # Accelerate's would compare the list with the model's parameters, number by number
+        if self.nonfinite_guard.checks_each_step:
+            # Accelerate's clip_grad_norm_ would compare this list with the model's sharded parameters element by element.
             self.accelerator.unscale_gradients()
             norm: Any = torch.nn.utils.clip_grad_norm_(parameters, limit)
         else:
@@ -89,14 +96,16 @@ class OptimizerStep:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def clear_found_inf(self) -> None:
+        """Remove the flag that disables steps, so that the batch can be run again."""
         if getattr(self.nonfinite_guard.inner, "found_inf", None) is not None:
             self.nonfinite_guard.inner.found_inf = None
 
     # -- the loss scale ------------------------------------------------------------------------------
     def scaler_state(self) -> dict[str, Any] | None:
-        """Its state, of JSON's types; None where there is none."""
+        """Return the state of the loss scaler as JSON data, None without loss scaling."""
         return self.accelerator.scaler.state_dict() if self.uses_loss_scale else None
 
     def restore_scale(self, state: dict[str, Any]) -> None:
+        """Restore what `scaler_state` returned."""
         if self.uses_loss_scale:
             self.accelerator.scaler.load_state_dict(state)

@@ -1,6 +1,6 @@
-"""`surgery pretrain`: a model with structured layers from scratch; then it is trained as `finetune` trains.
+"""`surgery pretrain`: initialize a model with structured layers and train it from scratch with `finetune`.
 
-OUT.blank       the checkpoint before any training: config, tokenizer, numbers; gone at the end
+OUT.blank       the initial checkpoint: config, tokenizer, weights; removed at the end
 OUT.partial     see finetune.py
 OUT             a checkpoint like those that `convert` writes
 """
@@ -39,8 +39,8 @@ from surgery.training.pretrain.recipe import PretrainRecipe
 from surgery.training.pretrain.tokenizer import make_tokenizer
 from surgery.training.recipe import stage_data_config
 
-MARKER_NAME = "blank.json"  # in OUT.blank: of which recipe
-TIMEOUT_SECONDS = 3600.0  # seconds that other processes wait for the one that makes it
+MARKER_NAME = "blank.json"  # in OUT.blank: identifies the recipe
+TIMEOUT_SECONDS = 3600.0  # how long other processes wait for the main one
 
 
 def pretrain(
@@ -54,41 +54,37 @@ def pretrain(
     progress: Progress | None = None,
     show: Any = lambda parts: None,
 ) -> dict[str, Any]:
-    """Train a new model; the record, as written into OUT/surgery_report.json. Every process of `accelerate launch` calls
-    this; the first one writes."""
+    """Train a new model and return the record that OUT/surgery_report.json lists under `training`.
+
+    resume: continue from the last checkpoint in OUT.partial. skip_bad_steps: skip steps with NaN or infinite gradients instead
+    of stopping. Every process of `accelerate launch` calls this function; the first one writes.
+    """
     out = Path(out)
     check_run(out, f"the model in {out}", recipe.training, None, resume)
     blank = out.with_name(out.name + ".blank")
     refuse_links_in(blank)
     refuse_links_in(partial_path(blank))
     with explain_disk_errors(out, RESUME_HINT), ExitStack() as stack:
-        if is_main_process():  # OUT.partial is locked by what trains it, OUT.blank by nobody else
+        if is_main_process():  # finetune locks OUT.partial; this lock guards OUT.blank
             stack.enter_context(exclusive_lock(out.parent, f"pretraining of {out.name}", f"{out.name}.lock"))
-        return _pretrain(recipe, out, resume, skip_bad_steps, track, device, progress, show)
-
-
-def _pretrain(
-    recipe: PretrainRecipe, out: Path, resume: bool, skip_bad_steps: bool, track: str | None, device: str | None,
-    progress: Progress | None, show: Any,
-) -> dict[str, Any]:  # fmt: skip
-    blank = out.with_name(out.name + ".blank")
-    _ensure_initial_checkpoint(recipe, blank)
-    try:
-        record = finetune(
-            str(blank), recipe.training, out, resume=resume, skip_bad_steps=skip_bad_steps, track=track, device=device,
-            progress=progress, show=show,
-        )  # fmt: skip
-    except SurgeryError:
-        if is_main_process() and not partial_path(out).exists():
+        _ensure_initial_checkpoint(recipe, blank)
+        try:
+            record = finetune(
+                str(blank), recipe.training, out, resume=resume, skip_bad_steps=skip_bad_steps, track=track, device=device,
+                progress=progress, show=show,
+            )  # fmt: skip
+        except SurgeryError:
+            if is_main_process() and not partial_path(out).exists():
+                shutil.rmtree(blank, ignore_errors=True)
+            raise
+        if is_main_process():
             shutil.rmtree(blank, ignore_errors=True)
-        raise
-    if is_main_process():
-        shutil.rmtree(blank, ignore_errors=True)
-    return record
+        return record
 
 
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
-    """By the first process, whole or absent; what an interrupted run left of the same recipe is used again."""
+    """Write OUT.blank in the main process, complete or not at all; the others wait. One left by an interrupted run of the same
+    recipe is used again."""
     wanted = json.dumps({"recipe": recipe_digest(recipe), "version": __version__})
     marker = blank / MARKER_NAME
     began = time.monotonic()
@@ -105,23 +101,23 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
                 shutil.rmtree(work, ignore_errors=True)
         elif time.monotonic() - began > TIMEOUT_SECONDS:
             raise SurgeryError(
-                f"{blank} was not made within {TIMEOUT_SECONDS / 60:.0f} minutes by the process of rank 0"
+                f"{blank} was not written by the process of rank 0 within {TIMEOUT_SECONDS / 60:.0f} minutes."
             )
         else:
             time.sleep(0.5)
 
 
 def recipe_digest(recipe: PretrainRecipe) -> str:
-    """Of all that decides the numbers a model begins with."""
+    """Return a SHA-256 of everything that determines the initial weights."""
     identity = [recipe.new.model_dump(mode="json"), recipe.training.data, recipe.training.seed]
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
-# -- the model before any training -----------------------------------------------------------------------
+# -- the initial checkpoint -----------------------------------------------------------------------
 def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
-    """A checkpoint in `folder`, made there."""
+    """Write a checkpoint of an initialized, untrained model into `folder`, which must not exist."""
     data = stage_data_config(recipe.training, recipe.training.stages[0])
-    assert data is not None, "refused before"
+    assert data is not None, "checked by check_run"
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(recipe.new.tokenizer, data)
     config = make_config(recipe.new.model, tokenizer)
@@ -138,8 +134,8 @@ def write_initial_checkpoint(recipe: PretrainRecipe, folder: Path) -> None:
 
 
 def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str, Any]:
-    """As `convert` writes it, so that `inspect` shows what stands in place of dense layers; there are no errors, for
-    there was nothing to be close to."""
+    """Return a report like that of `convert`, so that `inspect` shows the structures. Errors are None: there are no original
+    weights to compare with."""
     stored = open_converted_checkpoint(str(folder))
     records = [_module_record(target) for target in plan.replaced_targets()]
     counts = totals(records, stored, folder, {name: info.file.name for name, info in stored.tensors.items()})

@@ -1,5 +1,5 @@
-"""A recipe for training from scratch: the model, what its linears and its attention are, the tokenizer; the rest as in a
-healing recipe.
+"""Pretraining recipes: the model, the structures of its linears and attention, the tokenizer; other keys as in a healing
+recipe.
 
 model: {model_type: gpt2, n_embd: 768, n_layer: 12, n_head: 12}      # keys of the family's config in transformers
 layers: {structure: btt, blocks: sqrt, rank: 4, fused: split}         # of a conversion recipe, or its name; null: all dense
@@ -27,9 +27,9 @@ FOLDER = "pretrain"
 
 
 class NewModelConfig(StrictModel):
-    """The keys that a healing recipe does not have. embedding_std: of token and position embeddings at the start.
-    low_rank_start: the standard deviation of the first factor of low rank layers at the start, "spectral" or "unit" (see
-    training/fresh.py)."""
+    """The keys that a healing recipe does not have. embedding_std: initial standard deviation of token and position embeddings.
+    low_rank_start: initialization of the first factor of low-rank layers, "spectral" or "unit" (see
+    pretrain/initialize.py)."""
 
     model: dict[str, Any]
     layers: dict[str, Any] | str | None = None
@@ -39,7 +39,7 @@ class NewModelConfig(StrictModel):
 
 
 class PretrainRecipe(StrictModel):
-    """new: what is made; structure: the conversion recipe of its layers, None where they stay dense; training: how."""
+    """A pretraining recipe. new: the model; structure: conversion recipe of its layers, None for dense; training: the stages."""
 
     new: NewModelConfig
     structure: ConversionRecipe | None
@@ -51,7 +51,7 @@ def pretrain_folder() -> Path:
 
 
 def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
-    """A shipped recipe by name or a YAML file by path. tiny: with its block of that name laid over it."""
+    """Load a shipped recipe by name or a YAML file by path. tiny: apply the recipe's `tiny` block."""
     return parse_pretrain_recipe(*read_recipe(name, pretrain_folder(), "pretraining", overrides, tiny))
 
 

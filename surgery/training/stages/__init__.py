@@ -1,4 +1,4 @@
-"""What can be trained towards: a file for each kind of stage."""
+"""Training stages: one file for each kind (lm, distill, align, hidden, lora)."""
 
 from surgery.training.stages.base import STAGES, Batch, Stage, StageConfig, StageModels
 

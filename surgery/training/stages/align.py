@@ -1,12 +1,12 @@
-"""Attention and MLP modules drawn to the teacher's, each on the teacher's own inputs.
+"""Match attention and MLP modules to the teacher's, each on the teacher's own inputs (LoLCATs' attention transfer).
 
-    loss = output_weight * mean over modules of |f(x*) - y*|^2 / |y*|^2     x*, y*: what the teacher's module reads and writes
+    loss = output_weight * mean over modules of |f(x*) - y*|^2 / |y*|^2     x*, y*: input and output of the teacher's module
            + matrix_weight * mean over attention modules of |W(x*) - W*|^2 / |W*|^2, see surgery/training/stages/mixing_matrix.py
 
-The student runs once, and every module of interest is given the teacher's input and hands on the teacher's output: no
-module sees another's errors, and no gradient leaves one, so that they train independently of each other though all at
-once. The scale |y*|^2 is that of the first rows of the data, one number a module. LoLCATs' attention transfer; MOHAWK's
-(Bick et al. 2024) first stage with output_weight 0, its second with matrix_weight 0.
+The student runs once. Each aligned module receives the teacher's input, and its output is replaced by the teacher's: modules
+do not see each other's errors and no gradient crosses a module, so that all train independently in one pass. |y*|^2 is
+measured on the first rows of the data, one number per module. With output_weight 0 this is the first stage of MOHAWK (Bick et
+al. 2024), with matrix_weight 0 its second.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ OUTPUT_ROLES = {"attention": "attention.output", "mlp": "mlp.down"}  # roles of 
 
 
 class AlignConfig(StageConfig):
-    """of: the modules that are aligned, where they hold something that trains. matrix_probes: vectors of random signs by
-    which matrices are compared; None: column by column, the whole of them."""
+    """Keys of an `align` stage.
+
+    of: kinds of modules to align, where they contain trained parameters. matrix_probes: number of random sign vectors that
+    estimate the matrix loss; None: all columns, exactly.
+    """
 
     name: ClassVar[str] = "align"
     of: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
@@ -43,7 +46,7 @@ class AlignConfig(StageConfig):
 
 @dataclass
 class ModuleRecord:
-    """What the teacher's module read and wrote, and how it was called."""
+    """Input, output and call arguments of one module of the teacher."""
 
     x: Tensor
     y: Tensor
@@ -51,13 +54,15 @@ class ModuleRecord:
 
 
 def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
-    """Paths of the attention and MLP modules, in the order of the layers."""
+    """Return the paths of the attention and MLP modules, in the order of the layers."""
     wanted = {OUTPUT_ROLES[kind] for kind in kinds}
     return [path.rpartition(".")[0] for path, played in roles.items() if wanted & set(played)]
 
 
 @STAGES.register(AlignConfig)
 class AlignStage(TeacherStage):
+    """Trains modules of the student to reproduce the teacher's modules."""
+
     config: AlignConfig
     paths: list[str]
 
@@ -71,14 +76,14 @@ class AlignStage(TeacherStage):
     def prepare(self, models: StageModels, roles: Roles) -> None:
         if self.config.memory == "checkpoint":
             raise SurgeryError(
-                "stage align: memory: checkpoint has nothing to save, no gradient passes from layer to layer; keep"
+                "stage align: memory must be keep (got checkpoint): no gradient passes from layer to layer, so nothing is saved."
             )
         trained = self.trained_parameters(models, roles)
         self.paths = [p for p in module_paths(self.config.of, roles) if any(n.startswith(f"{p}.") for n in trained)]
         theirs = {name for name, _ in models.teacher.named_modules()}
         if lost := [path for path in self.paths if path not in theirs]:
             raise SurgeryError(
-                f"stage align: the teacher has no {lost[0]}; give the checkpoint the student was made of"
+                f"stage align: the teacher has no module {lost[0]}. Give the checkpoint that the student was converted from."
             )
         self._prepare_matrices(models, roles)
 
@@ -86,14 +91,14 @@ class AlignStage(TeacherStage):
         if not self.config.matrix_weight:
             if not self.config.output_weight:
                 raise SurgeryError(
-                    "stage align: output_weight and matrix_weight are both 0; nothing is left to descend"
+                    "stage align: output_weight and matrix_weight are both 0, so the loss is empty. Set one of them above 0."
                 )
             return
         attention = set(module_paths(("attention",), roles))
         paths = [path for path in self.paths if path in attention]
         if not paths:
             raise SurgeryError(
-                "stage align: matrix_weight is of attention modules, and none of them trains; of: [attention], trains: [new]"
+                "stage align: matrix_weight needs attention modules that train, and there are none. Set of: [attention] and trains: [new]."
             )
         self.matrices = MatrixComparison(models.student, models.teacher, paths, self.config.matrix_probes)
 
@@ -104,7 +109,7 @@ class AlignStage(TeacherStage):
         if not able:
             raise SurgeryError(
                 f"stage align: trains {', '.join(self.config.trains)} selects nothing inside {' or '.join(self.config.of)} "
-                "modules, which are all that it reaches; try trains: [new], or [attention]"
+                "modules, the only ones that it trains. Try trains: [new], or [attention]."
             )
         return able
 
@@ -139,7 +144,7 @@ class AlignStage(TeacherStage):
         return {"total": total, **{name: mean.detach() for name, mean in means.items()}}
 
     def _record_teacher(self, models: StageModels, batch: Batch) -> dict[str, ModuleRecord]:
-        """Of every module, the teacher's."""
+        """Run the teacher and return path -> record for every aligned module."""
         seen: dict[str, ModuleRecord] = {}
 
         def make_hook(path: str) -> Any:
@@ -166,7 +171,7 @@ class AlignStage(TeacherStage):
         outputs: dict[str, Tensor],
         matrices: dict[str, Tensor],
     ) -> Iterator[None]:
-        """The module given the teacher's input, its losses noted, the teacher's output handed on."""
+        """Within the context, feed the module the teacher's input, record its losses, and pass on the teacher's output."""
         valid = valid_mask_BT1(batch)
         x, y = (t.to(valid.device) for t in (seen.x, seen.y))
 
@@ -195,8 +200,8 @@ class AlignStage(TeacherStage):
                 handle.remove()
 
     def _substitute(self, value: Tensor, own: Tensor) -> Tensor:
-        """The teacher's in place of the student's own. FSDP2 gathers a layer's weights for the way back when a gradient
-        reaches its output, so there one goes through, and is zero."""
+        """Return the teacher's value in the dtype of the student's own. FSDP2 gathers a layer's weights for the backward pass only
+        if a gradient reaches its output, so with FSDP2 a zero gradient is passed through."""
         value = value.to(own.dtype)
         return value + (own - own.detach()) * 0 if self.spread else value
 

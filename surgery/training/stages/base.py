@@ -1,10 +1,10 @@
-"""The protocol of a stage: what is trained, on how much, towards what.
+"""The interface of a training stage: which parameters train, on how many tokens, with which loss.
 
     stage = STAGES[config](config)
-    stage.prepare(models, roles)           once, before the optimiser is made: new parameters
-    stage.losses(models, batch)            {part: sum over what counts}, and `total`, the weighted sum to descend
-    stage.count_positions(examples)                how many positions of some examples count, known before they are run
-    stage.finish(models, roles, folder)    what must not outlive the stage
+    stage.prepare(models, roles)           once, before the optimizer is created: adds new parameters
+    stage.losses(models, batch)            {part: sum over counted positions}, and `total`, the loss to minimize
+    stage.count_positions(examples)                number of counted positions, known before the forward
+    stage.finish(models, roles, folder)    removes or merges what the stage added
 
 B batch, T tokens, D model width, V vocabulary.
 """
@@ -25,14 +25,19 @@ from surgery.core.registry import Registry
 from surgery.training.optim import OptimizerConfig, Schedule, select_parameters
 
 Batch = dict[str, Tensor]
-Roles = dict[str, tuple[str, ...]]  # path of a linear, or of what stands in its place -> its roles
+Roles = dict[str, tuple[str, ...]]  # path of a linear, original or converted -> its roles
 IGNORE_INDEX = -100
 
 
 class StageConfig(StrictModel):
-    """What every stage says. tokens: positions to train on (rows x length); batch: rows of a step, over all devices;
-    rows: of one forward on one device, batch being a multiple of rows x devices. rates: of some kinds of parameters
-    (see optim.PARAMETER_KINDS), in place of `rate`. trains: kinds, roles, or paths with * and ?; data: over the recipe's."""
+    """Keys that all stages share.
+
+    length: tokens per row. tokens: positions to train on (rows x length). batch: rows per step, over all devices. rows: rows per
+    forward on one device; batch must be a multiple of rows x devices. rate: peak learning rate. rates: peak rates for some kinds
+    of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths with * and ?. clip: maximum
+    gradient norm. ema: decay of the weights' moving average. memory: `checkpoint` recomputes activations. data: overrides the
+    recipe's data.
+    """
 
     name: ClassVar[str]
     kind: str
@@ -53,13 +58,17 @@ class StageConfig(StrictModel):
 
     @property
     def steps(self) -> int:
+        """Number of optimizer steps: tokens / (batch x length), rounded up."""
         return max(1, -(-self.tokens // (self.batch * self.length)))
 
 
 @dataclass
 class StageModels:
-    """student: the model, nobody's wrapper; run: what is called (it may be wrapped for many devices); teacher: None
-    where no stage asks for one in memory. cache: teacher's stored targets, or None."""
+    """The models of a stage.
+
+    student: the bare model. run: the model to call, possibly wrapped for several devices. teacher: None if no stage needs one in
+    memory. cache: a TeacherCache, or None.
+    """
 
     student: Any
     run: Any
@@ -67,13 +76,15 @@ class StageModels:
     cache: Any = None
 
     def teacher_output(self, batch: Batch, **options: Any) -> Any:
-        """The teacher's answer, on the student's device."""
+        """Run the teacher on the batch without gradients; the output is on the teacher's device."""
         device = next(self.teacher.parameters()).device
         with torch.no_grad():
             return self.teacher(**model_inputs({name: t.to(device) for name, t in batch.items()}), **options)
 
 
 class Stage:
+    """Base class of the stages; see the module for the order of calls."""
+
     config_type: ClassVar[type]
 
     def __init__(self, config: Any):
@@ -81,48 +92,50 @@ class Stage:
 
     @property
     def needs_teacher(self) -> Literal["model", "logits", "nothing"]:
-        """logits: a cache of them will do."""
+        """What the stage needs: the teacher `model`, its `logits` (a teacher cache suffices), or `nothing`."""
         return "nothing"
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
-        pass
+        """Add new parameters to the student. Raises SurgeryError if the stage does not fit the models."""
 
     def measure(self, models: StageModels, batch: Batch) -> None:
-        """Look at the first rows of the data, the same ones in every process and after a resume."""
+        """Measure scales on the first rows of the data, which are the same in every process and after a resume."""
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Names of the parameters that learn."""
+        """Return the names of the parameters that this stage trains."""
         return select_parameters(models.student, self.config.trains, roles)
 
     def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Of the student as it is before `prepare`, the parameters that will be others after the stage."""
+        """Return the names of parameters, as before `prepare`, whose values differ after the stage."""
         return self.trained_parameters(models, roles)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return sums over counted positions (scalars): `total`, the loss to minimize, and detached parts for the log."""
         raise NotImplementedError
 
     def count_positions(self, examples: Batch) -> int:
+        """Return the number of positions that the loss is a mean over."""
         return int((examples["labels"][..., 1:] != IGNORE_INDEX).sum())
 
     def finish(self, models: StageModels, roles: Roles, folder: Path | None) -> None:
-        """folder: where what is kept beside the checkpoint goes, of the one process that writes."""
+        """Merge or remove what the stage added. folder: for files kept beside the checkpoint; None in processes that do not write."""
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """What the models are called with. Padding is at the end and models look back only, so no mask is needed; where
-    documents are packed, positions that restart tell them apart."""
+    """Return the arguments of a model's call. Causal models with padding at the end need no attention mask; packed documents
+    are separated by position_ids that restart at 0."""
     return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
 
 
 def next_token_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(which positions predict something that counts, (B, T) bool; what they predict, (N,))."""
+    """Return (whether a position predicts a counted token, bool; the token it predicts, or IGNORE_INDEX), both (B, T)."""
     next_BT = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
     counts_BT = next_BT != IGNORE_INDEX
     return counts_BT, next_BT
 
 
 def skip_logits(model: Any) -> dict[str, Any]:
-    """Options of a call whose logits nobody reads."""
+    """Return call options that avoid computing logits, for models that support it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 

@@ -1,9 +1,9 @@
-"""The student's next-token distribution drawn to the teacher's.
+"""Knowledge distillation: match the student's next-token distribution to the teacher's.
 
     loss = kl_weight * T^2 KL(p_T || q_T) + ce_weight * CE        p: teacher, q: student, both at temperature T
 
-top_k: the teacher's k likeliest tokens one by one, all others as one event (the KL of the coarser distributions, a lower
-bound of the whole one). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature 1.
+top_k: the teacher's k most likely tokens individually, all others as one event (the KL of the coarser distributions, a
+lower bound of the full KL). The teacher is a model in memory, or a cache of its top-k log-probabilities at temperature 1.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from surgery.training.stages.base import (
 )
 from surgery.training.stages.lm import cross_entropy
 
-MIN_MASS = 1e-7  # of the mass that is lumped, so that its logarithm is a number
-MAX_LOGITS = 2**25  # numbers of logits compared at a time
+MIN_MASS = 1e-7  # floor of the remaining probability, so that its logarithm is finite
+MAX_LOGITS = 2**25  # logits compared at a time
 
 
 class DistillConfig(StageConfig):
+    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary."""
+
     name: ClassVar[str] = "distill"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -42,7 +44,7 @@ class DistillConfig(StageConfig):
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
-    """(N,) over the whole vocabulary."""
+    """Return KL(teacher || student) over the whole vocabulary, (N,), in nats."""
     q_NV = (student_NV.float() / temperature).log_softmax(-1)
     p_NV = (teacher_NV.float() / temperature).log_softmax(-1)
     return torch.nn.functional.kl_div(q_NV, p_NV, reduction="none", log_target=True).sum(-1)
@@ -51,7 +53,7 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) ->
 def top_k_kl_divergence(
     student_NV: Tensor, tokens_NK: Tensor, top_NK: Tensor, rest_N: Tensor, temperature: float
 ) -> Tensor:
-    """(N,) over k tokens and the rest as one; top, rest: the teacher's log-probabilities."""
+    """Return KL(teacher || student) over k tokens and the rest as one event, (N,), in nats. top, rest: teacher's log-probabilities."""
     q_NV = student_NV.float() / temperature
     q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
     left_N = log_remaining_mass(q_NK)
@@ -59,12 +61,12 @@ def top_k_kl_divergence(
 
 
 def log_remaining_mass(top_NK: Tensor) -> Tensor:
-    """log(1 - sum of their probabilities)."""
+    """Return log(1 - sum of exp(top)), (N,)."""
     return (1 - top_NK.exp().sum(-1)).clamp_min(MIN_MASS).log()
 
 
 def top_k_log_probs(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, their log-probabilities, that of the rest) of the teacher's logits."""
+    """Return tokens (N, k), their log-probabilities (N, k), and that of all others (N,), of the teacher's logits."""
     logits_NV = teacher_NV.float() / temperature
     values_NK, tokens_NK = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)
     top_NK = values_NK - logits_NV.logsumexp(-1, keepdim=True)
@@ -73,6 +75,8 @@ def top_k_log_probs(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Ten
 
 @STAGES.register(DistillConfig)
 class DistillStage(Stage):
+    """Trains the student on the teacher's logits, from a model in memory or a teacher cache."""
+
     config: DistillConfig
 
     @property
@@ -82,8 +86,8 @@ class DistillStage(Stage):
     def prepare(self, models: StageModels, roles: Roles) -> None:
         if models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
-                f"stage distill: temperature {self.config.temperature:g} with a teacher cache, whose targets are of "
-                "temperature 1; set it to 1, or keep the teacher in memory"
+                f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
+                "have temperature 1; set it to 1, or give --teacher without a cache."
             )
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
@@ -99,7 +103,7 @@ class DistillStage(Stage):
         return {"total": total, **parts}
 
     def _targets(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
-        """(logits,) or (tokens, log-probabilities, rest), (B, T, ..) each."""
+        """Return the teacher's (logits,) or (tokens, log-probabilities, rest), each (B, T, ..)."""
         device = batch["input_ids"].device
         if models.cache is not None:
             rows = zip(batch["index"].tolist(), batch["input_ids"].cpu())
@@ -114,7 +118,7 @@ class DistillStage(Stage):
         return tuple(t.to(device) for t in top_k_log_probs(logits_BTV, self.config.top_k, self.config.temperature))
 
     def _kl(self, logits_BTV: Tensor, targets: tuple[Tensor, ...], counts_BT: Tensor) -> Tensor:
-        """Some rows at a time, and each again on the way back: log-probabilities of all would be kept for it."""
+        """Return the sum of the KL in chunks of rows, recomputed in the backward pass so that log-probabilities are not stored."""
         student, others = logits_BTV.flatten(0, 1), [t.flatten(0, 1) for t in targets]
         if len(others) == 1 and others[0].shape[-1] != student.shape[-1]:  # embeddings padded differently
             size = min(others[0].shape[-1], student.shape[-1])

@@ -1,9 +1,9 @@
-"""Every layer's output drawn to the teacher's, along the student's own path.
+"""Match the output of every layer to the teacher's (hidden-state distillation), on the student's own activations.
 
     loss = mean over layers of |h - h*|^2 / |h*|^2
 
-Errors of lower layers reach upper ones here, unlike in `align`, so that upper layers learn to make up for them. The scale is
-that of the first rows of the data, one number a layer. The last layer is seen behind the model's last norm.
+Unlike in `align`, errors of lower layers reach upper layers, which learn to compensate for them. |h*|^2 is measured on the first
+rows of the data, one number per layer. The last layer is compared after the model's final norm.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from surgery.training.stages.match_hidden import TeacherStage, mean_square, rela
 
 
 class HiddenConfig(StageConfig):
+    """Keys of a `hidden` stage: those of all stages."""
+
     name: ClassVar[str] = "hidden"
 
 
 @STAGES.register(HiddenConfig)
 class HiddenStage(TeacherStage):
+    """Trains the student so that its hidden states match the teacher's."""
+
     config: HiddenConfig
 
     def __init__(self, config: Any):
@@ -31,13 +35,13 @@ class HiddenStage(TeacherStage):
         self.sizes: list[Tensor] = []
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Not the head, which no loss here sees."""
+        """Return the selected parameters without those of the output head, which this loss does not depend on."""
         student = models.student
         head = next((path for path, m in student.named_modules() if m is student.get_output_embeddings()), "")
         names = {name for name in super().trained_parameters(models, roles) if not name.startswith(f"{head}.")}
         if not names:
             raise SurgeryError(
-                f"stage hidden: trains {', '.join(self.config.trains)} selects the head alone, which it does not reach"
+                f"stage hidden: trains {', '.join(self.config.trains)} selects the output head only, which this loss does not depend on. Try trains: [new]."
             )
         return names
 
@@ -55,6 +59,6 @@ class HiddenStage(TeacherStage):
         return {"total": total, "last_layer": each[-1].detach()}
 
     def _teacher_states(self, models: StageModels, batch: Batch) -> tuple[Tensor, ...]:
-        """Without the embeddings."""
+        """Return the teacher's hidden states, one (B, T, D) per layer, without the embeddings."""
         answer = models.teacher_output(batch, **skip_logits(models.teacher), output_hidden_states=True)
         return answer.hidden_states[1:]

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy."""
+"""Language-model training: next-token cross-entropy, without a teacher."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from surgery.training.stages.base import (
 
 
 class LMConfig(StageConfig):
+    """Keys of an `lm` stage: those of all stages."""
+
     name: ClassVar[str] = "lm"
 
 
 def cross_entropy(logits_BTV: Tensor, next_BT: Tensor) -> Tensor:
-    """The sum over the positions that count, nats."""
+    """Return the sum of the cross-entropy over counted positions, in nats (a scalar)."""
     return nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), next_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -31,6 +33,8 @@ def cross_entropy(logits_BTV: Tensor, next_BT: Tensor) -> Tensor:
 
 @STAGES.register(LMConfig)
 class LMStage(Stage):
+    """Trains the student on the text itself."""
+
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         _, next_BT = next_token_targets(batch)
         total = cross_entropy(models.run(**model_inputs(batch)).logits, next_BT)

@@ -1,7 +1,7 @@
-"""LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)), with all else frozen.
+"""LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)), with all other parameters frozen.
 
-At the end the update is added to the weights where the sum is still of their kind (dense linears); beside structured ones
-it stays an adapter, in a folder that PEFT reads.
+At the end the update is merged into dense linears. For structured linears, where the sum would lose the structure, it stays
+an adapter, in a folder that PEFT reads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
 
 
 class LoraStageConfig(StageConfig):
-    """targets: roles, or paths of linears with * and ?. towards: the loss, as of the stage of that name. ends: "merge",
-    added to the weights where that is possible; "keep", an adapter everywhere."""
+    """Keys of a `lora` stage.
+
+    targets: roles, or paths of linears with * and ?. towards: the loss, that of the stage `lm` or `distill`. ends: "merge" adds
+    the update to the weights where possible; "keep" leaves an adapter everywhere.
+    """
 
     name: ClassVar[str] = "lora"
     rank: Annotated[int, Field(ge=1)] = 8
@@ -46,6 +49,8 @@ class LoraStageConfig(StageConfig):
 
 @STAGES.register(LoraStageConfig)
 class LoraStage(Stage):
+    """Trains LoRA adapters with the loss of an `lm` or `distill` stage."""
+
     config: LoraStageConfig
 
     def __init__(self, config: Any):
@@ -75,13 +80,13 @@ class LoraStage(Stage):
                 inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[ends])
 
     def _paths(self, student: Any, roles: Roles) -> dict[str, list[str]]:
-        """How each target ends -> the targets."""
+        """Return {"merge": paths, "keep": paths} of the targets."""
         found: dict[str, list[str]] = {"merge": [], "keep": []}
         for word in self.config.targets:
             hit = [path for path, played in roles.items() if _target_matches(word, path, played)]
             if not hit:
                 words = sorted({role for played in roles.values() for role in played})
-                raise SurgeryError(f"stage lora: targets: {word!r} is no linear{suggestion(word, words)}")
+                raise SurgeryError(f"stage lora: targets: {word!r} matches no linear{suggestion(word, words)}")
             for path in hit:
                 module = student.get_submodule(path)
                 structured = isinstance(getattr(module, "base_layer", module), (StructuredLinear, SplitLinear))
@@ -91,7 +96,7 @@ class LoraStage(Stage):
         return found
 
     def keeps_adapter(self, models: StageModels, roles: Roles) -> bool:
-        """Whether an adapter will be left."""
+        """Return whether an adapter remains after the stage."""
         return bool(self._paths(models.student, roles)["keep"])
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:

@@ -1,6 +1,6 @@
-"""What the stages share that draw something inside the student to the same thing inside the teacher.
+"""Shared parts of the stages that match internal tensors of student and teacher.
 
-|a - b|^2 / |b|^2        summed over tokens, a mean over numbers; |b|^2 that of the first rows of the data
+loss = |a - b|^2 / |b|^2        summed over tokens, averaged over features; |b|^2 is measured once, on the first rows of the data
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from surgery.training.stages.base import Batch, Stage
 
 
 class TeacherStage(Stage):
-    """A stage that needs the teacher itself, and counts every token."""
+    """A stage that needs the teacher model in memory and counts every token."""
 
     @property
     def needs_teacher(self) -> Literal["model"]:
@@ -24,18 +24,18 @@ class TeacherStage(Stage):
 
 
 def valid_mask_BT1(batch: Batch) -> Tensor:
-    """1 at tokens, 0 at padding."""
+    """Return 1.0 at tokens and 0.0 at padding, (B, T, 1)."""
     return batch["valid"].unsqueeze(-1).float()
 
 
 def mean_square(target_BTX: Tensor, valid: Tensor) -> Tensor:
-    """Its mean square over tokens."""
+    """Return the mean square over tokens and features, at least 1e-12 (a scalar)."""
     valid = valid.to(target_BTX.device)
     squares = target_BTX.float().square() * valid
     return (squares.sum() / (valid.sum() * target_BTX.shape[-1])).clamp_min(1e-12)
 
 
 def relative_error_sum(ours_BTX: Tensor, target_BTX: Tensor, valid: Tensor, size: Tensor) -> Tensor:
-    """The sum over tokens, in float32."""
+    """Return the sum over tokens of the mean squared difference, divided by `size`, in float32 (a scalar)."""
     gap_BTX = ours_BTX.float() - target_BTX.to(ours_BTX.device).float()
     return (gap_BTX.square() * valid).mean(-1).sum() / size.to(ours_BTX.device)

@@ -1,17 +1,17 @@
-"""The matrices that mix tokens: how far the student's are from the teacher's softmax(Q K^T), squared Frobenius norm.
+"""Distance between the student's token-mixing matrices and the teacher's softmax(Q K^T), in squared Frobenius norm.
 
-    loss = mean over heads of |W - W*|_F^2 / |W*|_F^2        W: A . M of a mixer, softmax's where it was kept
+    loss = mean over heads of |W - W*|_F^2 / |W*|_F^2        W: A . M of a mixer, softmax's for layers that were not converted
 
 This is MOHAWK's first stage, "matrix orientation" (Bick et al. 2024, section 4.1: min |TeacherMixer(u) - StudentMixer(u)|_F
 over the same inputs u), squared and relative like the losses it is added to. What an attention module hands to its
-last projection is linear in its values, O = W V, so W is read by giving it values of our own, through the module's
-own forward, whatever mixer is in it; neither matrix is ever built:
+last projection is linear in its values, O = W V, so W is applied to chosen values V by
+replacing the module's own values in its forward, for any mixer; neither matrix is ever materialized:
 
     columns     V = columns of the identity, as many at a time as a head has values: the loss itself, T / V calls
-    probes      V = random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), as many calls as wanted
+    probes      V = random signs z: E |(W - W*) z|^2 = |W - W*|_F^2 (Hutchinson 1989), as many calls as probes need
 
-A norm over a head's numbers is not linear: W is then what stands before it. A convolution of the values or a gate makes W
-another for each of them; the loss is the mean over them.
+A norm over a head's output is not linear and is left out of W. With a convolution of the values or a gate, W differs from
+value to value; the loss is the mean over them.
 
 B batch, T tokens, H heads, G value heads, V value dim, of the values given.
 """
@@ -37,7 +37,11 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module'
 
 @dataclass(frozen=True)
 class MixingProbe:
-    """The attention at `path` of a model: which linear gives its values, and in which of its outputs they lie."""
+    """Applies the token-mixing matrix of one attention module to chosen values.
+
+    source: path of the linear that computes the values; reader: path of the output projection; heads, groups: numbers of query
+    and value heads; value: dimension of a value; layout: where the values lie in the output of `source`.
+    """
 
     model: Any
     path: str
@@ -50,6 +54,7 @@ class MixingProbe:
 
     @classmethod
     def from_model(cls, model: Any, path: str) -> MixingProbe:
+        """Find the projections of the attention module at `path`."""
         shape, architecture = attention_shape(model, path), require_architecture(model)
         modules = dict(model.named_modules())
         found = {f"{path}.{end}": "whole" for end in architecture.value.split("|") if end}
@@ -57,13 +62,15 @@ class MixingProbe:
         source = next((path for path in found if path in modules), None)
         if source is None:
             raise SurgeryError(
-                f"stage align: matrix_weight: {path} has no projection that gives values alone; set it to 0"
+                f"stage align: matrix_weight needs a projection that computes values, which {path} lacks. Set it to 0."
             )
         reader = output_path(model, path)
-        return cls(model, path, source, reader, shape.heads, shape.groups, shape.value, found[source])
+        return cls(
+            model, path, source, reader, heads=shape.heads, groups=shape.groups, value=shape.value, layout=found[source]
+        )
 
     def mix_values(self, call: CallArguments, given_BTV: Tensor) -> Tensor:
-        """(B, T, H, V): what every head makes of these values."""
+        """Return W V of every head, (B, T, H, V), for the values given (B, T, V). call: arguments of the module's call."""
         read: list[Tensor] = []
 
         def values(_: Any, args: Any, out: Tensor) -> Tensor:
@@ -81,7 +88,7 @@ class MixingProbe:
         return read[0].unflatten(-1, (self.heads, self.value))
 
     def _replace_values(self, given_BTV: Tensor, out_BTX: Tensor) -> Tensor:
-        """The linear's output with the given values in the place of its own."""
+        """Return the output of the linear with its values replaced by the given ones."""
         every_BTGV = given_BTV.unsqueeze(2).expand(-1, -1, self.groups, -1)
         if self.layout == "whole":
             return every_BTGV.flatten(2)
@@ -93,6 +100,7 @@ class MixingProbe:
 
 @contextmanager
 def norm_disabled(mixer: Any) -> Iterator[None]:
+    """Remove the mixer's output norm, if it has one, for the duration of the context."""
     norm = getattr(mixer, "norm", None)
     if not isinstance(norm, torch.nn.Module):
         yield
@@ -105,7 +113,7 @@ def norm_disabled(mixer: Any) -> Iterator[None]:
 
 
 class MatrixComparison:
-    """probes: of random signs, None for every column."""
+    """Compares the mixing matrices of student and teacher modules. probes: number of random sign vectors; None: all columns."""
 
     def __init__(self, student: Any, teacher: Any, paths: list[str], probes: int | None, seed: int = 0):
         self.pairs = {
@@ -115,11 +123,11 @@ class MatrixComparison:
         self._indices: tuple[Any, list[int]] = (None, [])
 
     def value_factories(self, batch: Batch, value: int) -> list[Callable[[], Tensor]]:
-        """What makes the values of every call, (B, T, V), on the CPU: the same for an example wherever it is run."""
+        """Return one function per call that makes its values (B, T, V) on the CPU; they depend only on the example's index."""
         B, T = batch["input_ids"].shape
         if self.probes is None:
             return [partial(_identity_columns, B, T, first, value) for first in range(0, T, value)]
-        if self._indices[0] is not batch["index"]:  # the device is asked once a batch, not at every layer
+        if self._indices[0] is not batch["index"]:  # tolist() synchronizes: once per batch, not per layer
             self._indices = batch["index"], batch["index"].tolist()
         indices = self._indices[1]
         calls = range(-(-self.probes // value))
@@ -133,12 +141,12 @@ class MatrixComparison:
         return torch.stack(rows).float()
 
     def _call_weight(self, value: int) -> float:
-        """Of a call's squares in |W|_F^2."""
+        """Return the weight of one call's sum of squares in |W|_F^2."""
         return 1.0 if self.probes is None else 1.0 / (-(-self.probes // value) * value)
 
     @torch.no_grad()
     def mean_squares(self, path: str, call: CallArguments, batch: Batch, valid_BT1: Tensor) -> Tensor:
-        """The mean over tokens and heads of |W*_t|^2, by its columns' squares."""
+        """Return the mean over tokens and heads of |W*_t|^2, the squared norm of a row of the teacher's matrix (a scalar)."""
         _, theirs = self.pairs[path]
         total = torch.zeros((), device=valid_BT1.device)
         for make_values in self.value_factories(batch, theirs.value):
@@ -149,7 +157,7 @@ class MatrixComparison:
     def relative_error_sum(
         self, path: str, call: CallArguments, teacher_call: CallArguments, batch: Batch, valid_BT1: Tensor, size: Tensor
     ) -> Tensor:
-        """The sum over tokens. A call's work is done again on the way back, so that one at a time is in memory."""
+        """Return the sum over tokens of |W_t - W*_t|^2 / size. Each call is checkpointed: one at a time is held in memory."""
         from torch.utils.checkpoint import checkpoint
 
         ours, theirs = self.pairs[path]
@@ -170,7 +178,7 @@ class MatrixComparison:
 
 
 def _identity_columns(B: int, T: int, first: int, value: int) -> Tensor:
-    """Columns first .. first + value of the identity over tokens."""
+    """Return columns first .. first + value of the T x T identity, zero padded, (B, T, V)."""
     given_TV = torch.zeros(T, value)
     count = min(value, T - first)
     given_TV[first : first + count, :count] = torch.eye(count)

@@ -1,1 +1,1 @@
-"""The teacher's top logits of a training text, written once and read by many runs."""
+"""Teacher caches: the teacher's top-k log-probabilities of a training text, written once and read by many runs."""

@@ -1,4 +1,4 @@
-"""The index of a teacher cache, and its shards, believed only where they fit together."""
+"""The index of a teacher cache and its validation against the shard files."""
 
 from __future__ import annotations
 
@@ -45,15 +45,18 @@ class _Index(_IndexModel):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
+    """Read and validate index.json of a teacher cache. Raises SurgeryError if it is missing, damaged or of another version."""
     path = folder / INDEX_NAME
     if not path.is_file():
-        raise SurgeryError(f"{folder} is no teacher cache: it has no {INDEX_NAME}; `surgery teacher-cache` writes one")
+        raise SurgeryError(
+            f"{folder} is no teacher cache: it has no {INDEX_NAME}. Write one with `surgery teacher-cache`."
+        )
     try:
         data = read_json(path)
     except SurgeryError as error:
         raise SurgeryError(f"{path} is not the index of a teacher cache: {error}") from None
     if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
-        raise SurgeryError(f"{path} is of version {str(data.get('version'))[:50]}; this surgery reads {VERSION}")
+        raise SurgeryError(f"{path} must have version {VERSION} (got {str(data.get('version'))[:50]}).")
     try:
         index = _Index.model_validate(data)
     except ValidationError as error:
@@ -62,21 +65,23 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise SurgeryError(f"{path} is not the index of a teacher cache ({place}: {first['msg'].lower()})") from None
     for shard in index.shards:
         if not is_shard_name(shard.file):
-            raise SurgeryError(f"{path} points to {shard.file!r}; shards are .safetensors files beside the index")
+            raise SurgeryError(f"{path} points to {shard.file!r}; shards must be .safetensors files beside the index.")
         if shard.first % index.per_shard or shard.count > index.per_shard:
             raise SurgeryError(
-                f"{path}: shard {shard.file} holds rows {shard.first:,} to {shard.first + shard.count:,}, which is not one "
-                f"of {index.per_shard:,} rows each; write the cache anew"
+                f"{path}: shard {shard.file} holds rows {shard.first:,} to {shard.first + shard.count:,}, but shards have "
+                f"{index.per_shard:,} rows each. Write the cache again."
             )
     return dict(data)
 
 
 def is_intact(folder: Path, shard: dict[str, Any]) -> bool:
+    """Return whether the shard file has the size and SHA-256 that the index gives."""
     path = folder / shard["file"]
     return path.is_file() and path.stat().st_size == shard["bytes"] and file_sha256(path) == shard["sha256"]
 
 
 def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(2**22):
@@ -85,12 +90,12 @@ def file_sha256(path: Path) -> str:
 
 
 def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> dict[str, TensorInfo]:
-    """Its tensors; SurgeryError where they are not those that the index says."""
+    """Return name -> place of the tensors of a shard. Raises SurgeryError if file or shapes differ from the index."""
     path = folder / shard["file"]
     if not is_intact(folder, shard):
         raise SurgeryError(
-            f"{path} is {'damaged' if path.is_file() else 'gone'}: it is not what was written (sha256 "
-            f"{shard['sha256'][:12]}); write it again with surgery teacher-cache .. --resume"
+            f"{path} is {'damaged' if path.is_file() else 'gone'}: the index expects a file of sha256 "
+            f"{shard['sha256'][:12]}. Write it again with surgery teacher-cache .. --resume."
         )
     tensors, rows = read_header(path), shard["count"]
     wanted: dict[str, tuple[int, ...]] = {"tokens": (rows, length, top_k), "log_probs": (rows, length, top_k)}
@@ -99,7 +104,7 @@ def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> 
         found = tensors[name].shape if name in tensors else None
         if found != shape:
             raise SurgeryError(
-                f"{path}: {name} is {'not there' if found is None else list(found)}, the index says {list(shape)}; write "
-                "the cache anew"
+                f"{path}: {name} must have shape {list(shape)} (got {'no such tensor' if found is None else list(found)}). "
+                "Write the cache again."
             )
     return tensors

@@ -1,18 +1,19 @@
-"""What a teacher says of every token, on disk: the k likeliest next tokens, their log-probabilities, and that of all
-others together.
+"""Write and read teacher caches: for every token the k most likely next tokens, their log-probabilities, and the
+log-probability of all other tokens together.
 
     write_teacher_cache(teacher, data, "cache", top_k=64, examples=10_000)
     cache = TeacherCache("cache")
     cache.check(data)                             the same tokenizer, text, order and length
     tokens_TK, log_probs_TK, rest_T = cache.targets(17)
 
-docs/data.md describes the files. A shard is whole or absent, and what the index names is there: an interrupted run
-goes on with `resume`. Entry t is about the token at t + 1, at temperature 1.
+docs/data.md describes the files. A shard is complete or absent, and the index lists complete shards only, so an interrupted
+run continues with `resume`. Entry t predicts the token at t + 1, at temperature 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from surgery.training.teacher_cache.index import (
 )
 
 TENSOR_NAMES = ("tokens", "log_probs", "rest", "input_ids")
-MIN_LOG_PROB = -80.0  # a log-probability that counts for nothing and is finite
-MAX_LOGITS = 2**26  # of logits looked at in float32 at once
+MIN_LOG_PROB = -80.0  # finite floor of a log-probability, in nats
+MAX_LOGITS = 2**26  # logits converted to float32 at a time
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -49,6 +50,7 @@ def write_teacher_cache(
     top_k: int,
     examples: int,
     rows: int = 1,
+    *,
     per_shard: int = 256,
     dtype: torch.dtype = torch.float16,
     resume: bool = False,
@@ -56,16 +58,20 @@ def write_teacher_cache(
     progress: Progress | None = None,
     weights: str | None = None,
 ) -> dict[str, Any]:
-    """Targets of the first `examples` of the data, `rows` of them a forward. teacher: a name for the index; weights: the digest
-    of the teacher's files, which must be the one that the cache was begun with. Returns the index. Without `resume` a folder
-    that holds a cache is refused, with it the same cache is finished: shards that are lost or damaged are written again."""
+    """Write the teacher's targets of the first `examples` examples of the data and return the index.
+
+    rows: examples per forward. per_shard: examples per file. dtype: of the stored log-probabilities. teacher: its name for the
+    index. weights: digest of the teacher's files, which must not change when resuming. resume: complete the cache in
+    `out_dir`, writing lost or damaged shards again.
+    Raises SurgeryError if `out_dir` holds a cache and `resume` is False, or holds one with other settings.
+    """
     out = Path(out_dir)
     refuse_links_in(out)
     size = model.config.get_text_config().vocab_size
     if not 1 <= top_k <= size:
-        raise SurgeryError(f"teacher cache: top_k {top_k} of a vocabulary of {size:,}; give 1 to {size:,}")
+        raise SurgeryError(f"teacher cache: top_k must be 1 to {size:,} (got {top_k} of a vocabulary of {size:,}).")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise SurgeryError(f"teacher cache: log-probabilities as {dtype}? float16, bfloat16 or float32")
+        raise SurgeryError(f"teacher cache: dtype must be float16, bfloat16 or float32 (got {dtype}).")
     check_packed_attention(model, data.config.packing, rows)
     header = {
         "format": FORMAT, "version": VERSION, "teacher": teacher or getattr(model, "name_or_path", ""),
@@ -77,80 +83,88 @@ def write_teacher_cache(
     with explain_disk_errors(out, "run the same command with --resume"):
         out.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(out, "teacher cache"):
-            return _write_missing(
-                model, data, out, _open_index(out, header, resume), rows, dtype, progress or Progress()
-            )
+            index = _open_index(out, header, resume)
+            return _TargetWriter(model, data, out, rows, dtype).write_missing(index, progress or Progress())
 
 
 def _open_index(out: Path, header: dict[str, Any], resume: bool) -> dict[str, Any]:
-    """The index as far as it goes; more examples than were asked for then may be asked for now."""
+    """Return the index with its intact shards; `examples` may have grown since the cache was begun."""
     if not (out / INDEX_NAME).is_file():
         write_json(out / INDEX_NAME, {**header, "shards": []})
         return {**header, "shards": []}
     if not resume:
-        raise SurgeryError(f"{out} holds a teacher cache already; finish it with --resume, or choose another folder")
+        raise SurgeryError(f"{out} already holds a teacher cache; finish it with --resume, or choose another folder.")
     index = read_index(out)
-    if None in (header["teacher_digest"], index.get("teacher_digest")):  # it was not said, then or now
+    if None in (header["teacher_digest"], index.get("teacher_digest")):  # unknown at one of the two times
         header["teacher_digest"] = index.get("teacher_digest")
     for key, value in header.items():
         if index.get(key) != value and key not in ("examples", "teacher", "sources"):
             raise SurgeryError(
-                f"{out} was begun with another {key} ({index.get(key)}, now {value}); resume with what it was begun "
-                "with, or choose another folder"
+                f"{out} was begun with another {key} ({index.get(key)}, now {value}). Resume with the original settings, or "
+                "choose another folder."
             )
     good = [shard for shard in index["shards"] if is_intact(out, shard)]
     return {**index, "examples": max(header["examples"], index["examples"]), "shards": good}
 
 
-def _write_missing(
-    model: Any, data: TrainingData, out: Path, index: dict[str, Any], rows: int, dtype: torch.dtype, progress: Progress
-) -> dict[str, Any]:
-    per, wanted = index["per_shard"], index["examples"]
-    shards_by_first = {shard["first"]: shard for shard in index["shards"]}
-    missing = [
-        f
-        for f in range(0, wanted, per)
-        if f not in shards_by_first or shards_by_first[f]["count"] < min(per, wanted - f)
-    ]
-    stream: Iterator[Example] = iter(())
-    at = -1
-    with progress.bar("teacher", len(missing)) as tick:
-        for first in missing:
-            if first != at:
-                stream = data.examples(first)
-            some = [example for _, example in zip(range(min(per, wanted - first)), stream)]
-            if not some:
-                raise SurgeryError(
-                    f"teacher cache: the data ends after {first:,} rows and {wanted:,} are asked for; leave out "
-                    f"data.epochs, or ask for {first:,}"
-                )
-            shards_by_first[first] = _write_targets(model, some, out, first, index, rows, dtype)
-            index = {**index, "shards": [shards_by_first[f] for f in sorted(shards_by_first)]}
-            write_json(out / INDEX_NAME, index)
-            at = first + len(some)
-            tick()
-    return index
+@dataclass(frozen=True)
+class _TargetWriter:
+    """Writes shards of a cache into `out`. rows: examples per forward; dtype: of the stored log-probabilities."""
 
+    model: Any
+    data: TrainingData
+    out: Path
+    rows: int
+    dtype: torch.dtype
 
-def _write_targets(
-    model: Any, some: list[Example], out: Path, first: int, index: dict[str, Any], rows: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    file = f"targets-{first // index['per_shard']:05d}.safetensors"
-    tokens, log_probs, rest = (torch.cat(parts) for parts in zip(*_iter_targets(model, some, index["top_k"], rows)))
-    tensors = {
-        "tokens": tokens.to(torch.int32),
-        "log_probs": log_probs.to(dtype),
-        "rest": rest,
-        "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
-    }
-    write_shard(out / file, [TensorSource.from_tensor(name, tensor) for name, tensor in tensors.items()])
-    size = (out / file).stat().st_size
-    return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": file_sha256(out / file)}
+    def write_missing(self, index: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        """Write all shards that the index lacks, updating it after each; return the complete index."""
+        per, wanted = index["per_shard"], index["examples"]
+        shards_by_first = {shard["first"]: shard for shard in index["shards"]}
+        missing = [
+            f
+            for f in range(0, wanted, per)
+            if f not in shards_by_first or shards_by_first[f]["count"] < min(per, wanted - f)
+        ]
+        stream: Iterator[Example] = iter(())
+        at = -1
+        with progress.bar("teacher", len(missing)) as tick:
+            for first in missing:
+                if first != at:
+                    stream = self.data.examples(first)
+                some = [example for _, example in zip(range(min(per, wanted - first)), stream)]
+                if not some:
+                    raise SurgeryError(
+                        f"teacher cache: the data ends after {first:,} rows, but {wanted:,} are needed. Leave out "
+                        f"data.epochs, or write a cache of {first:,} rows."
+                    )
+                shards_by_first[first] = self._write_shard(some, first, index)
+                index = {**index, "shards": [shards_by_first[f] for f in sorted(shards_by_first)]}
+                write_json(self.out / INDEX_NAME, index)
+                at = first + len(some)
+                tick()
+        return index
+
+    def _write_shard(self, some: list[Example], first: int, index: dict[str, Any]) -> dict[str, Any]:
+        """Write the targets of one shard, whose first example is number `first`; return its entry of the index."""
+        file = f"targets-{first // index['per_shard']:05d}.safetensors"
+        tokens, log_probs, rest = (
+            torch.cat(parts) for parts in zip(*_iter_targets(self.model, some, index["top_k"], self.rows))
+        )
+        tensors = {
+            "tokens": tokens.to(torch.int32),
+            "log_probs": log_probs.to(self.dtype),
+            "rest": rest,
+            "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
+        }
+        write_shard(self.out / file, [TensorSource.from_tensor(name, tensor) for name, tensor in tensors.items()])
+        size, digest = (self.out / file).stat().st_size, file_sha256(self.out / file)
+        return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": digest}
 
 
 @torch.no_grad()
 def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(tokens_BTK, log_probs_BTK, rest_BT), on the CPU, of a few examples at a time."""
+    """Yield (tokens_BTK, log_probs_BTK, rest_BT) on the CPU, for `rows` examples at a time."""
     model.eval()
     for start in range(0, len(some), rows):
         both = ({n: e[n] for n in ("input_ids", "position_ids")} for e in some[start : start + rows])
@@ -161,8 +175,8 @@ def _iter_targets(model: Any, some: list[Example], k: int, rows: int) -> Iterato
         tokens, log_probs, rest = (torch.cat(p).unflatten(0, logits_BTV.shape[:2]).cpu() for p in zip(*parts))
         if not bool(torch.isfinite(log_probs).all()):
             raise SurgeryError(
-                f"teacher cache: the teacher's logits of rows {start} to {start + rows} are not finite; load it in "
-                "bfloat16 or float32"
+                f"teacher cache: the teacher's logits of rows {start} to {start + rows} contain NaN or infinity. Load the "
+                "teacher in bfloat16 or float32."
             )
         yield tokens, log_probs, rest
 
@@ -176,7 +190,7 @@ def _collect_by_name(rows: Iterable[dict[str, Tensor]]) -> dict[str, list[Tensor
 
 
 def top_k_log_probs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens_NK, the likeliest first; their log-probabilities; that of all others together)."""
+    """Return tokens (N, k), most likely first, their log-probabilities (N, k), and the log-probability of all others (N,)."""
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     top_NK, tokens_NK = logits_NV.topk(k, dim=-1)
@@ -187,7 +201,7 @@ def top_k_log_probs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 # -- reading ---------------------------------------------------------------------------------------
 class TeacherCache:
-    """Rows are read when they are asked for; a shard is checked against its checksum when it is first needed."""
+    """A teacher cache opened for reading. Rows are read on demand; a shard's checksum is verified at its first use."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -198,7 +212,7 @@ class TeacherCache:
         self._rows: int | None = None
 
     def __len__(self) -> int:
-        """Examples that are there, from the first on without a gap."""
+        """Return the number of examples up to the first gap."""
         count = 0
         while (shard := self.shards.get(count // self.index["per_shard"])) is not None and shard["first"] == count:
             count += shard["count"]
@@ -207,7 +221,7 @@ class TeacherCache:
         return count
 
     def check(self, data: TrainingData) -> None:
-        """SurgeryError where these are targets of other examples than the data's."""
+        """Raise SurgeryError unless the cache was written for the same tokenizer, length, seed and data."""
         tokenizer = tokenizer_fingerprint(data.tokenizer)
         for what, theirs, ours in (
             ("tokenizer", self.index["tokenizer"], tokenizer),
@@ -218,26 +232,27 @@ class TeacherCache:
             if theirs != ours:
                 raise SurgeryError(
                     f"teacher cache {self.folder} was written with another {what} ({_abbreviate(theirs)}, here {_abbreviate(ours)}; "
-                    f"its sources: {', '.join(self.index['sources'])}); train with what it was written with, or write a "
-                    "cache for this run"
+                    f"its sources: {', '.join(self.index['sources'])}). Train with the same {what}, or write a cache for this run."
                 )
         if data.config.rows is not None and data.config.rows > len(self):
             raise SurgeryError(
-                f"teacher cache {self.folder} holds {len(self):,} rows, data.rows is {data.config.rows:,}; lower it, or "
-                "write more with --resume"
+                f"teacher cache {self.folder} holds {len(self):,} rows, but data.rows is {data.config.rows:,}. Lower it, or "
+                "write more rows with --resume."
             )
         self._rows = data.config.rows
 
     def targets(self, index: int, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens (T, k) int32, log-probabilities (T, k), rest (T,) float32) of that example of the data. input_ids: it,
-        to be sure."""
+        """Return (tokens (T, k) int32, log-probabilities (T, k), rest (T,) float32) of one example.
+
+        index: number of the example in the data; input_ids (T,): if given, compared with the stored ones.
+        """
         number = index if self._rows is None else index % self._rows
         at, row = divmod(number, self.index["per_shard"])
         shard = self.shards.get(at)
         if shard is None or row >= shard["count"]:
             raise SurgeryError(
-                f"teacher cache {self.folder} holds {len(self):,} rows and row {number:,} is asked for; write more with "
-                f"--resume, or set data.rows={len(self)} to read those again and again"
+                f"teacher cache {self.folder} holds {len(self):,} rows, but row {number:,} is needed. Write more rows with "
+                f"--resume, or set data.rows={len(self)} to repeat these."
             )
         tensors = self._open(at, shard)
         found = {name: read_tensor(tensors[name].rows(row, row + 1))[0] for name in TENSOR_NAMES if name != "input_ids"}
@@ -245,8 +260,8 @@ class TeacherCache:
             stored = read_tensor(tensors["input_ids"].rows(row, row + 1))[0]
             if not torch.equal(stored.long(), input_ids.cpu().long()):
                 raise SurgeryError(
-                    f"teacher cache {self.folder}: row {number:,} is of another text than the example trained on; write "
-                    "a cache for this run"
+                    f"teacher cache {self.folder}: row {number:,} has another text than the training example. Write a "
+                    "cache for this run."
                 )
         return found["tokens"], found["log_probs"], found["rest"]
 

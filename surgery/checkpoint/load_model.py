@@ -1,0 +1,31 @@
+"""Load the model of a checkpoint, converted or not: the one loader that training and evaluation share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from surgery.checkpoint.meta_model import model_class
+from surgery.checkpoint.remote_code import refuse_code
+from surgery.checkpoint.source import CheckpointSource
+from surgery.checkpoint.tensor_names import load_complete
+
+
+def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
+    """Load the transformers config of a checkpoint. Its remote code runs only with `trust_remote_code`."""
+    from transformers import AutoConfig
+
+    refuse_code(source.folder, source.name, source.config, trust_remote_code)
+    return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+
+
+def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
+    """Load the model of a checkpoint on the CPU, in evaluation mode.
+
+    The class is the first one that `architectures` in config.json names and transformers has, otherwise an Auto class.
+    dtype: of the parameters; "auto" keeps the dtype of the checkpoint.
+    Raises SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
+    """
+    cls = model_class(load_config(source, trust_remote_code), trust_remote_code)
+    return load_complete(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)
