@@ -5,24 +5,26 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Not compiled at once, which takes a minute: Python compiles what it imports, and keeps that.
-INSTALL := $(BIN)/python -m pip install --no-compile -c constraints-cpu.txt
+# --no-compile: compiling every installed module takes a minute; Python compiles those that it imports.
+# -q: without it pip prints several lines for each of 80 packages. make demo PIP_FLAGS= shows them.
+PIP_FLAGS ?= -q
+INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-cpu.txt
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint style types imports tests clean
 
-help:  ## say what the targets do
+help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: .venv/installed  ## convert the embedded checkpoint and print before and after, in under two minutes
+demo: .venv/installed  ## convert the embedded checkpoint and compare it with the original, in under two minutes
 	$(BIN)/surgery demo
 
-test: style  ## lint, then the whole test suite, types checked beside it
+test: style  ## ruff, then the whole test suite and mypy in parallel
 	@$(MAKE) --no-print-directory -j 2 types tests
 
-lint: style types imports  ## ruff (lint, format), mypy, and who may import whom
+lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports
 
 style: .venv/installed-test
 	$(BIN)/ruff check .
@@ -41,17 +43,20 @@ clean:  ## remove .venv, caches and the demo's folders
 	rm -rf .venv build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps: made once, and again when what is to be installed changes. The pip that comes with Python 3.11 takes twice as long.
+# Stamp files: an install runs again only when pyproject.toml or the constraints change. pip is upgraded first because the
+# one that comes with Python 3.11 takes twice as long.
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "surgery needs Python 3.10 or later; make PYTHON=python3.12 ..")'
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -q pip==26.3
+	$(INSTALL) pip==26.3
 	@touch $@
 
 .venv/installed: .venv/python pyproject.toml constraints-cpu.txt
+	@echo "Installing surgery with torch and transformers into .venv; this downloads up to several gigabytes."
 	$(INSTALL) -e .
 	@touch $@
 
 .venv/installed-test: .venv/python pyproject.toml constraints-cpu.txt
+	@echo "Installing surgery with its test dependencies into .venv; this downloads up to several gigabytes."
 	$(INSTALL) -e '.[test]'
 	@touch .venv/installed $@

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.core.version import __version__
 
-# In a checkout the rooms kernels/, eval/ and recipes/ lie beside this package and are imported under it.
-# An editable install's finder does not see them (they have no __init__.py, because a top-level package
-# named `kernels` would hide the library of that name), so the checkout's root joins our search path.
+# In a checkout the packages kernels/, eval/ and recipes/ lie beside this one and are imported as surgery.kernels etc.
+# They have no __init__.py, because a top-level package named `kernels` would hide the library of that name; so the
+# root of the checkout is added to this package's search path.
 _root = Path(__file__).resolve().parents[1]
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 register()
 
-# The commands as functions, see api.py; it is opened when the first is asked for.
+# The commands as functions. api.py is imported on first access, to keep `import surgery` light.
 COMMANDS = ("convert", "densify", "evaluate", "finetune", "inspect", "load", "plan", "push", "report")
 __all__ = ["__version__", *COMMANDS]
 
 
 def __getattr__(name: str) -> Any:
+    """Import a command from `surgery.api` on first access (PEP 562)."""
     if name in COMMANDS:
         from surgery import api
 

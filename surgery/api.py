@@ -9,9 +9,9 @@
     surgery.evaluate("HEALED", text="heldout.txt", compare="SRC")
     surgery.push("HEALED", "me/model", dry_run=True)
 
-What comes back is what `--json` prints, a dict, and a notebook or a terminal shows it as the table of the command.
-Keywords that a function does not know are keys of the recipe (`keep=0.75` is `--set keep=0.75`); those in the depth of
-it are given as `overrides={"attention.cache": 0.5}`. Errors are `surgery.core.errors.SurgeryError`.
+Each function returns the dict that the command prints with `--json`; notebooks and terminals display it as the command's
+tables. `plan` and `convert` take recipe keys as keywords (`keep=0.75` is `--set keep=0.75`); nested keys go into
+`overrides={"attention.cache": 0.5}`. Errors that the user can correct are `surgery.core.errors.SurgeryError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ CONSOLE_WIDTH = 140
 
 
 class CommandResult(dict[str, Any]):
-    """Data of a command, shown as its tables."""
+    """Result of a command: a dict of its data that displays as the command's tables.
+
+    Args:
+        data: what the command prints with `--json`.
+        parts: makes the tables and lines to display; called at each display.
+    """
 
     def __init__(self, data: Mapping[str, Any], parts: Callable[[], Sequence[Any]]):
         super().__init__(data)
@@ -59,9 +64,16 @@ def plan(
     trust_remote_code: bool = False,
     **keys: Any,
 ) -> CommandResult:
-    """What a recipe would cut, from the config and the tensor headers alone.
+    """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
-    recipe: name of a shipped one, path of a YAML file, or a dict; context: tokens that notes on speed are for.
+    Args:
+        source: checkpoint, a local folder or a Hub id (org/name or org/name@revision).
+        recipe: name of a shipped recipe, path of a YAML file, dict, or ConversionRecipe.
+        overrides: recipe keys by dotted path, e.g. {"attention.cache": 0.5}.
+        context: prompt length in tokens that the notes on speed refer to.
+        revision: branch, tag or commit of the Hub repository.
+        trust_remote_code: whether Python code in the checkpoint's repository may run.
+        keys: top-level recipe keys, e.g. keep=0.75.
     """
     from surgery.checkpoint.meta_model import MetaModel
     from surgery.checkpoint.source import open_checkpoint
@@ -92,7 +104,17 @@ def convert(
     progress: Progress | None = None,
     **keys: Any,
 ) -> CommandResult:
-    """Convert a checkpoint into the folder `out`; the report, as it lies there."""
+    """Convert a checkpoint into the folder `out`. Return the report that is stored there.
+
+    Args:
+        source, recipe, overrides, context, revision, trust_remote_code, keys: as in `plan`.
+        out: folder of the converted checkpoint; must not exist unless `resume`.
+        calibration: text to calibrate on, a file or a Hub data set (org/name[:config:split:column]).
+        resume: continue an interrupted conversion into the same `out`.
+        device: cpu, cuda, cuda:1; None: a GPU if there is one.
+        seed: random seed; None: the recipe's.
+        progress: progress display; None: bars on a terminal.
+    """
     from surgery.conversion.convert import convert as run
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.tables import inspect_table
@@ -120,7 +142,16 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a checkpoint, converted or not, for what it generates; any other Auto class does as well."""
+    """Return (causal language model, tokenizer) of a checkpoint, converted or not.
+
+    Other tasks load with the Auto classes of transformers after `import surgery`.
+
+    Args:
+        name: a local folder or a Hub id (org/name or org/name@revision).
+        dtype: a torch dtype by name, or "auto" for that of the stored weights.
+        device: the `device_map` of transformers; None: the CPU.
+        revision, trust_remote_code: as in `plan`.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from surgery.checkpoint.remote_code import refuse_code
@@ -138,7 +169,12 @@ def load(
 
 
 def inspect(converted: PathLike, *, modules: bool = False) -> CommandResult:
-    """What was replaced in a converted checkpoint; modules: shown with a row for each."""
+    """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id.
+        modules: display one row per module instead of one per role.
+    """
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
@@ -164,7 +200,21 @@ def finetune(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> CommandResult:
-    """Heal a converted checkpoint by training; the record of the run."""
+    """Train a converted checkpoint to recover its quality (healing = recovery distillation). Return the run's record.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id.
+        recipe: name of a shipped training recipe (quick, standard, long, weights-only) or path of a YAML file.
+        teacher: checkpoint to distill from, the one that `converted` was made from.
+        data: text to train on, a file, a folder or a Hub id; None: the recipe's.
+        out: folder of the trained checkpoint, must not exist; None: `converted` + "-healed".
+        tiny: apply the recipe's `tiny` block, which shortens the run to minutes on two CPU cores.
+        overrides: recipe keys by dotted path, e.g. {"stages.0.tokens": 20_000_000}.
+        resume: continue an interrupted run from its last training checkpoint.
+        skip_bad_steps: skip steps with NaN or infinite gradients instead of stopping.
+        track: tensorboard, wandb, trackio or none; None: tensorboard if it is installed.
+        device, trust_remote_code, progress: as in `convert`.
+    """
     from surgery.training.finetune import finetune as run
     from surgery.training.logging import result_table
     from surgery.training.recipe import load_healing_recipe
@@ -198,8 +248,19 @@ def evaluate(
     progress: Progress | None = None,
     **options: Any,
 ) -> CommandResult:
-    """Measure a checkpoint, beside the original if `compare` names it. options: of `surgery.eval.suite.EvalOptions`
-    (text, tokens, length, limit, lengths, depths, tasks, batch_size, seed, data_root ..)."""
+    """Evaluate a checkpoint, optionally against another one on the same samples.
+
+    Args:
+        model: checkpoint, converted or not; a local folder or a Hub id.
+        suites: names of suites, see `surgery eval --list-suites`.
+        compare: checkpoint to compare with, usually the original.
+        out: folder for results, samples and plots; suites already finished there are not run again.
+        fail_below: thresholds "name=ratio" on the score relative to `compare`'s, e.g. "ppl=1.05".
+        device, trust_remote_code, progress: as in `convert`.
+        dtype: float32, bfloat16, float16, or auto (that of the stored weights).
+        options: fields of `surgery.eval.suite.EvalOptions`: text, tokens, length, limit, lengths, depths, tasks,
+            batch_size, seed, data_root and more.
+    """
     from surgery.core.errors import SurgeryError, suggestion
     from surgery.eval.results.tables import eval_table
     from surgery.eval.run import evaluate as run
@@ -223,7 +284,7 @@ def evaluate(
 
 
 def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = None) -> CommandResult:
-    """Structured linears multiplied out, to an ordinary checkpoint in `out`."""
+    """Multiply structured weights out, to a dense checkpoint in the folder `out` (must not exist) with the same outputs."""
     from surgery.conversion.densify import densify as run
 
     result = run(str(converted), Path(out), progress=progress or RichProgress())
@@ -231,7 +292,13 @@ def densify(converted: PathLike, out: PathLike, *, progress: Progress | None = N
 
 
 def report(converted: PathLike, *, out: PathLike | None = None, measured: PathLike | None = None) -> Path:
-    """The page about a conversion, one HTML file; where it was written. measured: a folder of an evaluation."""
+    """Write a report page about a conversion, one HTML file. Return its path.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id.
+        out: the HTML file; None: report.html in `converted`.
+        measured: folder written by `evaluate(out=..)`; None: eval/ in `converted` if it exists.
+    """
     from surgery.publish.html.page import write_page
 
     return write_page(str(converted), None if out is None else Path(out), None if measured is None else Path(measured))
@@ -243,19 +310,36 @@ def push(
     *,
     private: bool = False,
     revision: str | None = None,
-    licence: str | None = None,
+    license: str | None = None,
     base_model: str | None = None,
     measured: PathLike | None = None,
     message: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    licence: str | None = None,
 ) -> CommandResult:
-    """A converted checkpoint to the Hub; with dry_run what would go up, and under "card" its model card."""
+    """Push a converted checkpoint to the Hub with a model card. Return the uploaded files, the card, and the URL.
+
+    Args:
+        converted: converted checkpoint, a local folder or a Hub id.
+        repo: Hub repository "user/name"; created if it does not exist.
+        private: create the repository as private.
+        revision: branch to push to; created if it does not exist. None: main.
+        license: license id of the Hub's list, e.g. "apache-2.0"; None: the source's license.
+        base_model: Hub id of the original model, if it was converted from a local folder.
+        measured: folder written by `evaluate(out=..)`; its table and plots are included.
+        message: commit message.
+        dry_run: list the files and the card, and upload nothing.
+        progress: as in `convert`.
+        licence: former name of `license`, still accepted.
+    """
     from surgery.publish.hub.push import prepare_upload
     from surgery.publish.hub.push import push as run
     from surgery.publish.tables import upload_table
 
-    upload = prepare_upload(str(converted), repo, licence, base_model, None if measured is None else Path(measured))
+    upload = prepare_upload(
+        str(converted), repo, license or licence, base_model, None if measured is None else Path(measured)
+    )
     result = {"dry_run": dry_run, **upload.to_dict(), "card": upload.card}
     if not dry_run:
         result |= run(upload, private, revision, message, progress or RichProgress())

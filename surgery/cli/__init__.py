@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: the Typer app (main.py), shared options, and one file for each long command."""

@@ -1,4 +1,4 @@
-"""What commands print: tables on stdout, progress on stderr."""
+"""Output of the commands: tables on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rich.console import Console
 
 
 def show(parts: list[Any]) -> None:
-    """Tables and lines; into a file or a pipe, which has no width of its own, wide enough to read."""
+    """Print tables and lines on stdout, 140 columns wide if stdout is no terminal."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
     Console(width=wide).print(*parts, sep="\n", soft_wrap=True)
 
 
 def progress(quiet: bool) -> Any:
+    """Return the progress display: silent if `quiet`, else bars on stderr."""
     from surgery.core.progress import Progress, RichProgress
 
     return Progress() if quiet else RichProgress()

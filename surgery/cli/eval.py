@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -14,65 +14,101 @@ from surgery.core.errors import SurgeryError
 from surgery.core.progress import is_main_process
 
 Suites = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option("--suite", "-s", help="What to measure; repeatable, or separated by commas. --list-suites names all."),
-]
-Base = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--compare", metavar="BASE", help="The original, measured on the same samples."),
-]
-Out = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--out", "-o", help="Folder for results, samples and plots; what it holds is not measured again."),
-]
-Text = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="Text to score: a file, or a Hub data set org/name[:config:split:column]."),
-]
-FailBelow = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Option(
-        "--fail-below", metavar="NAME=SHARE", help="Exit 1 unless so much of the base's score is left; ppl=1.05."
+        "--suite",
+        "-s",
+        help="Run this suite; repeatable, or several separated by commas. --list-suites lists them. Default: ppl.",
     ),
 ]
-Limit = Annotated[Optional[int], typer.Option(min=1, help="Samples of every task and length, at most.")]  # noqa: UP045
-Tokens = Annotated[int, typer.Option(min=16, help="Tokens of the text to score.")]
-Length = Annotated[int, typer.Option(min=8, help="Tokens of a window of the text.")]
-Lengths = Annotated[Optional[str], typer.Option(help="Tokens of samples, e.g. 4096,8192,16384.")]  # noqa: UP045
-Depths = Annotated[Optional[str], typer.Option(help="Where needles lie, e.g. 0,0.5,1.")]  # noqa: UP045
-Tasks = Annotated[Optional[str], typer.Option(help="Of a suite, these tasks only, separated by commas.")]  # noqa: UP045
-BatchSize = Annotated[str, typer.Option("--batch-size", help="Rows at a time, or auto.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of samples; the same for both models.")]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--compare",
+        metavar="BASE",
+        help="Also measure this checkpoint, usually the original, on the same samples, and test the difference.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Write results, samples and plots to this folder. Suites already finished there are not run again.",
+    ),
+]
+Text = Annotated[
+    str | None,
+    typer.Option(help="Score this text: a file or a Hub data set (org/name[:config:split:column])."),
+]
+FailBelow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-below",
+        metavar="NAME=RATIO",
+        help="Exit with code 1 if the score is worse than this ratio of the base's: accuracies at least RATIO, perplexity at most RATIO, e.g. ppl=1.05. Repeatable.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use at most this many samples for each task and length.")]
+Tokens = Annotated[int, typer.Option(min=16, help="Score this many tokens of the text.")]
+Length = Annotated[int, typer.Option(min=8, help="Split the text into windows of this many tokens.")]
+Lengths = Annotated[
+    str | None, typer.Option(help="Build long-context samples of these lengths in tokens, e.g. 4096,8192,16384.")
+]
+Depths = Annotated[str | None, typer.Option(help="Place needles at these relative positions in [0, 1], e.g. 0,0.5,1.")]
+Tasks = Annotated[str | None, typer.Option(help="Run only these tasks of the suite, separated by commas.")]
+BatchSize = Annotated[str, typer.Option("--batch-size", help="Sequences in a batch, or auto.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the samples, which are the same for both models.")]
 DataRoot = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--data-root", metavar="DIR", help="A local mirror of data sets (`surgery fetch-eval-data`)."),
+    Path | None,
+    typer.Option(
+        "--data-root",
+        metavar="DIR",
+        help="Read data sets from this local mirror, written by `surgery fetch-eval-data`.",
+    ),
 ]
-FewShot = Annotated[Optional[int], typer.Option("--num-fewshot", min=0, help="Of lm-eval's tasks.")]  # noqa: UP045
+FewShot = Annotated[
+    int | None,
+    typer.Option(
+        "--num-fewshot",
+        min=0,
+        help="Number of few-shot examples in the prompts of lm-eval tasks. Default: each task's own.",
+    ),
+]
 GenKwargs = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--gen-kwargs", help="Passed to generate(), e.g. temperature=0.7,top_p=0.9."),
+    str | None,
+    typer.Option("--gen-kwargs", help="Arguments passed to generate(), e.g. temperature=0.7,top_p=0.9."),
 ]
-Metadata = Annotated[Optional[str], typer.Option(help="JSON passed to lm-eval's tasks.")]  # noqa: UP045
+Metadata = Annotated[str | None, typer.Option(help="JSON object passed to the lm-eval tasks as their metadata.")]
 IncludePath = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--include-path", metavar="DIR", help="A folder of lm-eval tasks of one's own."),
+    Path | None,
+    typer.Option("--include-path", metavar="DIR", help="Also load lm-eval task definitions from this folder."),
 ]
 SomeSamples = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--samples", help='Of lm-eval\'s tasks these documents, as JSON: {"piqa": [0, 5]}.'),
+    str | None,
+    typer.Option("--samples", help='Run only these documents of lm-eval tasks, as JSON: {"piqa": [0, 5]}.'),
 ]
 UseCache = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--use-cache", metavar="DIR", help="Keep every answer there; an interrupted suite goes on within."),
+    Path | None,
+    typer.Option(
+        "--use-cache",
+        metavar="DIR",
+        help="Store every answer in this folder, so that an interrupted suite continues where it stopped.",
+    ),
 ]
-Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Ask as the model's chat template says.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
-ListSuites = Annotated[bool, typer.Option("--list-suites", help="Print the suites, a line each.")]
+Chat = Annotated[bool, typer.Option("--apply-chat-template", help="Format prompts with the model's chat template.")]
+Dtype = Annotated[
+    str, typer.Option(help="Compute in float32, bfloat16, float16, or auto (the dtype of the stored weights).")
+]
+ListSuites = Annotated[bool, typer.Option("--list-suites", help="List the suites, one per line, and exit.")]
 
 
 def evaluate(
     context: typer.Context,
-    converted: Annotated[str, typer.Argument(metavar="MODEL", help="Any checkpoint, converted or not.")] = "",
+    converted: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Checkpoint to measure, converted or not: a local folder or a Hub id."),
+    ] = "",
     suite: Suites = None,
     compare: Base = None,
     out: Out = None,
@@ -100,7 +136,7 @@ def evaluate(
     list_suites: ListSuites = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a checkpoint, beside the original: suites of samples, paired; exit code 1 where a limit is missed.
+    """Evaluate a checkpoint, optionally against the original on the same samples; exit code 1 if a --fail-below threshold is missed.
 
     surgery eval OUT --text FILE --suite ppl --suite needle --compare SRC --out RESULTS --fail-below ppl=1.05
     """
@@ -112,7 +148,7 @@ def evaluate(
         print("\n".join(f"{name:<14} {suite.description}" for name, suite in load_suites().items()))
         return
     if not converted:
-        raise SurgeryError("give the checkpoint to measure: surgery eval MODEL --text FILE")
+        raise SurgeryError("MODEL is missing. Name the checkpoint to evaluate: surgery eval MODEL --text FILE")
     chosen = [name for raw in suite or ["ppl"] for name in _split_words(raw)]
     eval_options = parse_options(
         text=text, limit=limit, tokens=tokens, length=length, lengths=_split_words(lengths), depths=_split_words(depths),
@@ -133,7 +169,7 @@ def evaluate(
 
 
 def command_words(context: typer.Context) -> list[str]:
-    """The words of the command line, a value after its option's name."""
+    """Return the command line as a list of words, rebuilt from the parsed options: it is stored with the results."""
     words = ["surgery", str(context.info_name)]
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -148,7 +184,7 @@ def command_words(context: typer.Context) -> list[str]:
 
 
 def parse_options(**raw: Any) -> Any:
-    """EvalOptions, with what is wrong said as an option of the command."""
+    """Validate EvalOptions; a SurgeryError names the command-line option that is wrong."""
     from pydantic import ValidationError
 
     from surgery.eval.suite import EvalOptions
@@ -166,14 +202,16 @@ def _split_words(raw: str | None) -> tuple[str, ...]:
 
 
 def _parse_pairs(raw: str | None) -> dict[str, Any]:
-    """temperature=0.7,top_p=0.9 as lm-eval reads it; numbers, true and false are those."""
+    """Parse "temperature=0.7,top_p=0.9" to a dict, each value read as YAML."""
     from surgery.core.config import read_yaml
 
     found: dict[str, Any] = {}
     for word in _split_words(raw):
         name, equals, value = word.partition("=")
         if not equals:
-            raise SurgeryError(f"--gen-kwargs {word!r}: write name=value, for example temperature=0.7,top_p=0.9")
+            raise SurgeryError(
+                f"--gen-kwargs must be name=value pairs (got {word!r}). Write for example temperature=0.7,top_p=0.9"
+            )
         try:
             found[name] = read_yaml(value)
         except ValueError as error:
@@ -187,5 +225,7 @@ def _parse_json(option: str, raw: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise SurgeryError(f"{option} {raw!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise SurgeryError(f'{option} {raw!r}: a JSON object, for example {{"max_seq_lengths": [4096]}}')
+        raise SurgeryError(
+            f'{option} must be a JSON object (got {raw!r}). Write for example {{"max_seq_lengths": [4096]}}'
+        )
     return found

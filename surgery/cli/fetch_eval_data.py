@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,23 +12,23 @@ from surgery.cli import options
 from surgery.cli.console import progress
 
 Suites = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Option(
         "--suite",
         "-s",
-        help="For these: niah, ruler, longbench, retrieval, zeroshot, or any task of lm-eval. Default: ours.",
+        help="Download the data of this suite: niah, ruler, longbench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this package.",
     ),
 ]
-Tasks = Annotated[Optional[str], typer.Option(help="Of longbench, these only, separated by commas.")]  # noqa: UP045
+Tasks = Annotated[str | None, typer.Option(help="Download only these LongBench tasks, separated by commas.")]
 
 
 def fetch_eval_data(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the mirror is, or will be.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the mirror; created if it does not exist.")],
     suite: Suites = None,
     tasks: Tasks = None,
     as_json: options.Json = False,
 ) -> None:
-    """Download the data sets that `surgery eval` reads, once; then `--data-root DIR` needs no network.
+    """Download the data sets of `surgery eval` to a local mirror; `surgery eval --data-root DIR` then needs no network.
 
     surgery fetch-eval-data DATA --suite zeroshot
     """
@@ -40,4 +40,4 @@ def fetch_eval_data(
     if as_json:
         print(json.dumps({"folder": str(folder), **done}, indent=2))
         return
-    print(f"{len(done['fetched'])} data sets fetched, {len(done['kept'])} were there: {folder}")
+    print(f"{len(done['fetched'])} data sets downloaded, {len(done['kept'])} already present: {folder}")

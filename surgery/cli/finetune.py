@@ -25,7 +25,7 @@ def finetune(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Heal a converted checkpoint by training; `accelerate launch -m surgery finetune ..` does it on many devices.
+    """Train a converted checkpoint to recover its quality (healing = recovery distillation). Several devices: `accelerate launch -m surgery finetune ..`.
 
     surgery finetune OUT --teacher SRC --recipe quick --data corpus.jsonl --out HEALED
     """
@@ -53,11 +53,11 @@ def finetune(
 
 
 def data_override(data: str | None) -> list[str]:
-    """--data as an override of a recipe."""
+    """Return --data as overrides of a training recipe, "key=value" strings."""
     return [f"data.sources={json.dumps([{'path': data}])}"] if data is not None else []
 
 
 def print_result(record: dict[str, Any], as_json: bool, parts: list[Any]) -> None:
-    """How a run ended: one process of them says it."""
+    """Print the result of a run, on the main process only."""
     if is_main_process():
         print(json.dumps(record, indent=2)) if as_json else show(parts)

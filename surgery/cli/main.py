@@ -1,10 +1,15 @@
-"""The command line. Every command prints tables for people or, with --json, one JSON document on stdout."""
+"""The command line `surgery`: a Typer app. Every command prints tables or, with --json, one JSON document on stdout.
+
+Commands import what they need inside their function, so that `surgery --help` and `surgery recipes` start without torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +25,7 @@ from surgery.cli.fetch_eval_data import fetch_eval_data
 from surgery.cli.finetune import finetune
 from surgery.cli.pretrain import pretrain
 from surgery.cli.push import push
+from surgery.cli.recipes import read_descriptions
 from surgery.cli.report import report
 from surgery.cli.teacher_cache import teacher_cache
 from surgery.core.errors import SurgeryError
@@ -34,14 +40,21 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help=(
         "Replace the expensive parts of a pretrained Hugging Face transformer by structured ones.\n\n"
-        "[bold]plan[/] shows what a recipe would cut, [bold]convert[/] does it, [bold]inspect[/] and [bold]eval[/] measure, "
-        "[bold]densify[/] undoes it. Start with [bold]surgery demo[/].\n\n"
+        "[bold]plan[/] shows what a recipe would replace, [bold]convert[/] replaces it, [bold]inspect[/] and [bold]eval[/] measure the "
+        "result, [bold]densify[/] undoes the conversion. Start with [bold]surgery demo[/].\n\n"
         "    surgery convert SRC --recipe btt-half --calibration text.txt --out OUT"
     ),
 )
 error_console = Console(stderr=True)
-DEBUG = {"on": False}
 EXIT_INTERRUPTED = 130
+USER_ERRNOS = (errno.EACCES, errno.ENOSPC, errno.EROFS)
+
+
+@dataclass
+class Settings:
+    """Options of `surgery` itself, the object of the click context. debug: let errors through with their traceback."""
+
+    debug: bool = False
 
 
 def _version(show: bool) -> None:
@@ -52,20 +65,19 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    DEBUG["on"] = debug
+    context.ensure_object(Settings).debug = debug
 
 
 @app.command()
 def recipes(as_json: options.Json = False) -> None:
-    """List the shipped recipes, a line each."""
-    from surgery.planning.recipe import shipped_recipes
-
-    found = shipped_recipes()
+    """List the shipped conversion recipes, one per line."""
+    found = read_descriptions()
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -84,7 +96,7 @@ def plan(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a recipe would cut; loads nothing but the config and the tensor headers.
+    """Show what a recipe would replace, from the config and the tensor headers alone; loads no weights.
 
     surgery plan SRC --recipe btt-half --set keep=0.75
     """
@@ -107,7 +119,9 @@ def plan(
 def convert(
     source: options.Source,
     recipe: options.RecipeName,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the converted checkpoint; must not exist.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write the converted checkpoint to this folder, which must not exist.")
+    ],
     overrides: options.Overrides = None,
     calibration: options.Calibration = None,
     resume: options.Resume = False,
@@ -118,7 +132,7 @@ def convert(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Convert a checkpoint, a layer at a time; OUT loads in plain transformers after `import surgery`.
+    """Convert a checkpoint layer by layer. OUT loads with transformers after `import surgery`.
 
     surgery convert SRC --recipe btt-half --calibration text.txt --out OUT
     """
@@ -155,10 +169,12 @@ def convert(
 @app.command()
 def inspect(
     converted: options.Converted,
-    modules: Annotated[bool, typer.Option("--modules", help="A row for every module, not for every role.")] = False,
+    modules: Annotated[
+        bool, typer.Option("--modules", help="Show one row per module instead of one per role.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what was replaced: stored parameters, multiply-accumulates per token, errors."""
+    """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors."""
     from surgery.publish.speed_notes import report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
@@ -184,10 +200,12 @@ app.command(name="fetch-eval-data")(fetch_eval_data)
 @app.command()
 def densify(
     converted: options.Converted,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ordinary checkpoint; must not exist.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write the dense checkpoint to this folder, which must not exist.")
+    ],
     as_json: options.Json = False,
 ) -> None:
-    """Undo a conversion: structured weights multiplied out to an ordinary checkpoint."""
+    """Undo a conversion: multiply structured weights out to a dense checkpoint with the same outputs."""
     from surgery.conversion.densify import densify as run
 
     result = run(converted, out, progress=_progress(as_json))
@@ -197,11 +215,15 @@ def densify(
 @app.command()
 def toeplitz(
     converted: options.Converted,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the new checkpoint; must not exist.")],
-    components: Annotated[int, typer.Option(min=1, max=16, help="Exponentials in each kernel.")] = 8,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write the new checkpoint to this folder, which must not exist.")
+    ],
+    components: Annotated[
+        int, typer.Option(min=1, max=16, help="Number of exponentials that approximate each Toeplitz kernel.")
+    ] = 8,
     as_json: options.Json = False,
 ) -> None:
-    """Make block mixing (MHLA) Toeplitz (TBM): any length, linear time. `surgery inspect` says how well it fits."""
+    """Turn block mixing (MHLA) into Toeplitz block mixing (TBM): any length, linear time. `surgery inspect` shows how well it fits."""
     from surgery.conversion.toeplitz import convert_to_toeplitz
 
     result = convert_to_toeplitz(str(converted), out, components)
@@ -215,7 +237,7 @@ def demo(
     recipe: options.RecipeName = "btt-half",
     as_json: options.Json = False,
 ) -> None:
-    """Run the whole chain on the embedded tiny checkpoint: plan, convert, inspect, eval, densify. Under two minutes."""
+    """Run plan, convert, inspect, eval and densify on the embedded tiny checkpoint, in under two minutes."""
     from surgery.cli.demo import demo as run
     from surgery.publish.tables import demo_table
 
@@ -229,7 +251,9 @@ def demo(
 
 @app.command(name="bench")
 def bench_speed(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="linear, attention, decode, model or train.")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="Benchmark to run: linear, attention, decode, model or train.")
+    ],
     peers: options.Peers = False,
     sizes: options.Sizes = None,
     only: options.Only = None,
@@ -240,7 +264,7 @@ def bench_speed(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Time kernels, the references they stand in for, and torch's own, side by side.
+    """Benchmark the kernels against their PyTorch references and torch's own operators.
 
     surgery bench attention --peers --out attention.json
     """
@@ -256,39 +280,57 @@ def bench_speed(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Exit codes: 0 done, 2 something the user can put right, 1 a defect of ours (of eval: a limit missed), 130 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 success; 1 a defect of this package, or an eval threshold missed; 2 an error that the user can correct;
+    130 interrupted.
+    """
+    settings = Settings()
     _set_up_libraries()
     try:
-        app(args=argv, standalone_mode=True)
+        app(args=argv, standalone_mode=True, obj=settings)
     except SurgeryError as error:
-        if error.reported_by_peer and not DEBUG["on"]:
+        if error.reported_by_peer and not settings.debug:
             sys.exit(2)
-        _fail(str(error), 2)
+        _fail(str(error), 2, settings)
     except SystemExit as left:
-        if left.code == EXIT_INTERRUPTED:  # Typer has caught the KeyboardInterrupt, and says nothing
+        if left.code == EXIT_INTERRUPTED:  # Typer has caught the KeyboardInterrupt and printed nothing
             _fail(
-                "interrupted; what is done is kept, and the same command goes on (with --resume, where it has one)",
+                "interrupted. Finished work is kept; run the same command again (with --resume if it has that option) to continue.",
                 EXIT_INTERRUPTED,
+                settings,
             )
         raise
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (13, 28, 30):  # denied, disk full, read-only
-            _fail(f"{error.strerror}: {error.filename or ''}; what is done is kept, --resume continues", 2)
-        _fail(f"internal error, {type(error).__name__}: {error} (surgery --debug .. shows where; please report it)", 1)
+        if isinstance(error, OSError) and error.errno in USER_ERRNOS:
+            _fail(
+                f"{error.strerror}: {error.filename or ''}. Finished work is kept; run the same command with --resume to continue.",
+                2,
+                settings,
+            )
+        _fail(
+            f"internal error, {type(error).__name__}: {error} (please report it with the traceback that `surgery --debug ..` shows)",
+            1,
+            settings,
+        )
 
 
-def _fail(message: str, code: int) -> None:
-    if DEBUG["on"]:
+def _fail(message: str, code: int, settings: Settings) -> None:
+    """Print an error and exit with `code`; with --debug, re-raise the error being handled instead."""
+    if settings.debug:
         raise
     error_console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(code)
 
 
 def _set_up_libraries() -> None:
-    """Before they are imported. Loading bars and advice of transformers are not ours to print; and torch's threads
-    sleep while they wait for one another, since spinning makes a busy machine several times slower."""
+    """Set environment variables that libraries read when they are imported.
+
+    Transformers prints no advice and, if stderr is no terminal, huggingface_hub no progress bars. OpenMP threads of torch
+    sleep while they wait, because spinning makes a busy machine several times slower.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1" if not sys.stderr.isatty() else "0")

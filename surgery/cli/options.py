@@ -1,123 +1,175 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options of the commands, as annotated types that Typer turns into the command line."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="Checkpoint: a local folder or a Hub id, org/name or org/name@revision.")
+    str,
+    typer.Argument(
+        metavar="SRC", help="Checkpoint to read: a local folder or a Hub id (org/name or org/name@revision)."
+    ),
 ]
 Converted = Annotated[
     str,
     typer.Argument(
-        metavar="OUT", help="A converted checkpoint: a local folder or a Hub id, org/name or org/name@revision."
+        metavar="OUT", help="Converted checkpoint: a local folder or a Hub id (org/name or org/name@revision)."
     ),
 ]
 RecipeName = Annotated[
-    str, typer.Option("--recipe", "-r", help="A shipped recipe (`surgery recipes`) or a .yaml file.")
+    str,
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="Use this recipe: the name of a shipped one (`surgery recipes` lists them) or a .yaml file.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, e.g. keep=0.75; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, e.g. keep=0.75. Repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint's own repository.")
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that the checkpoint's repository contains. Default: refuse such checkpoints.",
+    ),
 ]
-Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]  # noqa: UP045
-Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")]  # noqa: UP045
+Device = Annotated[
+    str | None, typer.Option(help="Compute on this device: cpu, cuda, cuda:1. Default: a GPU if there is one.")
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Read this branch, tag or commit of the Hub repository. Default: main.")
+]
 
 Context = Annotated[
-    int, typer.Option("--context", min=1, metavar="TOKENS", help="Length of prompts that notes on speed are for.")
+    int, typer.Option("--context", min=1, metavar="TOKENS", help="Prompt length that the notes on speed refer to.")
 ]
 
-# -- of surgery convert and demo
+# -- surgery convert and demo
 Calibration = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
-        help="Text to calibrate on: a file (.txt, .jsonl, .parquet; .safetensors of ready inputs) or a Hub data set org/name[:config:split:column]."
+        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs) or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
-Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same bytes on the same machine.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Random seed; a seed fixes every byte of OUT on one machine. Default: the recipe's.")
+]
 DemoOut = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option(
-        "--out", "-o", help="Folder for the demo's files; must not exist. Default: surgery-demo, or surgery-demo-2 .."
+        "--out",
+        "-o",
+        help="Write the demo's files to this folder, which must not exist. Default: surgery-demo, else surgery-demo-2, and so on.",
     ),
 ]
 
-# -- of surgery bench
-Peers = Annotated[bool, typer.Option("--peers", help="flash-linear-attention as well, where it is installed.")]
+# -- surgery bench
+Peers = Annotated[bool, typer.Option("--peers", help="Also benchmark flash-linear-attention, if it is installed.")]
 Sizes = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="full, main (fewer), small (a CPU's); default: full on a GPU, else small."),
+    str | None,
+    typer.Option(
+        help="Benchmark these problem sizes: full, main (fewer) or small (for a CPU). Default: full on a GPU, else small."
+    ),
 ]
 Only = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
-        metavar="WORDS", help="Rivals whose names have one of these words; -word leaves out, e.g. kernel,-mlr."
+        metavar="WORDS",
+        help="Benchmark only implementations whose name contains one of these words; prefix a word with - to exclude it, e.g. kernel,-mlr.",
     ),
 ]
 BenchDtype = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32."),
+    str | None,
+    typer.Option("--dtype", help="Compute in bfloat16, float16 or float32. Default: bfloat16 on a GPU, else float32."),
 ]
-BenchOut = Annotated[Optional[Path], typer.Option("--out", "-o", help="JSON file for the results.")]  # noqa: UP045
-Plot = Annotated[Optional[Path], typer.Option(help="PNG or SVG file for a plot; needs matplotlib.")]  # noqa: UP045
+BenchOut = Annotated[Path | None, typer.Option("--out", "-o", help="Write the results to this JSON file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results to this PNG or SVG file.")]
 TimeLimit = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many; what is measured is shown."),
+    float | None,
+    typer.Option("--time-limit", metavar="SECONDS", help="Stop after this many seconds and show the results so far."),
 ]
 
-# -- of surgery finetune
+# -- surgery finetune
 HealingName = Annotated[
-    str, typer.Option("--recipe", "-r", help="A healing recipe (quick, standard, long, weights-only) or a .yaml file.")
+    str,
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="Train by this recipe: quick, standard, long, weights-only or another shipped one, or a .yaml file.",
+    ),
 ]
 TeacherName = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--teacher", metavar="SRC", help="What OUT was converted from: a local folder or a Hub id."),
+    str | None,
+    typer.Option(
+        "--teacher",
+        metavar="SRC",
+        help="Distill from this checkpoint, the one that OUT was converted from: a local folder or a Hub id.",
+    ),
 ]
 TrainingData = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--data", help="Text to train on: a file (.txt, .jsonl, .parquet), a folder or a Hub id."),
+    str | None,
+    typer.Option(
+        "--data",
+        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder or a Hub id. Default: the recipe's.",
+    ),
 ]
 HealedOut = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--out", "-o", help="Folder of the healed checkpoint; must not exist. Default: OUT-healed."),
+    Path | None,
+    typer.Option(
+        "--out", "-o", help="Write the trained checkpoint to this folder, which must not exist. Default: OUT-healed."
+    ),
 ]
-Tiny = Annotated[bool, typer.Option("--tiny", help="With the recipe's block `tiny`: minutes on two CPU cores.")]
-ResumeTraining = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
+Tiny = Annotated[
+    bool,
+    typer.Option("--tiny", help="Apply the recipe's `tiny` block, which shortens the run to minutes on two CPU cores."),
+]
+ResumeTraining = Annotated[
+    bool, typer.Option("--resume", help="Continue an interrupted run from its last training checkpoint.")
+]
 SkipBadSteps = Annotated[
-    bool, typer.Option("--skip-bad-steps", help="Leave out steps whose gradient is no number, instead of stopping.")
+    bool, typer.Option("--skip-bad-steps", help="Skip steps with NaN or infinite gradients instead of stopping.")
 ]
 Track = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="tensorboard (the default, where installed), wandb, trackio or none."),
+    str | None,
+    typer.Option(help="Log metrics to tensorboard, wandb, trackio or none. Default: tensorboard if it is installed."),
 ]
 
-# -- of surgery pretrain
+# -- surgery pretrain
 PretrainName = Annotated[
-    str, typer.Option("--recipe", "-r", help="A recipe for training from scratch (gpt2, gpt2-btt, ..) or a .yaml file.")
+    str, typer.Option("--recipe", "-r", help="Train by this recipe: a shipped one (gpt2, gpt2-btt) or a .yaml file.")
 ]
-PretrainedOut = Annotated[Path, typer.Option("--out", "-o", help="Folder of the trained checkpoint; must not exist.")]
+PretrainedOut = Annotated[
+    Path, typer.Option("--out", "-o", help="Write the trained checkpoint to this folder, which must not exist.")
+]
 NewModel = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--model", metavar="CONFIG", help="Shape: a config.json, a folder with one, or a Hub id."),
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="CONFIG",
+        help="Take the model's config from here: a config.json, a folder that contains one, or a Hub id. Default: the recipe's.",
+    ),
 ]
 NewTokenizer = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--tokenizer", help="A folder or a Hub id; default: one made from the text."),
+    str | None,
+    typer.Option("--tokenizer", help="Take the tokenizer from this folder or Hub id. Default: train one on the text."),
 ]
 
-# -- of surgery teacher-cache
-CacheOut = Annotated[Path, typer.Option("--out", "-o", help="Folder for the cache.")]
-TopK = Annotated[int, typer.Option("--top-k", min=1, help="Tokens kept of every prediction, the likeliest.")]
-Examples = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(min=1, help="Rows of the data; default: data.rows, or all that the stage trains on."),
+# -- surgery teacher-cache
+CacheOut = Annotated[Path, typer.Option("--out", "-o", help="Write the cache to this folder.")]
+TopK = Annotated[
+    int, typer.Option("--top-k", min=1, help="Store the logits of this many most likely tokens at each position.")
 ]
-ResumeCache = Annotated[bool, typer.Option("--resume", help="Finish the cache in --out.")]
+Examples = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Store this many sequences. Default: the recipe's data.rows, else all that the stage trains on."
+    ),
+]
+ResumeCache = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run into the same --out.")]

@@ -23,7 +23,7 @@ def pretrain(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train a model with structured layers from scratch, with muP; `accelerate launch -m surgery pretrain ..` on many devices.
+    """Train a model with structured layers from scratch, with muP learning rates. Several devices: `accelerate launch -m surgery pretrain ..`.
 
     surgery pretrain --recipe gpt2-btt --data corpus.jsonl --out OUT
     """

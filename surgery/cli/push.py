@@ -1,10 +1,10 @@
-"""surgery push."""
+"""The command `surgery push`; imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,31 +12,39 @@ from surgery.cli import options
 from surgery.cli.console import progress as _progress
 from surgery.cli.console import show as _show
 
-Repo = Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub; made if it is not there.")]
+Repo = Annotated[str, typer.Argument(metavar="USER/NAME", help="Hub repository; created if it does not exist.")]
 Measured = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--eval", help="A folder of `surgery eval --out`: its table and plots go along. Default: OUT/eval."),
+    Path | None,
+    typer.Option(
+        "--eval",
+        help="Include the table and plots in this folder, written by `surgery eval --out`. Default: OUT/eval if it exists.",
+    ),
 ]
 
 
 def push(
     converted: options.Converted,
     repo: Repo,
-    private: Annotated[bool, typer.Option("--private", help="A repository that is made now is private.")] = False,
-    revision: Annotated[Optional[str], typer.Option(help="Branch; made if it is not there.")] = None,  # noqa: UP045
-    licence: Annotated[Optional[str], typer.Option("--license", help="Where the source names none.")] = None,  # noqa: UP045
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Push to this branch; created if it does not exist. Default: main.")
+    ] = None,
+    license: Annotated[
+        str | None,
+        typer.Option("--license", help="License id of the Hub's list, e.g. apache-2.0. Default: the source's license."),
+    ] = None,
     base_model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="ID", help="Hub id of the source, if OUT was converted from a folder."),
+        str | None,
+        typer.Option(metavar="ID", help="Hub id of the original model, if OUT was converted from a local folder."),
     ] = None,
     measured: Measured = None,
-    message: Annotated[Optional[str], typer.Option("--message", "-m", help="Of the commit.")] = None,  # noqa: UP045
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Commit message.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would go up, show the card, send nothing.")
+        bool, typer.Option("--dry-run", help="List the files, print the model card, and upload nothing.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Push a converted checkpoint to the Hub, with a model card: weights, config, tokenizer, report, plots, nothing else.
+    """Push a converted checkpoint to the Hub with a model card: weights, config, tokenizer, report and plots, no other files.
 
     surgery push OUT me/llama-btt --dry-run
     """
@@ -44,7 +52,7 @@ def push(
     from surgery.publish.hub.push import push as run
     from surgery.publish.tables import upload_table
 
-    upload = prepare_upload(str(converted), repo, licence, base_model, measured)
+    upload = prepare_upload(str(converted), repo, license, base_model, measured)
     result = {"dry_run": dry_run, **upload.to_dict()}
     if not as_json:
         _show(upload_table(result))

@@ -1,27 +1,32 @@
-"""The command `surgery report`."""
+"""The command `surgery report`; imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from surgery.cli import options
 
 Measured = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--eval", help="A folder of `surgery eval --out`. Default: OUT/eval, where there is one."),
+    Path | None,
+    typer.Option(
+        "--eval",
+        help="Include the results in this folder, written by `surgery eval --out`. Default: OUT/eval if it exists.",
+    ),
 ]
 
 
 def report(
     converted: options.Converted,
-    out: Annotated[Optional[Path], typer.Option("--out", "-o", help="The file. Default: OUT/report.html.")] = None,  # noqa: UP045
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the page to this file. Default: OUT/report.html.")
+    ] = None,
     measured: Measured = None,
-    show: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write a page about a conversion: one HTML file with pictures, curves and tables.
+    """Write a report page about a conversion: one HTML file with diagrams, training curves and tables.
 
     surgery report OUT --eval results --open
     """

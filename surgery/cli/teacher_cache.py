@@ -29,7 +29,7 @@ def teacher_cache(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Write down what a teacher says of the text of a recipe's distill stage, so that it need not be in memory.
+    """Store the teacher's top-k logits for the text of a recipe's distill stage, so that training needs no teacher in memory.
 
     surgery teacher-cache SRC --recipe quick --data corpus.jsonl --out CACHE
     surgery finetune OUT --recipe quick --data corpus.jsonl --set teacher.cache=CACHE
@@ -52,7 +52,7 @@ def teacher_cache(
         print(json.dumps(index, indent=2))
         return
     size = sum(shard["bytes"] for shard in index["shards"])
-    show([f"{index['examples']:,} rows of {index['length']:,} tokens, {size_text(size)}: {out}"])
+    show([f"{index['examples']:,} sequences of {index['length']:,} tokens, {size_text(size)}: {out}"])
 
 
 def build_teacher_cache(
@@ -67,7 +67,15 @@ def build_teacher_cache(
     trust_remote_code: bool,
     progress: Any,
 ) -> dict[str, Any]:
-    """The index of the cache for the recipe's first stage that learns from logits. examples: None for all its rows."""
+    """Write the cache for the recipe's first stage that trains on the teacher's logits.
+
+    Args:
+        name: the teacher, a local folder or a Hub id.
+        top_k: logits stored at each position.
+        examples: sequences to store; None: the recipe's data.rows, else all that the stage trains on.
+
+    Returns the index of the cache. Raises SurgeryError if no stage trains on logits or the recipe names no data.
+    """
     import torch
 
     from surgery.calibration.data import load_tokenizer
@@ -81,10 +89,14 @@ def build_teacher_cache(
     refuse_links_in(out)
     stage = next((s for s in recipe.stages if STAGES[s](s).needs_teacher == "logits"), None)
     if stage is None:
-        raise SurgeryError("the recipe has no stage that learns from logits; a cache is for stages of kind distill")
+        raise SurgeryError(
+            "the recipe has no stage that trains on the teacher's logits. Use a recipe with a stage of kind distill"
+        )
     config = stage_data_config(recipe, stage)
     if config is None:
-        raise SurgeryError("no data to read; give --data FILE, a folder or a Hub id, or the recipe data.sources")
+        raise SurgeryError(
+            "the recipe names no data. Give --data (a file, a folder or a Hub id), or set data.sources in the recipe"
+        )
     source, place = open_trainable(name, trust_remote_code), choose_device(device or recipe.teacher.device)
     auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     model = load_causal_lm(source, DTYPES.get(recipe.teacher.dtype, auto), trust_remote_code)

@@ -122,7 +122,7 @@ def test_the_command(hub, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["fetched"]) == 9
     with pytest.raises(SystemExit) as left:
         main(["fetch-eval-data", str(tmp_path), "--suite", "niah"])
-    assert left.value.code == 0 and "0 data sets fetched, 1 were there" in capsys.readouterr().out
+    assert left.value.code == 0 and "0 data sets downloaded, 1 already present" in capsys.readouterr().out
 
 
 def test_the_small_mirror_has_all_that_ours_read():

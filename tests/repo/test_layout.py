@@ -110,6 +110,50 @@ def test_the_command_line_starts_before_torch():
     assert printed.strip() == "False"
 
 
+UNWANTED = {"torch._dynamo", "matplotlib", "datasets", "lm_eval"}
+MODULES = """
+import contextlib, io, sys
+from surgery.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main({words!r})
+print(*sys.modules)
+"""
+
+
+def modules_after(*words: str) -> set[str]:
+    """What a command of `surgery` has imported when it ends, in an interpreter of its own."""
+    return set(in_a_new_interpreter(MODULES.format(words=list(words))).split())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("recipes",), ("convert", "--help")])
+def test_help_and_recipes_do_without_torch(words):
+    assert not {"torch", "transformers", "numpy"} & modules_after(*words)
+
+
+def test_plan_imports_little_beyond_the_model_class_of_transformers():
+    """transformers' own class costs as much as torch and transformers together, and itself imports torch._dynamo."""
+    theirs = in_a_new_interpreter(
+        "import sys, torch, transformers; from transformers.models.llama.modeling_llama import LlamaForCausalLM; "
+        "print(*sys.modules)"
+    )
+    ours = modules_after("plan", str(ROOT / "recipes/tiny/checkpoint"), "-r", "btt-half")
+    added = {name.partition(".")[0] for name in ours - set(theirs.split())} - sys.stdlib_module_names
+    small = {"surgery", "typer", "shellingham", "rich", "pygments", "markdown_it", "mdurl", "annotated_doc"}
+    small |= {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml", "__mp_main__"}
+    assert "surgery.planning.plan" in ours and not added - small, added - small
+    assert not {"matplotlib", "datasets", "lm_eval"} & ours
+
+
+def test_our_modules_do_not_bring_in_the_compiler():
+    """Structures, mixers, recipes and training settings import torch, but neither torch._dynamo nor plots or data sets."""
+    names = "surgery.core.dispatch, surgery.structures, surgery.mixers, surgery.api, surgery.training.guard"
+    printed = in_a_new_interpreter(
+        f"import sys, {names}; from surgery.mixers import MIXERS; from surgery.structures import STRUCTURES; "
+        "MIXERS.names(), STRUCTURES.names(); print(*sys.modules)"
+    )
+    assert not UNWANTED & set(printed.split())
+
+
 def test_packages_are_found_from_a_checkout():
     """Where surgery is not installed, the repository's root on the path is enough."""
     printed = in_a_new_interpreter(

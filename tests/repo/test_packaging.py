@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("surgery", "kernels", "eval", "recipes")
-BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints-cpu.txt")
+BESIDE = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "Makefile",
+    "constraints-cpu.txt",
+    "build_backend.py",
+)
 BUILD = """
-from setuptools import build_meta
-build_meta.build_sdist("dist")
-build_meta.build_editable("editable")
+import pathlib, build_backend
+build_backend.build_sdist("dist")
+pathlib.Path("editable").mkdir()
+build_backend.build_editable("editable")
 """
 WORKS = """
 import surgery, surgery.eval.run, surgery.kernels, surgery.recipes.tiny.train
@@ -36,6 +47,7 @@ def sdist(tmp_path_factory):
         copy(ROOT / name, place / name)
     done = subprocess.run([sys.executable, "-c", BUILD], cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr  # they are hundreds of lines where a newcomer installs
     (built,) = (place / "dist").glob("transformer_surgery-*.tar.gz")
     return built
 
@@ -94,6 +106,24 @@ def test_an_editable_install_is_a_path(sdist):
     archive = zipfile.ZipFile(built)
     inside = {name: archive.read(name).decode() for name in archive.namelist() if "dist-info" not in name}
     assert [Path(text.strip()) for text in inside.values()] == [place] and next(iter(inside)).endswith(".pth")
+
+
+def test_a_folder_of_that_name_does_not_hide_an_editable_install(sdist, tmp_path):
+    """A script beside a clone called "surgery" imports the package in the checkout, not the clone's folder."""
+    place = sdist.parents[1]
+    (built,) = (place / "editable").glob("*.whl")
+    site, clone = tmp_path / "site", tmp_path / "work" / "surgery"
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(site)
+    clone.mkdir(parents=True)
+    (clone / "README.md").write_text("a clone")
+    code = f"import site; site.addsitedir({str(site)!r}); import surgery; print(surgery.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=clone.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_file()
 
 
 def test_it_works_without_a_checkout(wheel, tmp_path):

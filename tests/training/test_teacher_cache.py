@@ -270,7 +270,7 @@ def test_the_command_and_a_run_without_a_teacher(text, teacher, tmp_path, capsys
     align = tmp_path / "lm.yaml"
     align.write_text("stages: [{kind: lm, length: 32, tokens: 256, rate: 1e-4}]\n")
     words = ("teacher-cache", EMBEDDED, "--recipe", align, "--data", text, "--out", tmp_path / "d")
-    assert "no stage that learns from logits" in said(*words, code=2)
+    assert "no stage that trains on the teacher's logits" in said(*words, code=2)
 
 
 def test_importing_it_is_light():
