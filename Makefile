@@ -11,16 +11,19 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style types imports tests clean
+.PHONY: help demo test test-all lint style types imports tests clean
 
 help:  ## say what the targets do
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: .venv/installed  ## convert the embedded checkpoint and print before and after, in under two minutes
 	$(BIN)/surgery demo
 
 test: style  ## lint, then the whole test suite, types checked beside it
 	@$(MAKE) --no-print-directory -j 2 types tests
+
+test-all: style  ## the same, with the tests marked slow, which take minutes each
+	@$(MAKE) --no-print-directory -j 2 types tests PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
 
 lint: style types imports  ## ruff (lint, format), mypy, and who may import whom
 
