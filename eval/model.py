@@ -1,4 +1,4 @@
-"""Checkpoints, opened and loaded."""
+"""Open and load the checkpoints to be evaluated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checkpoint whose headers were read. fingerprint: the digest of its files, see `Source.digest`."""
+    """A checkpoint that was opened but not loaded. fingerprint: digest of its files (`Source.digest`)."""
 
     role: Role
     name: str
@@ -35,17 +35,22 @@ class OpenedModel:
 
 
 def open_model(role: Role, name: str, ranks: DistContext | None = None) -> OpenedModel:
+    """Open a checkpoint and compute its fingerprint on the main process."""
     source = open_converted_checkpoint(name)
     return OpenedModel(role, name, source.folder, (ranks or DistContext()).on_main(source.digest))
 
 
 def check_dtype(dtype: str) -> None:
+    """Raise SurgeryError unless dtype is one of DTYPES."""
     if dtype not in DTYPES:
         raise SurgeryError(f"--dtype {dtype!r}{suggestion(dtype, DTYPES)}")
 
 
 def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(model, tokenizer)."""
+    """Load (model, tokenizer) from a local folder onto the device, in eval mode.
+
+    Raises SurgeryError if the checkpoint needs its own code and `trust_remote_code` is False.
+    """
     from transformers import AutoConfig
 
     check_dtype(dtype)
@@ -57,7 +62,7 @@ def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remot
 
 
 def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(model, tokenizer) of a checkpoint, converted or not."""
+    """Load (model, tokenizer) of a checkpoint, converted or not: a local folder or a Hub id."""
     return load_from_folder(open_converted_checkpoint(name).folder, device, dtype, trust_remote_code)
 
 
@@ -70,7 +75,10 @@ def load_eval_model(
     ranks: DistContext,
     progress: Progress,
 ) -> Iterator[EvalModel]:
-    """Gone from the device when the context ends: base and converted need not fit together."""
+    """Load a model for the duration of the context and free its memory at the end.
+
+    Base and converted model are loaded one after the other, so they need not fit on the device together.
+    """
     model, tokenizer = load_from_folder(opened.folder, device, dtype, trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     eval_model = EvalModel(
