@@ -13,16 +13,19 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style types imports tests clean
+.PHONY: help demo test test-all lint style types imports tests clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: .venv/installed  ## convert the embedded checkpoint and compare it with the original, in under two minutes
 	$(BIN)/surgery demo
 
 test: style  ## ruff, then the whole test suite and mypy in parallel
 	@$(MAKE) --no-print-directory -j 2 types tests
+
+test-all: style  ## the same, with the tests marked slow, which take minutes each
+	@$(MAKE) --no-print-directory -j 2 types tests PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
 
 lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports
 

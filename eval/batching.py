@@ -1,6 +1,8 @@
-"""Scores items in batches, longest first, shared over the processes; a batch that does not fit is halved. What must be made before it
-can be scored (a text of 128K tokens) is made in threads meanwhile, a batch ahead: the device waits for the first item alone,
-and memory holds two batches."""
+"""Score items in batches, longest first, divided among processes; a batch that does not fit in memory is halved.
+
+Inputs that are expensive to build (a text of 128K tokens) are built in threads one batch ahead: the device waits for the first
+item only, and memory holds two batches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from surgery.eval.suite import EvalModel, EvalOptions
 T = TypeVar("T")
 R = TypeVar("R")
 
-BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**17}  # of a batch that "auto" begins with
+BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**17}  # tokens per batch that "auto" starts with
 
 
 def score_in_batches(
@@ -34,8 +36,15 @@ def score_in_batches(
     tokens: int | None = None,
     prepare: Callable[[T], Any] | None = None,
 ) -> list[R]:
-    """score(batch) of all items, in their order, to every process. size: tokens of an item, and in a batch none is below half
-    of the longest; tokens: what "auto" begins with; prepare: item -> what score gets, in threads, several at a time."""
+    """Return score(batch) for all items, in their order, on every process.
+
+    Args:
+        score: scores a list of prepared items.
+        size: tokens of an item. The shortest item of a batch has at least half the tokens of its longest.
+        title: label of the progress bar.
+        tokens: tokens per batch that `batch_size="auto"` starts with; default by device (BATCH_TOKENS).
+        prepare: item -> input of `score`, called in threads.
+    """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     own = order[eval_model.ranks.index :: eval_model.ranks.count]
     start = tokens or BATCH_TOKENS.get(eval_model.device.type, 2**17)
@@ -49,8 +58,11 @@ def score_in_batches(
 
 @contextlib.contextmanager
 def _switch_interval(seconds: float | None) -> Iterator[None]:
-    """How long a thread keeps Python's lock that another wants: the one that feeds the device gives it away at every operation,
-    and would get it back after 5 ms each time."""
+    """Set Python's thread switch interval (seconds) for the context.
+
+    The thread that feeds the device releases Python's lock at every operation and would wait up to 5 ms (the default) to get it
+    back while others tokenize.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds or before)
     try:
@@ -61,6 +73,8 @@ def _switch_interval(seconds: float | None) -> Iterator[None]:
 
 @dataclass
 class _BatchRunner(Generic[T, R]):
+    """The batches of one process. rows: largest number of rows that fit so far; later batches have shorter items."""
+
     eval_model: EvalModel
     batch_size: int | str
     items: Sequence[T]
@@ -68,9 +82,10 @@ class _BatchRunner(Generic[T, R]):
     size: Callable[[T], int]
     tokens: int
     prepare: Callable[[T], Any] | None
-    rows: int | None = None  # what fitted: later batches are of shorter items
+    rows: int | None = None
 
     def run(self, own: list[int], title: str) -> dict[int, R]:
+        """Score the items of this process; return {index: score}."""
         found: dict[int, R] = {}
         bar, pool = self.eval_model.progress.bar(title, len(own)), ThreadPoolExecutor(self._threads())
         with bar as tick, pool as threads, _switch_interval(2e-4 if self.prepare else None):
@@ -87,6 +102,7 @@ class _BatchRunner(Generic[T, R]):
         return found
 
     def _next_batch(self, left: list[int]) -> list[int]:
+        """Return the indices of the next batch: a prefix of `left`, which is sorted by decreasing size."""
         if not left:
             return []
         longest = max(1, self.size(self.items[left[0]]))
@@ -95,14 +111,14 @@ class _BatchRunner(Generic[T, R]):
         return [i for i in left[:rows] if 2 * self.size(self.items[i]) >= longest]
 
     def _threads(self) -> int:
-        """Tokenizers work outside Python's lock, each on a core; more than a few would wait for each other's Python."""
+        """Return the number of threads: tokenizers run outside Python's lock, but more than 8 threads would wait for it."""
         return max(1, min(8, (os.cpu_count() or 1) // self.eval_model.ranks.count))
 
     def _prepare(self, threads: ThreadPoolExecutor, batch: list[int]) -> list[Future[Any]]:
         return [threads.submit(self.prepare or (lambda item: item), self.items[i]) for i in batch]
 
     def _score_batch(self, made: list[Any], batch: list[int]) -> list[R]:
-        """In as many parts as memory asks for."""
+        """Score a batch in as many parts as memory requires."""
         scores: list[R] = []
         while len(scores) < len(made):
             rows = len(made) if self.rows is None else self.rows
@@ -112,10 +128,11 @@ class _BatchRunner(Generic[T, R]):
                 continue
             except Exception as error:
                 self._check_memory_error(error, len(part), self.size(self.items[batch[len(scores)]]))
-            self._halve_rows(len(part))  # now that the error holds no tensors any more
+            self._halve_rows(len(part))  # outside the except block: the error holds tensors
         return scores
 
     def _check_memory_error(self, error: Exception, rows: int, length: int) -> None:
+        """Re-raise errors other than out-of-memory; raise SurgeryError if a single row does not fit."""
         from accelerate.utils.memory import should_reduce_batch_size
 
         if not should_reduce_batch_size(error):
@@ -131,4 +148,4 @@ class _BatchRunner(Generic[T, R]):
         if self.eval_model.device.type == "cuda":
             torch.cuda.empty_cache()
         self.rows = rows // 2
-        self.eval_model.progress.say(f"out of memory at {rows} rows: on with {self.rows}")
+        self.eval_model.progress.say(f"out of memory at {rows} rows per batch; continuing with {self.rows}")

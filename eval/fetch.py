@@ -1,7 +1,7 @@
-"""`surgery fetch-eval-data DIR`: a mirror of the data sets that suites read, from the Hub, for --data-root.
+"""`surgery fetch-eval-data DIR`: download the data sets that suites read from the Hub into a mirror for --data-root.
 
-A data set is whole or absent: it is written beside its place and renamed. Nothing of it is run, for `datasets` no longer
-loads code; its commit is written down, so that a mirror says what it holds.
+A data set is complete or absent: it is written to a temporary folder and renamed. No code of the data set runs, because
+`datasets` no longer loads any. The README of each data set records its commit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from surgery.eval.long_context.retrieval import TASKS as CLOZES
 from surgery.eval.task_names import ZEROSHOT, find_datasets
 
 DATASET_NAME = re.compile(r"^\w[\w.-]*/\w[\w.-]*$")
-COMPLETE_KEY = "surgery_whole"  # in the head of a mirror's README
+COMPLETE_KEY = "surgery_whole"  # key in the header of a mirror's README
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """splits: these; empty: all."""
+    """A data set to download. splits: the splits needed; empty: all."""
 
     path: str
     config: str | None = None
@@ -40,12 +40,17 @@ class DatasetSource:
 
     @property
     def name(self) -> str:
-        """Of the configuration."""
+        """Name of the configuration."""
         return self.config or "default"
 
 
 def dataset_sources(suites: Sequence[str], tasks: Sequence[str] = ()) -> list[DatasetSource]:
-    """suites: ours that read data sets, or tasks of lm-eval by name; tasks: of longbench, these only."""
+    """Return the data sets that suites read.
+
+    Args:
+        suites: our suites that read data sets, or names of lm-eval tasks.
+        tasks: restrict longbench to these tasks.
+    """
     found: dict[DatasetSource, None] = {}
     for suite in suites:
         known = SUITE_SOURCES.get(suite)
@@ -75,7 +80,10 @@ SUITE_SOURCES: dict[str, Any] = {
 
 
 def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> dict[str, list[str]]:
-    """{fetched: [..], kept: [..]}; a data set that is there is kept, unless a configuration or a split is missing."""
+    """Download data sets into the mirror `root`; return {"fetched": [..], "kept": [..]}.
+
+    A data set that is present is kept unless a configuration or a split is missing.
+    """
     refuse_dangling(root)
     by_path: dict[str, list[DatasetSource]] = {}
     for source in sources:
@@ -97,7 +105,7 @@ def fetch(root: Path, sources: Iterable[DatasetSource], progress: Progress) -> d
 
 
 def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
-    """One of each configuration, with what any of them wants of it."""
+    """Merge sources of one data set so that each configuration appears once, with the union of the splits."""
     found: dict[str | None, DatasetSource] = {}
     for one in sources:
         other = found.get(one.config, one)
@@ -108,16 +116,22 @@ def _merge_sources(sources: list[DatasetSource]) -> list[DatasetSource]:
 
 @dataclass
 class MirrorReadme:
-    """What a mirror's README says that it holds. complete: configurations of which it has every split; None: somebody else
-    made it, who knows what belongs to it."""
+    """Content list of a mirrored data set, from the header of its README.
+
+    Attributes:
+        configs: configurations and their files.
+        complete: configurations of which every split is present; None: the mirror was made by other means and is taken as it is.
+    """
 
     configs: list[dict[str, Any]]
     complete: list[str] | None
 
     def files(self, name: str) -> list[dict[str, str]]:
+        """Return the files of a configuration."""
         return next((c["data_files"] for c in self.configs if c["config_name"] == name), [])
 
     def lacks(self, source: DatasetSource) -> bool:
+        """Return whether a configuration or split of the source is missing."""
         if self.complete is None:
             return not any(c["config_name"] == source.name for c in self.configs)
         if source.name in self.complete:
@@ -126,12 +140,14 @@ class MirrorReadme:
         return not source.splits or not there.issuperset(source.splits)
 
     def add(self, source: DatasetSource, files: list[dict[str, str]]) -> None:
+        """Add files of a configuration."""
         others = [c for c in self.configs if c["config_name"] != source.name]
         self.configs = [*others, {"config_name": source.name, "data_files": self.files(source.name) + files}]
         if not source.splits and self.complete is not None:
             self.complete.append(source.name)
 
     def text(self, path: str, commit: str | None) -> str:
+        """Return the README's text."""
         header = {"configs": self.configs} | ({} if self.complete is None else {COMPLETE_KEY: self.complete})
         written = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
         return f"---\n{written}---\n\nFetched by `surgery fetch-eval-data` from {path} at {commit}.\n"
@@ -165,7 +181,7 @@ def _fetch_dataset(place: Path, path: str, head: MirrorReadme, wanted: list[Data
 
 
 def _replace_folder(partial: Path, place: Path) -> None:
-    """The new one in the place of the old one, which comes back where that fails."""
+    """Rename `partial` to `place`; if that fails, restore the old folder."""
     before = place.with_name(f"{place.name}.before")
     if not place.exists():
         partial.rename(place)
@@ -180,7 +196,7 @@ def _replace_folder(partial: Path, place: Path) -> None:
 
 
 def _write_splits(folder: Path, source: DatasetSource, commit: str | None, there: set[str]) -> list[dict[str, str]]:
-    """What is wanted and not there, written."""
+    """Download the wanted splits that are missing; return their entries for the README."""
     from datasets import get_dataset_split_names, load_dataset
 
     folder = folder.absolute()

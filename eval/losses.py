@@ -1,4 +1,4 @@
-"""Losses of tokens, nats. B batch, T tokens, V vocabulary."""
+"""Per-token losses in nats. Shapes: B batch, T tokens, V vocabulary, N flattened tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 
-LOGITS_PER_BATCH = 2**28  # numbers of logits a batch begins with
-LOGITS_PER_SLICE = 2**24  # of them in float32 at a time
+LOGITS_PER_BATCH = 2**28  # elements of the logits of a first batch
+LOGITS_PER_SLICE = 2**24  # elements converted to float32 at a time
 
 
 def max_batch_tokens(model: Any) -> int:
+    """Return the number of tokens per batch whose logits have LOGITS_PER_BATCH elements, at least 1."""
     return max(1, LOGITS_PER_BATCH // model.config.get_text_config().vocab_size)
 
 
 def check_lm_head(model: Any) -> None:
-    """A head whose logits at a token are about the next one."""
+    """Raise SurgeryError unless the model is a decoder whose logits at a position predict the next token."""
     if model.get_output_embeddings() is None:
         raise SurgeryError(
             f"{type(model).__name__} has no language-model head; perplexity needs one (try --suite cosine)"
@@ -31,7 +32,10 @@ def check_lm_head(model: Any) -> None:
 
 @torch.inference_mode()
 def token_losses(model: Any, rows: list[tuple[int, ...]]) -> list[Tensor]:
-    """Of every token after a row's first, given those before it, on the CPU. Padded right, which a causal model does not see."""
+    """Return the loss of each token after the first of every row, given the tokens before it: on the CPU, shape (len(row) - 1,).
+
+    Rows are padded on the right, which a causal model does not attend to.
+    """
     longest = max(map(len, rows))
     ids_BT = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=model.device)
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits

@@ -1,11 +1,11 @@
-"""Where data sets come from: a local mirror (`--data-root DIR`), never the network.
+"""Read data sets from a local mirror (`--data-root DIR`) without network access.
 
     DIR/org/name/README.md      YAML header: configs: [{config_name, data_files: [{split, path}]}]
     DIR/org/name/<config>/<split>.jsonl
 
-That is what `datasets.load_dataset("org/name")` reads where a folder of that name lies in the working directory, so lm-eval's
-own tasks find it without a change. `surgery fetch-eval-data DIR` builds one. Every folder is read through an Arrow cache that
-belongs to its contents: `datasets` by itself does not tell two mirrors with equal README headers apart.
+`datasets.load_dataset("org/name")` reads this layout if a folder of that name lies in the working directory, so lm-eval's own
+tasks find it unchanged. `surgery fetch-eval-data DIR` builds a mirror. Every folder is read through an Arrow cache keyed by the
+folder's content: the cache of `datasets` alone confuses two mirrors with equal README headers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def load_rows(root: Path | None, suite: str, path: str, config: str | None, split: str) -> Any:
-    """A data set's split, as `datasets` gives it."""
+    """Load a split of a data set from the mirror `root`, or without one from Hugging Face's cache.
+
+    Raises SurgeryError if the data set is missing or cannot be read.
+    """
     check_datasets(root, suite, [path])
     place = Path(root) / path if root is not None else Path(path)
     try:
@@ -44,7 +47,7 @@ def load_rows(root: Path | None, suite: str, path: str, config: str | None, spli
 
 
 def load_folder_rows(place: Path, config: str | None, split: str) -> Any:
-    """A split of one data set's folder."""
+    """Load a split of one data set's folder."""
     from datasets import load_dataset
 
     with hide_progress_bars(), arrow_cache([place]) as cache:
@@ -59,17 +62,17 @@ def _load_hub_rows(path: str, config: str | None, split: str) -> Any:
 
 
 def note_datasets(root: Path | None, paths: Sequence[str]) -> None:
-    """Note which data sets a suite reads."""
+    """Record which data sets a suite reads (eval/results/data_read.py)."""
     for path in paths:
         local = ((root or Path()) / path).is_dir()
         note_read("mirror" if local else "hub", path, root)
 
 
 def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
-    """Before anything is loaded: all is there, or one message names what is missing."""
+    """Raise SurgeryError that names every missing data set, before a model is loaded."""
     if root is None:
         if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE_VARIABLES):
-            return  # what Hugging Face's cache holds
+            return  # data sets come from Hugging Face's cache
         raise SurgeryError(
             f"--suite {suite} reads {', '.join(paths[:4])}{' ..' if len(paths) > 4 else ''} and downloads nothing by itself. "
             f"Fetch once: surgery fetch-eval-data DATA --suite {suite}; then --data-root DATA (or set HF_HUB_OFFLINE=1 to "
@@ -84,11 +87,15 @@ def check_datasets(root: Path | None, suite: str, paths: list[str]) -> None:
 
 @contextlib.contextmanager
 def use_mirror(root: Path | None, paths: Sequence[str], files: Sequence[Path] = ()) -> Iterator[None]:
-    """The mirror as working directory, and an Arrow cache of its contents, while others open data sets.
+    """Make the mirror the working directory and use an Arrow cache keyed by its content, while lm-eval opens data sets.
 
-    paths: data sets that will be read; files: local files that will be read. Where neither is known (a task that opens its data
-    by its own code), the cache lasts as long as this process. Without a mirror and local files, what Hugging Face's cache holds
-    is read.
+    Args:
+        root: the mirror; without mirror and local files, Hugging Face's cache is read.
+        paths: data sets that will be read.
+        files: local files that will be read.
+
+    If neither paths nor files are known (a task that loads data by its own code), the cache is temporary and is deleted when the
+    process ends.
     """
     import datasets
 
@@ -101,7 +108,7 @@ def use_mirror(root: Path | None, paths: Sequence[str], files: Sequence[Path] = 
     with arrow_cache(places) if places else contextlib.nullcontext(_temporary_cache()) as cache:
         try:
             os.chdir(root or directory)
-            datasets.config.HF_DATASETS_CACHE = cache  # a setting: lm-eval passes no cache_dir on
+            datasets.config.HF_DATASETS_CACHE = cache  # set globally: lm-eval does not pass cache_dir on
             yield
         finally:
             datasets.config.HF_DATASETS_CACHE = before
@@ -116,7 +123,7 @@ def _temporary_cache() -> Path:
 
 @contextlib.contextmanager
 def use_empty_folder() -> Iterator[None]:
-    """An empty working directory: `datasets` prefers a folder org/name here to the Hub's data set of that name."""
+    """Use an empty working directory: `datasets` prefers a local folder org/name to the Hub's data set of that name."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)
@@ -128,7 +135,7 @@ def use_empty_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hide_progress_bars() -> Iterator[None]:
-    """Those of `datasets`, a dozen for every suite."""
+    """Disable the progress bars of `datasets`, a dozen per suite."""
     import datasets
 
     silent = datasets.are_progress_bars_disabled()

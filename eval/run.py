@@ -1,4 +1,4 @@
-"""`surgery eval`: suites on a checkpoint and, beside it, on the one it was made from."""
+"""`surgery eval`: run suites on a checkpoint and, with --compare, on the checkpoint that it was made from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ RESULTS, TABLE = "results.json", "table.md"
 
 @dataclass
 class Evaluation:
-    """broken: suite -> why it could not be measured; the others were."""
+    """Result of `evaluate`: suite results by role, comparison rows, and files written.
+
+    Attributes:
+        broken: suites or tasks that could not be measured -> reason; the others were measured.
+        verdicts: results of --fail-below.
+        exit_code: the same in every process: 0 success, 1 a threshold was missed, 2 something could not be measured.
+    """
 
     models: dict[Role, dict[str, Any]]
     options: EvalOptions
@@ -44,17 +50,18 @@ class Evaluation:
     verdicts: list[ThresholdResult] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
-    exit_code: int = 0  # of every process: 1 a limit was missed, 2 something could not be measured
+    exit_code: int = 0
 
     def row(self, task: str, metric: str | None = None) -> ComparisonRow:
-        """That of a whole task, for its first metric or the one named."""
+        """Return the summary row of a task, for the named metric or else the first."""
         return next(r for r in self.rows if r.task == task and r.is_summary and metric in (None, r.metric.name))
 
     def main_metric(self, suite: str) -> EvalMetric:
-        """The metric that speaks for a suite."""
+        """Return the first metric of a suite, by which it is judged."""
         return next(iter(next(iter(self.results[suite].values())).metrics.values()))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the content of results.json, with access tokens redacted."""
         suites = {
             suite: {
                 role: {"seconds": r.seconds, "notes": r.notes, "provenance": r.provenance}
@@ -88,8 +95,20 @@ def evaluate(
     progress: Progress | None = None,
     command: Sequence[str] = (),
 ) -> Evaluation:
-    """Each model is loaded once, one after the other; what `out` holds of before is not measured again. command: the words
-    of the command line, for results.json."""
+    """Run suites on one model, or on two and compare them.
+
+    Each model is loaded once, one after the other. Results already stored in `out` for the same model, options and data are
+    read instead of measured again.
+
+    Args:
+        name: checkpoint to evaluate (role "converted"): a local folder or a Hub id.
+        suites: names of suites, or of lm-eval tasks.
+        compare: checkpoint to compare with (role "base").
+        out: folder for results; None writes nothing.
+        fail_below: thresholds NAME=SHARE (eval/results/thresholds.py); they need `compare`.
+        dtype: one of eval.model.DTYPES.
+        command: the command line's arguments, recorded in results.json.
+    """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
         if suite.combine is not None and compare is None:
@@ -112,9 +131,7 @@ def evaluate(
     )
     with ExitStack() as stack:
         if out is not None:
-            stack.enter_context(
-                explain_disk_errors(out, "run the same command again, which goes on with what is missing")
-            )
+            stack.enter_context(explain_disk_errors(out, "run the same command again to continue with what is missing"))
             ranks.together_or_raise(
                 lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if ranks.main else None
             )
@@ -124,13 +141,13 @@ def evaluate(
 
 
 def provenance(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """What a reader of results.json needs to measure again: versions, device, date (UTC), command line without secrets."""
+    """Return what is needed to repeat a measurement: versions, device, date (UTC) and the command line without secrets."""
     command = redact_secrets(list(command))
     return {"versions": package_versions(), "device": device_name(device), "date": utc_timestamp(), "command": command}
 
 
 def redact_secrets(value: Any) -> Any:
-    """JSON data with what looks like an access token replaced by ***."""
+    """Return JSON data with everything that looks like an access token replaced by ***."""
     if isinstance(value, dict):
         return {redact_secrets(key): redact_secrets(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -139,10 +156,13 @@ def redact_secrets(value: Any) -> Any:
 
 
 def utc_timestamp() -> str:
+    """Return the current UTC time in ISO 8601, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class _EvaluationRun:
+    """One call of `evaluate`: measures every suite on every model, then compares and writes the results."""
+
     def __init__(
         self,
         suites: list[Suite],
@@ -166,13 +186,15 @@ class _EvaluationRun:
         self.results: dict[str, dict[Role, SuiteResult]] = {suite.name: {} for suite in suites}
         self.broken: dict[str, str] = {}
         self.models: dict[Role, dict[str, Any]] = {}
-        self.cache: dict[tuple[str, str], SuiteResult] = {}  # (fingerprint, suite): of one model compared with itself
+        self.cache: dict[
+            tuple[str, str], SuiteResult
+        ] = {}  # (fingerprint, suite); hit if a model is compared with itself
         self.provenance = provenance(self.device, command)
         ranks.together_or_raise(self.store.open if ranks.main else lambda: None)
 
     # -- measuring -----------------------------------------------------------------------------------
     def measure(self, opened: list[OpenedModel]) -> None:
-        """Each model is loaded once; then both, for what is measured side by side."""
+        """Run all suites: each model is loaded once; suites with `run_pair` then load both together."""
         for one in opened:
             self.models[one.role] = {
                 "name": one.name,
@@ -224,7 +246,7 @@ class _EvaluationRun:
         return key | ({"pair": list(pair)} if pair else {})
 
     def _load_stored(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...] = ()) -> bool:
-        """The first process looks, and all do as it says."""
+        """Use a stored result if there is one. The main process decides for all processes."""
         found = self.cache.get((one.fingerprint, suite.name))
         if found is None and self.ranks.main:
             found = self.store.load(self._result_folder(one, suite), self._key(one, suite, pair), self.options)
@@ -254,22 +276,22 @@ class _EvaluationRun:
         self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in result.broken.items()}
         if self.ranks.main:
-            if not result.broken:  # or it would count as measured the next time
+            if not result.broken:  # a stored result would count as complete in the next run
                 self.store.save(self._result_folder(one, suite), self._key(one, suite, pair), result)
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _record_failure(self, suite: Suite, one: OpenedModel, error: Exception) -> None:
-        """Alone, it is the answer to the command; among others it is reported, and they run."""
+        """Re-raise if this is the only suite or a disk error; otherwise record the failure and continue."""
         if len(self.suites) == 1 or is_disk_error(error):
             raise error
         kind = "" if isinstance(error, SurgeryError) else f"{type(error).__name__}: "
         self.broken[suite.name] = f"{kind}{' '.join(str(error).split())[:500]} ({one.name})"
         if self.ranks.main:
-            self.progress.say(f"{suite.name} broke, on with the rest: {self.broken[suite.name]}")
+            self.progress.say(f"{suite.name} failed, continuing with the other suites: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
     def compare(self, opened: list[OpenedModel], limits: list[Threshold]) -> Evaluation:
-        """By the first process; the others know how it ended."""
+        """Compare and write on the main process; broadcast the exit code."""
         done = Evaluation(self.models, self.options, {}, broken=self.broken, provenance=self.provenance)
         self.ranks.together_or_raise(lambda: self._fill_comparison(done, opened, limits) if self.ranks.main else None)
         done.exit_code = self.ranks.broadcast_object(done.exit_code)
@@ -295,11 +317,11 @@ class _EvaluationRun:
             self._check_samples(done)
             done.verdicts = check_thresholds(limits, done.rows, first, list(done.broken))
             done.exit_code = 2 if done.broken else int(not all(verdict.held for verdict in done.verdicts))
-        finally:  # a limit of a misspelt name does not cost the results
+        finally:  # results are written even if a threshold names an unknown task
             self._write(done)
 
     def _check_samples(self, done: Evaluation) -> None:
-        """--samples of a task that was not run would go unnoticed: the others are measured as without it."""
+        """Raise SurgeryError if --samples names a task that was not measured, which would otherwise go unnoticed."""
         known: dict[str, None] = {}
         for by_role in done.results.values():
             for sample in (sample for result in by_role.values() for sample in result.samples):
@@ -312,7 +334,7 @@ class _EvaluationRun:
                 )
 
     def _plot(self, suite: Suite, by_role: dict[Role, SuiteResult]) -> list[Path]:
-        """No picture is worth the numbers."""
+        """Draw the suite's figures. A failure is reported, and never loses the results."""
         if self.store.folder is None:
             return []
         try:
@@ -322,7 +344,7 @@ class _EvaluationRun:
                 return suite.plot(by_role, self.store.folder)
             return plot_by_group(suite.name, by_role, self.store.folder)
         except Exception as error:
-            self.progress.say(f"{suite.name} was not drawn: {type(error).__name__}: {error}")
+            self.progress.say(f"no figure of {suite.name}: {type(error).__name__}: {error}")
             return []
 
     def _write(self, done: Evaluation) -> None:

@@ -1,10 +1,11 @@
-"""What an evaluation is made of: a loaded model is measured by suites, a suite gives samples, samples have metrics.
+"""Interfaces of the evaluation: EvalModel, EvalOptions, Sample, EvalMetric, SuiteResult, Suite, and the registry SUITES.
 
-    suite.run(eval_model, options) -> SuiteResult      register(suite) puts it into SUITES
+    suite.run(eval_model, options) -> SuiteResult      register(suite) adds the suite to SUITES
 
-A sample is one question, document or window; its `id` says which, the same for every model, so that base and
-converted can be paired. Statistics, tables and files are not a suite's business: compare.py, shown.py, eval/results/store.py.
-A new suite is one file in suites/.
+A suite measures one loaded model and returns samples; each sample has one value per metric. A sample is one question,
+document or window. Its `id` is the same for every model, so that the samples of base and converted model can be paired.
+Statistics, tables and files are written elsewhere (eval/results/compare.py, tables.py, store.py).
+To add a suite, add one file to eval/suites/.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
 
-if TYPE_CHECKING:  # torch comes when something is measured
+if TYPE_CHECKING:  # torch is imported only when something is measured
     import torch
     from torch import Tensor
 
@@ -37,8 +38,15 @@ Role = Literal["base", "converted"]
 
 @dataclass
 class EvalModel:
-    """A loaded model. folder: where its files lie; longest: the longest input it was made for, None: unbounded;
-    ranks: the processes that share the work; progress: where bars go."""
+    """A loaded model under evaluation.
+
+    Attributes:
+        folder: local folder of the checkpoint.
+        fingerprint: digest of the checkpoint's files.
+        longest: longest input in tokens that the config declares (`max_position_embeddings`); None if unbounded.
+        ranks: the processes that share the samples.
+        progress: receiver of progress bars and messages.
+    """
 
     role: Role
     name: str
@@ -54,52 +62,64 @@ class EvalModel:
 
 
 class EvalOptions(BaseModel):
-    """How to measure. None or empty: what the suite does by itself. Frozen, for results are kept by it."""
+    """Options of an evaluation. None or empty means the suite's default. Frozen, because stored results are keyed by it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    text: str | None = Field(None, description="a file or a Hub data set; suites that read text")
-    tokens: int = Field(65536, ge=16, description="of the text, at most")
-    length: int = Field(1024, ge=8, description="tokens of a window of the text")
-    limit: int | None = Field(None, ge=1, description="samples of every task and length (and depth), at most")
+    text: str | None = Field(None, description="text file or Hub data set, for suites that read text")
+    tokens: int = Field(65536, ge=16, description="maximum number of tokens of the text")
+    length: int = Field(1024, ge=8, description="tokens per window of the text")
+    limit: int | None = Field(None, ge=1, description="maximum number of samples per task, length and depth")
     lengths: tuple[Annotated[int, Field(ge=8)], ...] = Field(
-        (), description="tokens of a sample, for suites that have several"
+        (), description="sample lengths in tokens, for suites that measure several"
     )
-    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field((), description="0 to 1: where a needle lies")
-    tasks: tuple[str, ...] = Field((), description="of a suite, these only")
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (), description="needle positions in the context, 0 (start) to 1 (end)"
+    )
+    tasks: tuple[str, ...] = Field((), description="run only these tasks of a suite")
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="rows at a time; does not change results"
+        "auto", description="rows per batch; does not change results"
     )
     seed: int = Field(0, ge=0)
-    data_root: Path | None = Field(None, description="a local mirror of data sets")
+    data_root: Path | None = Field(None, description="folder of locally mirrored data sets")
     num_fewshot: int | None = Field(None, ge=0)
     gen_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to generate()")
     apply_chat_template: bool = False
     metadata: dict[str, Any] = Field(default_factory=dict, description="passed to lm-eval's tasks")
-    include_path: Path | None = Field(None, description="a folder of lm-eval tasks of one's own")
+    include_path: Path | None = Field(None, description="folder with additional lm-eval task definitions")
 
     samples: dict[str, tuple[int, ...]] = Field(
-        default_factory=dict, description="of tasks of lm-eval, these documents"
+        default_factory=dict, description="document indices to run, by lm-eval task"
     )
-    use_cache: Path | None = Field(None, description="a folder for answers, kept as they come")
+    use_cache: Path | None = Field(None, description="folder in which answers are cached as they are computed")
 
     def digest(self) -> str:
-        """SHA-256 of every option that results depend on; files by their contents, a mirror by what a suite reads of it (eval/results/data_read.py)."""
-        said = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root"})
-        said["mirror"] = self.data_root is not None
+        """Return the SHA-256 of every option that affects results.
+
+        Files enter by content. The mirror enters as present or absent only: the data sets that a suite reads from it are
+        recorded per result (eval/results/data_read.py).
+        """
+        data = self.model_dump(mode="json", exclude={"batch_size", "use_cache", "data_root"})
+        data["mirror"] = self.data_root is not None
         for name in ("text", "include_path"):
-            if said[name] is not None and Path(said[name]).exists():
-                said[name] = content_digest(Path(said[name]))
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+            if data[name] is not None and Path(data[name]).exists():
+                data[name] = content_digest(Path(data[name]))
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class EvalMetric:
-    """kind mean: weighted mean; accuracy: of zeros and ones (McNemar); ppl: exp of the weighted mean of nats.
-    scale: what is shown is scale x the value; top: its largest value before that, None: unbounded (losses);
-    floor: what guessing scores, before scale; `floors` of a result says it where tasks differ; title: what tables call
-    it, where that is not the name ("perplexity" of a sample's "nll"); pooled: whether a mean over groups says anything
-    (one of milliseconds at several lengths does not)."""
+    """How a metric is aggregated and displayed.
+
+    Attributes:
+        kind: "mean" (weighted mean), "accuracy" (mean of zeros and ones, compared by McNemar's test) or "ppl" (exp of the
+            weighted mean of nats).
+        scale: factor applied to values for display.
+        top: largest possible value before scaling; None if unbounded (losses).
+        floor: value that guessing reaches, before scaling; `SuiteResult.floors` overrides it per task.
+        title: name in tables if it differs from `name` ("perplexity" for a sample's "nll").
+        pooled: whether a mean over groups is meaningful (a mean of milliseconds over several lengths is not).
+    """
 
     name: str
     kind: Literal["mean", "accuracy", "ppl"] = "mean"
@@ -113,14 +133,20 @@ class EvalMetric:
 
     @property
     def label(self) -> str:
+        """Name of the metric in tables."""
         return self.title or self.name
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing asked. group: {"length": 1024, "depth": 0.5}; weight: tokens, where a mean is weighted;
-    unit: what is drawn as one in the bootstrap (a document that several samples come from), None: the id;
-    shown: prompt, output, target and the like, for samples.jsonl."""
+    """One measured question, document or window.
+
+    Attributes:
+        group: values that results are tabulated by, e.g. {"length": 1024, "depth": 0.5}.
+        weight: weight in a mean, e.g. the number of tokens.
+        unit: key of the bootstrap unit, e.g. the document that several samples come from; None: the sample is its own unit.
+        shown: prompt, output, target and the like, written to samples.jsonl.
+    """
 
     task: str
     id: str
@@ -131,15 +157,25 @@ class Sample:
     shown: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the sample as JSON data."""
         return asdict(self)
 
 
 @dataclass
 class SuiteResult:
-    """metrics: by name, the first is the one that speaks for the suite; floors: task -> metric -> what guessing scores;
-    arrays: what plots need and samples are too coarse for; notes: warnings for people; broken: tasks that could not
-    be measured, and why; info: any JSON, e.g. lm-eval's own results; reads: the data that was read, by content (eval/results/data_read.py);
-    provenance: versions, device, date and command of the measurement."""
+    """Result of one suite for one model.
+
+    Attributes:
+        metrics: metrics by name; the first is the suite's main metric.
+        floors: task -> metric -> value that guessing reaches.
+        arrays: tensors that plots need, e.g. losses by position.
+        notes: warnings for the reader.
+        broken: tasks that could not be measured -> reason.
+        info: further JSON data, e.g. lm-eval's own results.
+        seconds: wall time of the measurement.
+        reads: data that was read -> content digest or version (eval/results/data_read.py).
+        provenance: versions, device, date and command of the measurement.
+    """
 
     samples: list[Sample]
     metrics: dict[str, EvalMetric]
@@ -155,9 +191,15 @@ class SuiteResult:
 
 @dataclass(frozen=True)
 class Suite:
-    """combine: samples that only both results together give (an encoder's cosine); run_pair: measures
-    both while both are loaded, turn by turn, as times want it; plot: writes pictures into a folder, of
-    {role: result}, and returns their paths; None: curves by length, heat maps by length and depth, where samples have those."""
+    """A named measurement.
+
+    Attributes:
+        run: measures one model.
+        combine: computes samples that need both results, e.g. an encoder's cosine similarity to the original.
+        run_pair: measures both models alternately while both are loaded, e.g. for timings.
+        plot: writes figures for {role: result} into a folder and returns their paths; None: curves by length and heat maps by
+            length and depth, where samples have these groups.
+    """
 
     name: str
     description: str
@@ -168,17 +210,18 @@ class Suite:
 
 
 SUITES: dict[str, Suite] = {}
-# name -> suite, for names that are not in SUITES (any lm-eval task); None where it does not know the name.
+# Functions name -> Suite for names that are not in SUITES (any lm-eval task); None if the name is unknown.
 FALLBACKS: list[Callable[[str], Suite | None]] = []
 
 
 def register(suite: Suite) -> Suite:
+    """Add a suite to SUITES and return it."""
     SUITES[suite.name] = suite
     return suite
 
 
 def load_suites() -> dict[str, Suite]:
-    """SUITES, filled: every file of suites/."""
+    """Import every module of eval/suites/ and return SUITES."""
     package = importlib.import_module("surgery.eval.suites")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{info.name}")
@@ -186,10 +229,14 @@ def load_suites() -> dict[str, Suite]:
 
 
 def find_suite(name: str) -> Suite:
+    """Return the suite of that name, or one made by FALLBACKS (any lm-eval task).
+
+    Raises SurgeryError with the nearest known name if there is no such suite.
+    """
     known = load_suites()
     if name in known:
         return known[name]
-    # A slip of a name of ours is told at once: lm-eval takes seconds to know its thousands of tasks.
+    # A misspelt name of our own suites is reported at once: lm-eval takes seconds to index its tasks.
     slip = "_" not in name and difflib.get_close_matches(name, known, cutoff=0.8)
     for find_fallback in [] if slip else FALLBACKS:
         if (found := find_fallback(name)) is not None:
@@ -198,5 +245,5 @@ def find_suite(name: str) -> Suite:
 
 
 def stable_id(*parts: Any) -> str:
-    """Sixteen hex digits of a sample's content: the same on every machine."""
+    """Return 16 hexadecimal digits of the SHA-256 of a sample's content; the same on every machine."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""lm-eval's own tasks by name: finding them, and seeing that their data is there before anything is loaded."""
+"""lm-eval's own tasks by name: find them, and check that their data sets are present before a model is loaded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ MANAGERS: dict[tuple[str, ...], Any] = {}
 
 
 def run_zeroshot(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Run the suite `zeroshot`: --tasks, or the seven tasks of Log-Linear Attention, table 6."""
     return run_tasks(eval_model, options.tasks or ZEROSHOT, options, load_tasks)
 
 
 def run_named(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """Also those of --include-path."""
+    """Run the suite `lm-eval`: the tasks, groups or tags of --tasks, those of --include-path included."""
     if not options.tasks:
         raise SurgeryError("--suite lm-eval runs tasks of lm-eval by name: --tasks boolq,openbookqa")
     return run_tasks(eval_model, options.tasks, options, load_tasks)
 
 
 def find_lm_eval_suite(name: str) -> Suite | None:
-    """A suite of one task, group or tag of lm-eval; None where it has none of that name."""
+    """Return a suite of one lm-eval task, group or tag; None if lm-eval has none of that name."""
     _check_not_ours([name])
     require_lm_eval()
     if _task_manager([name], None) is None:
@@ -48,7 +49,10 @@ def find_lm_eval_suite(name: str) -> Suite | None:
 
 
 def _check_not_ours(names: Sequence[str]) -> None:
-    """lm-eval's copies of RULER and LongBench differ from the originals, as docs/benchmarks.md says; RULER's download too."""
+    """Raise SurgeryError for lm-eval's copies of RULER and LongBench.
+
+    They differ from the originals (docs/benchmarks.md), and RULER's also downloads data; our suites replace them.
+    """
     for name in names:
         task = name.removeprefix("ruler_")
         task = LM_EVAL_NAMES.get(task, task)
@@ -59,7 +63,7 @@ def _check_not_ours(names: Sequence[str]) -> None:
 
 
 def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
-    """{tasks: {name: task}, groups: {name: group}}, their data read from the mirror."""
+    """Load tasks with their data from the mirror; return {"tasks": {name: task}, "groups": {name: group}}."""
     _check_not_ours(names)
     manager = _task_manager(names, options)
     if manager is None:
@@ -72,7 +76,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
     mirror.note_datasets(options.data_root, paths)
     note_read("package", "lm_eval")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
-    for name in names:  # each with an Arrow cache of its own data sets, which other choices of tasks share
+    for name in names:  # one Arrow cache per task, shared by all selections that include it
         paths = sorted({path for path, _ in iterate_datasets(manager, [name])})
         with mirror.use_mirror(options.data_root, paths, list(find_local_files(manager, [name]))):
             found = manager.load([name])
@@ -81,7 +85,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions) -> dict[str, Any]:
 
 
 def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:
-    """Files on this machine that tasks name as `dataset_kwargs: {data_files: ..}`."""
+    """Yield existing local files that tasks name as `dataset_kwargs: {data_files: ..}`."""
     for name in names:
         for config in task_configs(manager, name):
             told = (config.get("dataset_kwargs") or {}).get("data_files") or ()
@@ -92,14 +96,14 @@ def find_local_files(manager: Any, names: Sequence[str]) -> Iterator[Path]:
 
 
 def find_datasets(names: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(data set, configuration) of tasks, for fetching; nothing where lm-eval does not know one of them."""
+    """Return (data set, configuration) of tasks, for download; empty if lm-eval does not know one of them."""
     require_lm_eval()
     manager = _task_manager(names, None)
     return sorted(set(iterate_datasets(manager, names)), key=str) if manager is not None else []
 
 
 def iterate_datasets(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """What tasks read, without loading it."""
+    """Yield (data set, configuration) that tasks read, without loading them."""
     for name in names:
         for config in task_configs(manager, name):
             of_class = config.get("class")
@@ -110,14 +114,14 @@ def iterate_datasets(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Of a task, or of all in a group or tag."""
+    """Yield the configs of a task, or of all tasks in a group or tag."""
     from lm_eval.tasks._index import Kind
     from lm_eval.tasks._yaml_loader import load_yaml
 
     entry = manager.task_index.get(name)
     if entry is None:
         return
-    if entry.kind is Kind.TAG:  # of a task, `tags` are those that it bears
+    if entry.kind is Kind.TAG:  # a tag's entry lists its tasks; a task's entry lists its tags
         for each in sorted(entry.tags):
             yield from task_configs(manager, each)
         return
@@ -135,8 +139,10 @@ def task_configs(manager: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _task_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
-    """That knows all the names; None if none does. lm-eval's index of all its files takes seconds to a minute, so where a
-    folder has the task's name only that one is read."""
+    """Return lm-eval's TaskManager that knows all names; None if some name is unknown.
+
+    Indexing all of lm-eval's files takes seconds to a minute. If each name has a folder of its own, only those are indexed.
+    """
     few = _partial_manager(names, options)
     if few is not None and all(name in few.task_index for name in names):
         return few
@@ -145,6 +151,7 @@ def _task_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
 
 
 def _partial_manager(names: Sequence[str], options: EvalOptions | None) -> Any:
+    """Return a TaskManager over the folders named like the tasks; None if a task has no such folder."""
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
@@ -159,6 +166,7 @@ def _full_manager(options: EvalOptions | None) -> Any:
 
 
 def _build_manager(folders: list[str], defaults: bool, options: EvalOptions | None) -> Any:
+    """Return a TaskManager over the folders, --include-path included; cached by their content."""
     from lm_eval.tasks import TaskManager
 
     if options is not None and options.include_path is not None:

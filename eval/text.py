@@ -1,7 +1,7 @@
-"""Texts to token ids, many and long ones at once: a fast tokenizer does them side by side, without offsets, and lets other threads run
-meanwhile. The ids are those of `tokenizer(text).input_ids`; a tokenizer that does not know how is asked one text at a time.
+"""Tokenize evaluation texts, and cut them into windows or documents.
 
-The text that suites read: windows of a running text, or documents one by one.
+Many and long texts are tokenized in one call: a fast tokenizer does so in parallel, without offsets and without holding
+Python's lock. The ids are those of `tokenizer(text).input_ids`. A slow tokenizer is called for one text at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Counts = Callable[[Sequence[str]], list[int]]
 
 
 def encoder(tokenizer: Any, special: bool = True) -> Encode:
-    """Texts -> ids, int32. special: with the tokens that begin and end an input."""
+    """Return a function texts -> token ids (int32 arrays). special: add the tokenizer's special tokens."""
     fast = _fast_backend(tokenizer)
     if fast is None:
         return lambda texts: [
@@ -34,7 +34,7 @@ def encoder(tokenizer: Any, special: bool = True) -> Encode:
 
 
 def counter(tokenizer: Any, special: bool = True) -> Counts:
-    """Texts -> how many tokens each is."""
+    """Return a function texts -> numbers of tokens. special: count the tokenizer's special tokens."""
     fast = _fast_backend(tokenizer)
     if fast is None:
         return lambda texts: [len(tokenizer(t, add_special_tokens=special, verbose=False).input_ids) for t in texts]
@@ -42,23 +42,24 @@ def counter(tokenizer: Any, special: bool = True) -> Counts:
 
 
 def _fast_backend(tokenizer: Any) -> Any:
-    # Settings of earlier calls stay on a fast tokenizer: these are none.
+    """Return the batch encoder of a fast tokenizer; None for a slow one."""
+    # A fast tokenizer keeps the truncation and padding of earlier calls: reset both.
     tokenizer("x", truncation=False, padding=False, verbose=False)
     return getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
 
 
 def to_array(ids: list[int]) -> np.ndarray:
-    """Ten times faster than a tensor of a list."""
+    """Convert a list of token ids to an int32 array; ten times faster than torch.tensor."""
     return np.fromiter(ids, dtype=np.int32, count=len(ids))
 
 
-PLAIN_TEXT_SUFFIXES = (".txt", ".md", "")  # one document: a file of running text
+PLAIN_TEXT_SUFFIXES = (".txt", ".md", "")  # read as one document of running text
 WIKITEXT = "EleutherAI/wikitext_document_level"
 
 
 @dataclass(frozen=True)
 class TextWindow:
-    """ids of one forward; unit: the document it is of."""
+    """Token ids of one forward pass. unit: id of the document it is part of; None: the window is its own bootstrap unit."""
 
     ids: tuple[int, ...]
     id: str
@@ -66,6 +67,10 @@ class TextWindow:
 
 
 def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
+    """Return the file or Hub data set that a suite reads: `text`, else WikiText of the mirror.
+
+    Raises SurgeryError if there is none or `text` does not exist.
+    """
     if text is None and mirror is not None and (mirror / WIKITEXT).is_dir():
         return str(mirror / WIKITEXT)
     if text is None:
@@ -79,7 +84,7 @@ def resolve_text(suite: str, text: str | None, mirror: Path | None) -> str:
 
 
 def window_length_notes(eval_model: EvalModel, options: EvalOptions) -> list[str]:
-    """A note where windows are shorter than was asked."""
+    """Return a note if windows are shorter than requested because the model takes no longer inputs."""
     if eval_model.longest is None or eval_model.longest >= options.length:
         return []
     return [
@@ -88,7 +93,7 @@ def window_length_notes(eval_model: EvalModel, options: EvalOptions) -> list[str
 
 
 def note_text(text: str, options: EvalOptions) -> None:
-    """Record which text is read: a file, a mirror's data set, or one of the Hub."""
+    """Record which text is read: a file, a data set of the mirror, or one of the Hub."""
     if options.text is None and options.data_root is not None:
         note_read("mirror", WIKITEXT, options.data_root)
     elif Path(text).exists():
@@ -98,8 +103,11 @@ def note_text(text: str, options: EvalOptions) -> None:
 
 
 def load_text_windows(suite: str, eval_model: EvalModel, options: EvalOptions) -> list[TextWindow]:
-    """Of a file of running text, windows of `length`, each a unit; of a data set its documents, each a unit, cut where it is
-    longer than that. Both with the tokenizer's own special tokens, and never longer than the model was made for."""
+    """Cut a text into windows of at most `options.length` tokens, special tokens included.
+
+    A file of running text gives windows of full length, each a bootstrap unit. A data set gives its documents, each a unit, split
+    where a document is longer. Windows are never longer than the model's longest input.
+    """
     text = resolve_text(suite, options.text, options.data_root)
     note_text(text, options)
     length = min(options.length, eval_model.longest or options.length)
@@ -110,6 +118,7 @@ def load_text_windows(suite: str, eval_model: EvalModel, options: EvalOptions) -
 
 
 def _document_windows(text: str, tokenizer: Any, options: EvalOptions, length: int) -> Iterator[TextWindow]:
+    """Yield the windows of each document, up to `options.tokens` tokens in all."""
     before, after = special_tokens(tokenizer)
     body, used = length - len(before) - len(after), 0
     for number, document in enumerate(islice(_stream_documents(text), options.limit)):
@@ -125,6 +134,7 @@ def _document_windows(text: str, tokenizer: Any, options: EvalOptions, length: i
 
 
 def _stream_documents(text: str) -> Iterator[str]:
+    """Yield documents of a text; pages of WikiText's test split for the mirrored data set."""
     if not text.endswith(WIKITEXT) or not Path(text).is_dir():
         yield from document_stream(text)
         return

@@ -1,4 +1,4 @@
-"""Checkpoints made once a session, and where real ones may be found."""
+"""Fixtures shared by all tests: tiny checkpoints made once per session, and the location of real ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays to the end: no search for garbage goes through it again."""
+    """Exempt everything imported so far from garbage collection, which would traverse it again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """checkpoints(family) -> folder of a tiny random checkpoint, made once; weights larger than usual, so
-    that layers matter."""
+    """checkpoints(family) -> folder of a tiny random checkpoint, made once; weights are larger than usual, so that
+    layers matter.
+    """
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
@@ -61,7 +62,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def calibration(checkpoints):
-    """calibration(family) -> a file of ready inputs."""
+    """calibration(family) -> file of prepared model inputs."""
     return lambda family: checkpoints(family).parent / f"{checkpoints(family).name}-calibration.safetensors"
 
 
@@ -81,7 +82,7 @@ MIXED = {
 
 @pytest.fixture(scope="session")
 def converted(checkpoints, tmp_path_factory):
-    """converted(family) -> folder of its checkpoint with half the numbers kept, made once; not to be changed."""
+    """converted(family) -> folder of its checkpoint with half of the parameters, made once; must not be modified."""
     from surgery.conversion.convert import convert
 
     made: dict[str, Path] = {}
@@ -98,6 +99,7 @@ def converted(checkpoints, tmp_path_factory):
 
 @pytest.fixture
 def shared() -> Path:
+    """Folder with real checkpoints; skips the test without it."""
     if not (SHARED / "models").is_dir():
         pytest.skip(f"{SHARED} with real checkpoints is not here")
     return SHARED
@@ -105,7 +107,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def loops_of_tensors(monkeypatch):
-    """Kernels' loops with bounds that are tensors, under Triton's interpreter."""
+    """Let Triton's interpreter run kernel loops whose bounds are tensors."""
     from helpers.kernel_rows import patch_tensor_loops
 
     patch_tensor_loops(monkeypatch)

@@ -1,1 +1,1 @@
-"""The bridge to lm-eval: a model behind its interface, its tasks, its data offline, its answers kept."""
+"""Bridge to lm-eval: model adapter, tasks, conversion of its results, and a cache of answers."""

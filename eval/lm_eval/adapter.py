@@ -1,8 +1,8 @@
-"""lm-eval's Hugging Face model around one that is loaded, in our batches.
+"""lm-eval's Hugging Face model (HFLM) around a loaded model, with our batching.
 
-HFLM tokenizes, generates and cuts answers, so scores are those of `lm_eval --model hf`. Batches are `score_in_batches`: longest
-first, shared over the processes, halved where memory ends. Likelihoods are ours: logits of the scored tokens only.
-T tokens, V vocabulary, N scored tokens.
+HFLM tokenizes, generates and truncates answers, so scores equal those of `lm_eval --model hf`. Batches go through
+`score_in_batches`: longest first, divided among processes, halved when memory runs out. Likelihoods compute only the logits of
+the scored tokens. Shapes: B batch, T tokens, V vocabulary, N scored tokens.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from surgery.eval.text import encoder
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-LikelihoodRequest = tuple[Any, list[int], list[int]]  # what lm-eval keeps answers by, context, continuation
+LikelihoodRequest = tuple[Any, list[int], list[int]]  # lm-eval's cache key, context, continuation
 
 POSITION_TABLE_NAMES = ("wpe", "position_embeddings", "embed_positions")
-UNBOUNDED_LENGTH = 2**20  # tokens, for a model without a longest input
+UNBOUNDED_LENGTH = 2**20  # tokens; longest input of a model that declares none
 
 
 def harness_model(eval_model: EvalModel, options: EvalOptions, longest: int | None = None) -> Any:
-    """longest: inputs are cut (from the left) to this; default: what the model was made for."""
+    """Return the HFLM subclass around a model. longest: inputs are truncated from the left to this; default: the model's
+    longest input.
+    """
     _check_positions(eval_model, longest or 0)
     if options.apply_chat_template:
         check_chat_template(eval_model.tokenizer)
     lm = _lm_class()(
         pretrained=eval_model.model,
-        tokenizer=copy.deepcopy(eval_model.tokenizer),  # it sets a padding token
+        tokenizer=copy.deepcopy(eval_model.tokenizer),  # HFLM sets a padding token on it
         backend="default" if eval_model.model.config.is_encoder_decoder else "causal",
         max_length=longest or eval_model.longest or UNBOUNDED_LENGTH,
         batch_size=1,
@@ -54,6 +56,7 @@ def harness_model(eval_model: EvalModel, options: EvalOptions, longest: int | No
 
 
 def check_chat_template(tokenizer: Any) -> None:
+    """Raise SurgeryError if the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise SurgeryError(
             "--apply-chat-template: the tokenizer has no chat template (tokenizer_config.json's chat_template); leave the flag out"
@@ -61,7 +64,7 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 def _check_positions(eval_model: EvalModel, longest: int) -> None:
-    """Beyond a table of learned positions there is nothing; on a GPU looking there ends the process."""
+    """Raise SurgeryError if inputs exceed a table of learned positions: on a GPU such a lookup aborts the process."""
     for name, module in eval_model.model.named_modules():
         table = name.rpartition(".")[2] in POSITION_TABLE_NAMES and isinstance(module, torch.nn.Embedding)
         if table and module.num_embeddings < longest:
@@ -72,8 +75,10 @@ def _check_positions(eval_model: EvalModel, longest: int) -> None:
 
 
 def generation_tokens(device: torch.device) -> int:
-    """Of a batch that "auto" begins with: a step of decoding takes as long for sixteen rows as for one, so as many as
-    memory has room for."""
+    """Return the tokens per batch that "auto" starts with for generation.
+
+    A decoding step takes as long for sixteen rows as for one, so the batch grows with free memory.
+    """
     tokens = BATCH_TOKENS.get(device.type, 2**17)
     if device.type != "cuda":
         return tokens
@@ -84,7 +89,7 @@ def generation_tokens(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt, how to generate, and the prompt's ids, (T,) int32."""
+    """A prompt, its generation settings, and its ids (T,) int32."""
 
     text: str
     settings: dict[str, Any]
@@ -99,8 +104,10 @@ def _lm_class() -> type:
 
 
 class BatchedLM:
-    """Stands before HFLM: what it does in batches goes through `score_in_batches`, by way of what is kept. truncated: task name ->
-    prompts that lost their beginning because they are longer than the model's input."""
+    """Overrides of HFLM that batch by `score_in_batches` and use the answer cache.
+
+    truncated: task name -> number of prompts that lost their beginning because they exceed the model's longest input.
+    """
 
     eval_model: EvalModel
     options: EvalOptions
@@ -110,10 +117,10 @@ class BatchedLM:
     backend: str
     answer_cache: AnswerCache
     truncated: Counter[str]
-    _task_names: Sequence[str] = ()  # task names of the likelihoods that are asked for, in order
+    _task_names: Sequence[str] = ()  # task names of the current likelihood requests, in order
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """In groups of equal generation settings, as batches need. Every prompt is tokenized once."""
+        """Generate answers, in groups of equal settings, as batches require. Every prompt is tokenized once."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked = [
@@ -142,22 +149,22 @@ class BatchedLM:
         return answers
 
     def _sampling_key(self, settings: dict[str, Any]) -> list[Any]:
-        """What else a sampled answer depends on."""
+        """Return what a sampled answer depends on besides the request."""
         return ["seed", self.options.seed] if settings.get("do_sample") or settings.get("temperature") else []
 
     def _encode_prompts(self, requests: list[Instance]) -> Iterator[torch.Tensor]:
-        """Ids of the prompts, a few at a time: a fast tokenizer does them side by side."""
+        """Yield the prompts' ids; 32 at a time, which a fast tokenizer encodes in parallel."""
         from lm_eval.models.utils import has_bos_prefix
 
         bos = getattr(self.tokenizer, "bos_token", None)
         encode = {special: encoder(self.tokenizer, special) for special in (True, False)}
         for start in range(0, len(requests), 32):
             texts = [request.args[0] for request in requests[start : start + 32]]
-            begun = has_bos_prefix(texts[0], bos)  # a chat template has put it there
+            begun = has_bos_prefix(texts[0], bos)  # added by a chat template
             yield from map(torch.from_numpy, encode[not begun](texts))
 
     def _generate(self, batch: list[GenerationRequest]) -> list[str]:
-        """Padded on the left, with a mask; cut at the first of the words that end an answer."""
+        """Generate from prompts padded on the left, with a mask; truncate answers at the first stop string."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
         settings = dict(normalize_gen_kwargs(batch[0].settings, self.max_gen_toks))  # type: ignore[attr-defined]
@@ -177,19 +184,21 @@ class BatchedLM:
             kept_T = each.ids_T[-longest:]
             ids_BT[row, longest - len(kept_T) :], mask_BT[row, longest - len(kept_T) :] = kept_T, 1
         with torch.inference_mode():
-            said_BT = self._model_generate(  # type: ignore[attr-defined]
+            output_BT = self._model_generate(  # type: ignore[attr-defined]
                 context=ids_BT.to(self.eval_model.device),
                 attention_mask=mask_BT.to(self.eval_model.device),
                 stop=[words for words in stop if not (words == eos and self._stops_at_eos(settings))],
                 max_length=longest + tokens,
                 **settings,
             )
-        texts = [self.tokenizer.decode(said, skip_special_tokens=True) for said in said_BT[:, longest:].tolist()]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in output_BT[:, longest:].tolist()]
         return [postprocess_generated_text(text, stop, None) for text in texts]
 
     def _stops_at_eos(self, settings: dict[str, Any]) -> bool:
-        """Whether generate() ends an answer at the token that stands for its end: looking for its words at every step, in
-        every row, is for models that do not know it."""
+        """Return whether generate() itself stops at the end-of-text token.
+
+        If so, its text is not used as a stop string, which would be searched at every step and in every row.
+        """
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
         return self.eot_token_id in (ends if isinstance(ends, (list, tuple)) else [ends])  # type: ignore[attr-defined]
 
@@ -202,7 +211,7 @@ class BatchedLM:
             return super().generate_until(asked, disable_tqdm=True)  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Bars are in_batches's."""
+        """Score continuations; progress bars are those of `score_in_batches`."""
         self._task_names = [str(request.task_name) for request in requests]
         try:
             return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
@@ -214,7 +223,7 @@ class BatchedLM:
             self.truncated[str(task)] += 1
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Sums over windows that do not overlap, each token after the first conditioned on those before it in its window."""
+        """Return sums over disjoint windows; each token after the first is conditioned on those before it in its window."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows: list[LikelihoodRequest] = []
@@ -234,8 +243,10 @@ class BatchedLM:
     def _loglikelihood_tokens(
         self, requests: list[LikelihoodRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(log likelihood of the continuation, whether it is the greedy one). Continuations that differ in their last token
-        alone share a row."""
+        """Return (log-likelihood of the continuation, whether it is the greedy one) of each request.
+
+        Continuations that differ only in their last token share a row.
+        """
         for task, (_, context, continuation) in zip(self._task_names, requests):
             self._count_truncated(task, len(context) + len(continuation) > self.max_length + 1)
         rows: dict[tuple[int, ...], list[int]] = {}
@@ -265,7 +276,9 @@ class BatchedLM:
 
     @torch.inference_mode()
     def _score(self, batch: list[list[LikelihoodRequest]]) -> list[list[tuple[float, bool]]]:
-        """One forward, padded on the right, so without a mask; rows too long are cut from the left."""
+        """Score rows in one forward pass, padded on the right, so without a mask; rows too long are truncated from the
+        left.
+        """
         most = max(len(pair[2]) for row in batch for pair in row)
         if most > self.max_length:
             raise SurgeryError(
@@ -284,7 +297,7 @@ class BatchedLM:
         return answers
 
     def _logits(self, ids_BT: torch.Tensor, first: int) -> torch.Tensor:
-        """From position `first` on."""
+        """Return the logits from position `first` on, (B, N, V)."""
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             keep_N = torch.arange(first, ids_BT.shape[1], device=ids_BT.device)
             return self.model(input_ids=ids_BT, use_cache=False, logits_to_keep=keep_N).logits
@@ -292,7 +305,7 @@ class BatchedLM:
 
 
 def _likelihood(logits_NV: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
-    """Of the last len(continuation) positions, a slice of them at a time."""
+    """Score the last len(continuation) positions, 1024 at a time."""
     logits_NV = logits_NV[-len(continuation) :]
     targets_N = torch.tensor(continuation, device=logits_NV.device)
     total, greedy = 0.0, True

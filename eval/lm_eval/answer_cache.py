@@ -1,9 +1,9 @@
-"""Answers on disk, a line each (`--use-cache DIR`): what was interrupted within a suite goes on where it was.
+"""Cache of answers on disk, one line each (`--use-cache DIR`), from which an interrupted suite continues.
 
-    DIR/<fingerprint>-<precision>-<device>.<process>.jsonl      {"key": .., "answer": ..}
+    DIR/<fingerprint>-<dtype>-<device>.<process>.jsonl      {"key": .., "answer": ..}
 
-The fingerprint is of the contents of the model's files. A key is the version of surgery and all that was asked: prompts as
-text or tokens, never a path, so other data is another question. lm-eval's own cache is not used: it unpickles what it reads.
+The fingerprint is the digest of the model's files. A key is the digest of surgery's version and the whole request: prompts as
+text or tokens, never a path, so other data gives another key. lm-eval's own cache is not used because it unpickles files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class AnswerCache:
-    """Of one model. Without a folder nothing is kept."""
+    """Cached answers of one model; without a folder nothing is stored."""
 
     def __init__(self, eval_model: EvalModel, folder: Path | None):
         self.eval_model, self.folder = eval_model, folder
         device = eval_model.device.type
         self.name = f"{eval_model.fingerprint[:16] or 'model'}-{str(eval_model.dtype).removeprefix('torch.')}-{device}"
-        # The same in every process, or they would not share what is left.
+        # Broadcast: all processes must divide the same remaining items.
         self.answers: dict[str, Any] = eval_model.ranks.broadcast_object(self._read())
 
     def get_or_compute(
@@ -41,8 +41,13 @@ class AnswerCache:
         title: str,
         tokens: int | None = None,
     ) -> list[Any]:
-        """score(batch) of those items that have no answer yet, in batches (of so many tokens); key_of: all that an answer
-        depends on, as JSON."""
+        """Return the answers of all items; score(batch) computes those that are not cached.
+
+        Args:
+            key_of: item -> everything that its answer depends on, as JSON data.
+            size: tokens of an item.
+            tokens: tokens per batch.
+        """
         keys = [stable_id(__version__, key_of(item)) if self.folder else str(i) for i, item in enumerate(items)]
         left = [i for i, key in enumerate(keys) if self.folder is None or key not in self.answers]
 
@@ -65,10 +70,10 @@ class AnswerCache:
         for path in sorted(self.folder.glob(f"{self.name}.*.jsonl")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    said = json.loads(line)
-                    answers[said["key"]] = said["answer"]
+                    entry = json.loads(line)
+                    answers[entry["key"]] = entry["answer"]
                 except (ValueError, KeyError, TypeError, RecursionError):
-                    continue  # the line that was being written
+                    continue  # a line cut off by an interruption
         return answers
 
     def _write(self, answers: list[tuple[str, Any]]) -> None:
@@ -76,6 +81,6 @@ class AnswerCache:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"{self.name}.{self.eval_model.ranks.index}.jsonl", "a", encoding="utf-8") as file:
-            # A line begins with its line end, so that half a line before it spoils nothing.
+            # Each line starts with a newline, so that an incomplete line before it does no harm.
             file.write("".join("\n" + json.dumps({"key": key, "answer": answer}) for key, answer in answers))
         self.answers |= dict(answers)

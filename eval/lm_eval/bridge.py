@@ -1,7 +1,7 @@
-"""The one bridge to lm-eval: its `evaluate` around a loaded model, its results as samples.
+"""Run lm-eval's `evaluate` around a loaded model and convert its results to samples.
 
-`simple_evaluate` is that with a report on the machine before it, which takes seconds every time; seeds and settings are
-given to the tasks here as it does.
+`simple_evaluate` would first collect a report on the machine, which takes seconds; seeds and settings are applied to the tasks
+here as it applies them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from surgery.eval.lm_eval.samples import (
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, SuiteResult
 
-FEWSHOT_SEED = 1234  # lm-eval's, for --seed 0
+FEWSHOT_SEED = 1234  # lm-eval's default; --seed is added
 
 
 def require_lm_eval() -> None:
+    """Raise SurgeryError if lm-eval is not installed."""
     try:
         with _silence_lm_eval():
             import lm_eval.evaluator  # noqa: F401
@@ -47,8 +48,14 @@ def run_own_tasks(
     metric: EvalMetric,
     longest: int | None = None,
 ) -> SuiteResult:
-    """Tasks of ours by name, each made when its turn comes (all prompts of a long RULER together are gigabytes; None: left
-    out). One that breaks is told, and the rest runs. longest: the longest of the prompts, in tokens."""
+    """Run our own generation tasks (OwnTask); a task that fails is reported and the others run.
+
+    Args:
+        tasks: name and constructor of each task. Tasks are built one at a time, because all prompts of a long RULER take
+            gigabytes; a constructor that returns None leaves its task out.
+        metric: the metric of their scores.
+        longest: longest prompt in tokens.
+    """
     require_lm_eval()
     result, error = SuiteResult([], {metric.name: metric}), None
     for name, make in tasks:
@@ -59,7 +66,7 @@ def run_own_tasks(
         except Exception as broken:
             error = broken
             result.broken[name] = error_message(broken)
-            eval_model.progress.say(f"{name} broke, on with the rest: {result.broken[name]}")
+            eval_model.progress.say(f"{name} failed, continuing with the other tasks: {result.broken[name]}")
     if error is not None and not result.samples:
         raise error
     result.notes += _result_notes(result.info, options, [])
@@ -99,7 +106,10 @@ def error_message(error: Exception) -> str:
 
 
 def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions, load: Any) -> SuiteResult:
-    """lm-eval's own tasks, by name. load(names, options): {tasks: .., groups: ..}; all metrics that are means, or perplexities."""
+    """Run lm-eval's own tasks by name. load(names, options) returns {"tasks": .., "groups": ..}.
+
+    Metrics that are means or perplexities become samples; others are only in lm-eval's own results.
+    """
     require_lm_eval()
     with _silence_lm_eval():
         loaded = load(names, options)
@@ -126,14 +136,14 @@ def run_tasks(eval_model: EvalModel, names: Sequence[str], options: EvalOptions,
             result.floors[name] = {metric: floor for metric in metrics if metric in ("acc", "acc_norm")}
     result.notes += _result_notes(result.info, options, built)
     if left_out:
-        result.notes.append(f"not compared, for they are no means over samples: {', '.join(sorted(left_out))}")
+        result.notes.append(f"not compared, because they are no means over samples: {', '.join(sorted(left_out))}")
     return result
 
 
 def _evaluate_all_or_each(
     eval_model: EvalModel, tasks: list[Any], options: EvalOptions, groups: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(results, what broke): all together, or, where that breaks, one after the other without groups."""
+    """Return (results, failures): all tasks together or, if that fails, one after the other without groups."""
     chat = options.apply_chat_template
     broken: dict[str, str] = {}
     found: dict[str, Any] = {}
@@ -148,7 +158,9 @@ def _evaluate_all_or_each(
             found = _merge_results(found, _evaluate(harness_model(eval_model, options), [task], options, chat))
         except Exception as error:
             last, broken[task.config.task] = error, error_message(error)
-            eval_model.progress.say(f"{task.config.task} broke, on with the rest: {error_message(error)}")
+            eval_model.progress.say(
+                f"{task.config.task} failed, continuing with the other tasks: {error_message(error)}"
+            )
     if not found:
         raise last
     return found, broken
@@ -157,6 +169,7 @@ def _evaluate_all_or_each(
 def _evaluate(
     lm: Any, tasks: list[Any], options: EvalOptions, chat: bool, groups: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Run lm-eval's `evaluate` and return its results as JSON data."""
     import random
 
     import numpy as np
@@ -175,7 +188,7 @@ def _evaluate(
         {"tasks": {task.config.task: task for task in tasks}, "groups": groups or {}},
         limit=None if wanted else options.limit,
         samples=wanted or None,
-        bootstrap_iters=0,  # intervals are ours
+        bootstrap_iters=0,  # intervals are computed in eval/results/statistics.py
         log_samples=True,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
@@ -200,7 +213,7 @@ def _evaluate(
 
 
 def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, list[int]]:
-    """The documents of --samples; of tasks that it does not name, the first ones, as without it."""
+    """Return the document indices of --samples; for tasks that it does not name, the first --limit ones."""
     wanted: dict[str, list[int]] = {}
     for task in tasks if options.samples else ():
         name, there = task.config.task, len(task.eval_docs)
@@ -214,7 +227,7 @@ def _selected_documents(tasks: list[Any], options: EvalOptions) -> dict[str, lis
 
 
 def _configure_task(task: Any, options: EvalOptions) -> None:
-    """Settings given on the command line, before the task's own; as simple_evaluate applies them."""
+    """Apply command line settings, which override the task's own, as simple_evaluate does."""
     if options.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(options.gen_kwargs), update=True)
     shots = task.get_config("num_fewshot")
@@ -225,11 +238,11 @@ def _configure_task(task: Any, options: EvalOptions) -> None:
     task.set_fewshot_seed(seed=FEWSHOT_SEED + options.seed)
     build = task.build_all_requests
 
-    def without_a_bar(**settings: Any) -> None:
+    def build_silently(**settings: Any) -> None:
         with contextlib.redirect_stderr(io.StringIO()):
             build(**settings)
 
-    task.build_all_requests = without_a_bar
+    task.build_all_requests = build_silently
 
 
 def _merge_results(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +256,7 @@ def _merge_results(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _silence_lm_eval() -> Iterator[None]:
-    """lm-eval's advice is about flags that are not ours; stdout stays clean for --json."""
+    """Silence lm-eval, whose advice is about its own command line; standard output stays clean for --json."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

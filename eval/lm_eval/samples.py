@@ -1,4 +1,4 @@
-"""What lm-eval has logged, as samples and metrics."""
+"""Convert lm-eval's logged samples to Sample and EvalMetric."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from surgery.eval.lm_eval.tasks import OwnTask
 from surgery.eval.suite import EvalMetric, Sample, stable_id
 
-# accuracies where all are 0 or 1
+# metrics between 0 and 1; accuracies if all values are 0 or 1
 BOUNDED_METRICS = {"acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "contains", "score"}
 
 
 def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sample:
+    """Return the sample of a logged document of an OwnTask."""
     doc = logged["doc"]
     group = {key: doc[key] for key in ("length", "depth") if doc.get(key) is not None}
     return Sample(
@@ -31,7 +32,11 @@ def make_own_sample(task: OwnTask, metric: str, logged: dict[str, Any]) -> Sampl
 
 
 def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample], dict[str, EvalMetric], set[str]]:
-    """A sample for each document (filters become metrics of their own); perplexities, whose weights differ, one each."""
+    """Return (samples, metrics, names of metrics left out) of a task.
+
+    Each document gives one sample, filters becoming separate metrics. Perplexities get samples of their own, because their weights
+    differ.
+    """
     name, better, aggregation = task.config.task, task.higher_is_better(), task.aggregation()
     values: dict[str, list[float]] = {}
     skipped: set[str] = set()
@@ -47,7 +52,7 @@ def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample],
             value = each[metric]
             if how in ("weighted_perplexity", "bits_per_byte"):
                 if metric != "word_perplexity":
-                    continue  # the same likelihoods by bytes: in lm-eval's own results
+                    continue  # the same likelihoods per byte remain in lm-eval's own results
                 nats, weight = -value[0] / value[1], float(value[1])
                 metrics[label] = EvalMetric(label, "ppl", False)
                 weighted.append(Sample(name, sample.id, {label: nats}, weight=weight, shown=sample.shown))
@@ -71,7 +76,7 @@ def make_samples(task: Any, logged: list[dict[str, Any]]) -> tuple[list[Sample],
 
 
 def _sample_ids(task: str, logged: list[dict[str, Any]]) -> dict[int, str]:
-    """By content, so that two models' samples meet; documents that are there twice are numbered."""
+    """Return ids by document content, equal for both models; repeated documents are numbered."""
     seen: Counter[str] = Counter()
     ids: dict[int, str] = {}
     for each in logged:
@@ -87,7 +92,7 @@ def _logged_fields(logged: dict[str, Any]) -> dict[str, Any]:
 
 
 def infer_metric_kind(metric: EvalMetric, values: list[float]) -> EvalMetric:
-    """Whether zeros and ones are counted, or anything between; both are at most 1."""
+    """Set a metric's kind to "accuracy" if all values are 0 or 1, and its top to 1 if all lie between."""
     if metric.kind == "ppl" or not values:
         return metric
     bounded = min(values) >= 0 and max(values) <= 1 and metric.name.split(",")[0] in BOUNDED_METRICS | {"f1"}
@@ -99,14 +104,14 @@ def infer_metric_kind(metric: EvalMetric, values: list[float]) -> EvalMetric:
 
 
 def chance_score(task: Any, logged: list[dict[str, Any]]) -> float | None:
-    """What guessing among the choices gets."""
+    """Return what guessing among the choices scores; None if the task has no choices."""
     if task.OUTPUT_TYPE != "multiple_choice" or not logged:
         return None
     return sum(1 / max(1, len(each["arguments"])) for each in logged) / len(logged)
 
 
 def fill_stderrs(found: dict[str, Any], tasks: list[Any]) -> None:
-    """Of means, in closed form, also where a perplexity stands beside them."""
+    """Add standard errors of means, in closed form, where lm-eval left them out."""
     for task in tasks:
         name, aggregation = task.config.task, task.aggregation()
         values: dict[str, list[float]] = {}
@@ -124,7 +129,7 @@ def _is_mean(function: Any) -> bool:
 
 
 def to_json_value(value: Any) -> Any:
-    """As JSON has it; what it has not becomes text."""
+    """Return the value as JSON data; other types become text."""
     if isinstance(value, dict):
         return {str(key): to_json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Tasks of our own, in lm-eval's form: prompts that are ready, answers that are generated, a score for each."""
+"""Generation tasks with prepared prompts and their own score, converted to lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ Doc = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OwnTask:
-    """docs: each with `id` (the same for every model), `prompt` and `prefix`, which is the beginning of the answer and not
-    asked for; group: what samples are tabulated by. until: where an answer ends; generation: more for generate()."""
+    """A task of generated answers.
+
+    Attributes:
+        docs: documents with `id` (the same for every model), `prompt` and `prefix`, the given beginning of the answer.
+        score: (document, answer) -> score.
+        answer_tokens: maximum tokens of an answer.
+        until: stop strings.
+        generation: further arguments of generate().
+        chat: whether the chat template applies, if requested.
+    """
 
     name: str
     docs: Sequence[Doc]
@@ -20,9 +28,10 @@ class OwnTask:
     answer_tokens: int
     until: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
-    chat: bool = True  # asked in the chat template, where one is wanted
+    chat: bool = True
 
     def to_lm_eval(self) -> Any:
+        """Return the task as lm-eval's ConfigurableTask."""
         from datasets import Dataset
 
         from lm_eval.api.task import ConfigurableTask

@@ -1,4 +1,4 @@
-"""The suites `niah` (needles by length and depth) and `ruler` (its thirteen tasks by length)."""
+"""Suites `niah` (needle in a haystack by length and depth) and `ruler` (the thirteen tasks of RULER by length)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ HOTPOT = ("hotpotqa/hotpot_qa", "distractor", "validation")
 
 
 def run_ruler(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Run the suite `ruler`."""
     return _run_suite("ruler", TASKS, tuple(TASKS), eval_model, options, options.limit or SAMPLES, options.depths)
 
 
 def run_niah(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """In essays where there is a mirror, in noise where there is none."""
+    """Run the suite `niah`: needles in essays if the mirror has them, otherwise in noise."""
     usual = ("niah_single_2",) if options.data_root is not None else ("niah_single_1",)
     depths = options.depths or DEPTHS
     return _run_suite("niah", NEEDLES, usual, eval_model, options, options.limit or SAMPLES_PER_DEPTH, depths)
@@ -84,6 +85,7 @@ def _run_suite(
 
 
 def make_own_task(task: RulerTask, docs: list[dict[str, Any]], length: int) -> OwnTask:
+    """Return the lm-eval task of RULER questions of one length."""
     until = ("\n",) if isinstance(task, StoryNeedles) else ()
     docs = [{**doc, "task": task.name} for doc in docs]
     return OwnTask(f"{task.name}_{length}", docs, _score, task.answer_tokens, until)
@@ -94,19 +96,19 @@ def _score(doc: Mapping[str, Any], output: str) -> float:
 
 
 def _shorten_prompt(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The ends of a long prompt; the whole can be made again from task, length, seed and number."""
+    """Keep the ends of a long prompt; the whole can be regenerated from task, length, seed and index."""
     prompt = shown["prompt"]
     return {**shown, "prompt": prompt if len(prompt) <= 4000 else f"{prompt[:1000]} [..] {prompt[-2000:]}"}
 
 
 def default_lengths(longest: int | None) -> tuple[int, ...]:
-    """RULER's, as far as the model reaches; for a small model shorter ones."""
+    """Return RULER's lengths up to the model's longest input; shorter ones for a small model."""
     reach = longest or LENGTHS[-1]
     return tuple(n for n in LENGTHS if n <= reach) or tuple(n for n in SHORT_LENGTHS if n <= reach) or (reach,)
 
 
 def prompt_token_counter(tokenizer: Any, chat: bool) -> Count:
-    """Tokens of a prompt; of one in the chat template, with what the template adds."""
+    """Return a function prompt -> tokens; with the chat template's own tokens if `chat`."""
     plain = prompt_counter(tokenizer)
     if not chat:
         return plain
@@ -119,6 +121,7 @@ def prompt_token_counter(tokenizer: Any, chat: bool) -> Count:
 
 
 def load_texts(tasks: Iterable[RulerTask], suite: str, options: EvalOptions) -> dict[str, Any]:
+    """Load the texts that the tasks need from the mirror: essays, squad, hotpot."""
     needs = {task.needs for task in tasks if task.needs}
     sources = {"essays": ESSAYS, "squad": SQUAD, "hotpot": HOTPOT}
     mirror_check = partial(mirror.check_datasets, options.data_root, suite)
@@ -129,5 +132,5 @@ def load_texts(tasks: Iterable[RulerTask], suite: str, options: EvalOptions) -> 
 
 
 def _join_essays(rows: Any) -> str:
-    """All of them, white space made single, as RULER reads them."""
+    """Join all essays with single spaces, as RULER reads them."""
     return " ".join(" ".join(rows["text"]).split()) + " "

@@ -26,7 +26,7 @@ PASSAGE_MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
 
 @dataclass(frozen=True)
 class Cloze:
-    """context + tail is asked; only the context is cut."""
+    """A prompt context + tail; only the context is truncated."""
 
     context: str
     tail: str
@@ -48,7 +48,7 @@ def parse_sentence(row: Mapping[str, Any]) -> Cloze:
 
 
 def parse_question(row: Mapping[str, Any]) -> Cloze:
-    """TriviaQA, DROP, NQ: a text and a question that reads on from it."""
+    """TriviaQA, DROP, NQ: a text and a question phrased as the beginning of its answer."""
     context, asked = PASSAGE_MARKS.sub("", row["context"].strip()), row["question"].strip()
     while asked and context.lower().endswith(asked.lower()):
         context = context[: -len(asked)].strip()
@@ -81,6 +81,7 @@ TASKS = {
 
 
 def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Run the suite `retrieval`."""
     names = options.tasks or tuple(TASKS)
     if unknown := [name for name in names if name not in TASKS]:
         raise SurgeryError(f"--suite retrieval has no task {unknown[0]!r}{suggestion(unknown[0], TASKS)}")
@@ -99,7 +100,7 @@ def run_retrieval(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def contains_answer(output: str, answers: Sequence[str]) -> float:
-    """In any case, anywhere; an empty answer, which is in every text, is none."""
+    """Return 1.0 if the output contains one of the nonempty answers, ignoring case; otherwise 0.0."""
     return float(any(answer.strip() and answer.lower() in output.lower() for answer in answers))
 
 

@@ -12,7 +12,7 @@ from surgery.eval.stories import needle_question
 
 @dataclass(frozen=True)
 class StoryNeedles:
-    """Filled up to the last whole sentence."""
+    """Story questions filled up to the last whole sentence."""
 
     name: str = "niah_story"
     answer_tokens: int = 8

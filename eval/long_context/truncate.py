@@ -1,4 +1,4 @@
-"""Prompts too long for a model: the middle is cut out, or all that is far from the answer. T tokens."""
+"""Truncate prompts too long for a model: remove the middle, or what is far from the answer. Shape: T tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TRIES = 8
 
 
 def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str:
-    """The first and the last half of `most` tokens, as LongBench cuts: instruction and question stand at the ends."""
+    """Return the first and last half of `most` tokens, as LongBench truncates: instruction and question are at the ends."""
     if count(prompt) <= most:
         return prompt
     ids_T = tokenizer(prompt, truncation=False).input_ids
@@ -25,8 +25,11 @@ def truncate_middle(prompt: str, tokenizer: Any, count: Count, most: int) -> str
 
 
 def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: Any, count: Count, most: int) -> str:
-    """context + tail in `most` tokens: of the context those around the first place where an answer stands (its beginning,
-    where none does), half of them before it, as Just Read Twice cuts (Arora et al. 2024, arXiv:2407.05483)."""
+    """Return context + tail in at most `most` tokens, keeping the context around the first occurrence of an answer.
+
+    Half of the kept tokens precede the answer, as in Just Read Twice (Arora et al. 2024, arXiv:2407.05483). Without an occurrence
+    the beginning of the context is kept.
+    """
     if count(context + tail) <= most:
         return context + tail
     ids_T = tokenizer(context, add_special_tokens=False).input_ids
@@ -46,7 +49,7 @@ def truncate_around(context: str, tail: str, answers: Sequence[str], tokenizer: 
 
 
 def _shrink_to_fit(cut: Callable[[int], str], count: Count, most: int) -> str:
-    """What was decoded may be a few tokens more when it is tokenized again: those are cut too."""
+    """Reduce the room until the result fits: decoded text may tokenize to a few more tokens."""
     room = most
     for _ in range(MAX_TRIES):
         text = cut(room)

@@ -1,8 +1,8 @@
-"""Base beside converted: samples paired by (task, group, id), a row for every task, metric and group.
+"""Compare base and converted model: pair samples by (task, group, id) and compute a row per task, metric and group.
 
-A row says both values with their standard errors, the difference (for perplexity the ratio too) with its 95% interval, for
-accuracies McNemar's exact p, and where the base itself does no better than guessing: then what was lost cannot
-be seen in that row.
+A row has both values with standard errors, their difference (for perplexity also the ratio) with its 95% interval, and for
+accuracies the exact p-value of McNemar's test. A row is flagged if the base does no better than guessing, because a loss cannot
+be seen in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ MIN_UNITS = 10
 
 @dataclass
 class ComparisonRow:
-    """values and errors by role, already scaled as the metric is shown; change: of the scaled values."""
+    """One row of the comparison.
+
+    Attributes:
+        values, errors: value and standard error by role, scaled for display.
+        difference: converted - base, scaled.
+        ratio: converted / base.
+        p: McNemar's exact p-value, for accuracies.
+        flags: warnings.
+    """
 
     suite: str
     task: str
@@ -42,15 +50,19 @@ class ComparisonRow:
 
     @property
     def is_summary(self) -> bool:
-        """Whether it is one of the rows that sum its task up."""
+        """Whether the row summarizes its task."""
         return not self.group if self.metric.pooled else len(self.group) == 1
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON data."""
         return asdict(self)
 
 
 def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool, seed: int = 0) -> list[ComparisonRow]:
-    """same: both are one model, so that a change of nothing is certain."""
+    """Return the rows of one suite. same: both results are of one model, so the difference is exactly zero.
+
+    Raises SurgeryError if the samples of both models differ.
+    """
     first = next(iter(results.values()))
     samples = {role: _index_samples(result.samples) for role, result in results.items()}
     keys = _shared_keys(suite, samples)
@@ -58,7 +70,7 @@ def compare_results(suite: str, results: Mapping[Role, SuiteResult], same: bool,
     found = []
     for task, group, chosen in _iterate_groups(keys):
         for name, metric in first.metrics.items():
-            alone = len(chosen) == whole[task]  # the only group there is
+            alone = len(chosen) == whole[task]  # the task has a single group
             if (alone and group and metric.pooled) or (not group and not metric.pooled and chosen[0][1]):
                 continue
             held = [k for k in chosen if all(name in samples[role][k].metrics for role in results)]
@@ -74,7 +86,7 @@ def _index_samples(samples: Iterable[Sample]) -> dict[Key, Sample]:
     for sample in samples:
         key = (sample.task, tuple(sorted(sample.group.items())), sample.id)
         if key in found:
-            key = (*key[:2], f"{sample.id} again {len(found)}")  # the same document twice in a data set
+            key = (*key[:2], f"{sample.id} again {len(found)}")  # a data set may contain a document twice
         found[key] = sample
     return found
 
@@ -92,7 +104,7 @@ def _shared_keys(suite: str, samples: Mapping[Role, dict[Key, Sample]]) -> list[
 
 
 def _iterate_groups(keys: list[Key]) -> Iterable[tuple[str, dict[str, Any], list[Key]]]:
-    """(task, group, its keys): a whole task, then by each name of its group, then by all of them."""
+    """Yield (task, group, keys): the whole task, then by each group name, then by all names together."""
     tasks: dict[str, list[Key]] = defaultdict(list)
     for key in keys:
         tasks[key[0]].append(key)
@@ -116,6 +128,7 @@ def _split_by_names(
 
 
 def collect_units(samples: list[Sample], name: str) -> Units:
+    """Sum weighted values and weights over the samples of each bootstrap unit."""
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     for index, sample in enumerate(samples):
@@ -176,7 +189,9 @@ def _add_comparison(
     if row.metric.kind == "accuracy" and row.units == row.samples:
         values = [np.array([s.metrics[row.metric.name] for s in samples[role]]) for role in ("converted", "base")]
         if not all(np.isin(v, (0, 1)).all() for v in values):
-            raise SurgeryError(f"{row.task}: {row.metric.name} is said to be of zeros and ones, and is not")
+            raise SurgeryError(
+                f"{row.task}: {row.metric.name} is declared as an accuracy, so its values must be 0 or 1"
+            )
         row.p = mcnemar(*values)
 
 
@@ -185,7 +200,7 @@ def _scale_interval(found: Interval, scale: float) -> Interval:
 
 
 def _ratio_interval(row: ComparisonRow, ours: Units, base: Units, seed: int) -> Interval | None:
-    """Of perplexities with its interval; of other metrics the plain ratio, for --fail-below."""
+    """Return the ratio of perplexities with its interval; of other metrics the ratio alone, for --fail-below."""
     if row.metric.kind == "ppl":
         nats = paired_interval(ours, base, None, "mean", seed)
         return Interval(*(None if x is None else math.exp(min(x, 700.0)) for x in (nats.change, nats.low, nats.high)))

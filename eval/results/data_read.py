@@ -1,7 +1,7 @@
-"""What a suite reads, by content: recorded while it runs, and compared before its kept result is used again.
+"""Record which data a suite reads, by content, and check a stored result against it before it is used again.
 
-with recorded() as reads: suite.run(..)          {"mirror:baber/piqa": SHA-256, "hub:org/name": commit, "package:lm_eval": version}
-unchanged(reads, data_root)                      whether all of it is still the same
+with record_reads() as reads: suite.run(..)   {"mirror:baber/piqa": SHA-256, "hub:org/name": commit, "package:lm_eval": version}
+is_unchanged(reads, options)                  whether all of it is still the same
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"
 FETCHED_LINE = re.compile(r"^Fetched by `surgery fetch-eval-data` from \S+ at ([0-9a-f]{40})\.$", re.MULTILINE)
-DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set
+DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _recordings: list[dict[str, str]] = []
 
 
 @contextmanager
 def record_reads() -> Iterator[dict[str, str]]:
-    """What `note` is told in this context."""
+    """Collect what `note_read` reports inside the context."""
     reads: dict[str, str] = {}
     _recordings.append(reads)
     try:
@@ -36,16 +36,16 @@ def record_reads() -> Iterator[dict[str, str]]:
 
 
 def note_read(kind: str, name: str, root: Path | None = None) -> None:
-    """kind: mirror (a data set below `root`), file, hub (a data set of the Hub) or package."""
+    """Record a read. kind: mirror (a data set below `root`), file, hub (a data set of the Hub) or package."""
     if _recordings:
         _recordings[-1][f"{kind}:{name}"] = _current_digest(kind, name, root)
 
 
 def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
-    """Whether a kept result read what would be read today; False where that cannot be told.
+    """Return whether a stored result read the data that would be read today; False if unknown.
 
-    Somebody else may have written the result: only the named text, data sets by name and lm-eval are looked at, never a path of
-    the file's choice.
+    The result may have been written by someone else: only the named text, data sets by name and lm-eval are checked, never a path
+    that the file chooses.
     """
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
@@ -65,7 +65,7 @@ def is_unchanged(reads: Mapping[str, str], options: EvalOptions) -> bool:
 
 
 def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict[str, Any]]:
-    """The data of a result: name -> its digest, and its commit where that is known."""
+    """Return the data of a result: name -> digest, and commit where known."""
     found: dict[str, dict[str, Any]] = {}
     for read, digest in reads.items():
         kind, _, name = read.partition(":")
@@ -79,7 +79,7 @@ def describe_data(reads: Mapping[str, str], root: Path | None) -> dict[str, dict
 
 
 def mirror_commit(place: Path) -> str | None:
-    """The Hub's commit that a mirror's README names."""
+    """Return the Hub commit that a mirrored data set's README names, or None."""
     try:
         found = FETCHED_LINE.search((place / "README.md").read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -88,7 +88,7 @@ def mirror_commit(place: Path) -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Of this process's Python packages that a score depends on; those that are not installed are left out."""
+    """Return the versions of Python and of the installed packages that scores depend on."""
     import platform
 
     found = {"python": platform.python_version()}
@@ -99,6 +99,7 @@ def package_versions() -> dict[str, str]:
 
 
 def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     if package == "surgery":
         from surgery.core.version import __version__
 
@@ -120,12 +121,12 @@ def _current_digest(kind: str, name: str, root: Path | None) -> str:
 
 
 def _hub_commit(name: str) -> str:
-    """Of a data set of the Hub: its newest one, or without a network the one that the cache holds."""
+    """Return the newest commit of a data set of the Hub; without network, that of the local cache."""
     from huggingface_hub import HfApi, constants
 
     try:
         return HfApi().dataset_info(name, timeout=10).sha or UNKNOWN
-    except Exception:  # no network, no such data set, no leave: many kinds
+    except Exception:  # no network, no such data set, no permission: many exception types
         ref = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / "main"
     try:
         return ref.read_text(encoding="utf-8").strip() or UNKNOWN

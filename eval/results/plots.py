@@ -1,4 +1,6 @@
-"""Pictures of comparisons: curves and pairs of heat maps. Colours are told apart in grey and by the colour-blind."""
+"""Figures of comparisons: curves, and heat maps side by side. The colors are distinguishable in gray and with color
+blindness.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 from surgery.eval.suite import EvalMetric, SuiteResult
 
-MAX_TASKS = 4  # a suite of more is drawn as one
+MAX_TASKS = 4  # a suite with more tasks gets one figure for all
 
 COLORS = {"base": "#0072b2", "converted": "#d55e00"}
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -33,7 +35,7 @@ def _save_figure(figure: Any, path: Path) -> Path:
 
 
 def plot_lines(path: Path, series: Series, x: str, y: str, title: str, log: bool = False) -> Path:
-    """One curve for each model."""
+    """Draw one curve per model and return the path."""
     figure, (axes,) = _figure()
     for role, (xs, ys) in series.items():
         style = "--" if role == "base" else "-"
@@ -54,7 +56,10 @@ def plot_heat_maps(
     title: str,
     longest: int | None = None,
 ) -> Path:
-    """A map for each model on one scale, 0 to 1; tables[role][x, y]. longest: what lies beyond it in x is marked."""
+    """Draw one heat map per model with a common scale, 0 to 1, and return the path.
+
+    tables[role][x, y] is the value; x values beyond `longest` are marked with *.
+    """
     figure, every = _figure(len(tables), 1.0 + 4.5 * len(tables))
     image = None
     for axes, (role, table) in zip(every, tables.items()):
@@ -69,12 +74,12 @@ def plot_heat_maps(
                 colour = "black" if value > 0.6 else "white"
                 axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=list(every))
-    figure.suptitle(title + (f" (*: beyond the {longest:,} tokens it was made for)" if longest else ""))
+    figure.suptitle(title + (f" (*: beyond the model's longest input, {longest:,} tokens)" if longest else ""))
     return _save_figure(figure, path)
 
 
 def plot_by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
-    """What any suite with lengths or depths shows: a pair of heat maps, length x depth, of each task, and curves by length."""
+    """Draw per task heat maps (length x depth) and curves by length, where samples have these groups; return the paths."""
     first = next(iter(results.values()))
     longest = first.info.get("longest")
     tasks: list[str | None] = list(dict.fromkeys(s.task for s in first.samples))
@@ -91,15 +96,15 @@ def plot_by_group(suite: str, results: Mapping[str, SuiteResult], folder: Path) 
             curves = {role: _cell_means(r, task, metric, ("length",)) for role, r in results.items()}
             if all(len(curve) > 1 for curve in curves.values()):
                 series = {role: ([k[0] for k in sorted(c)], [c[k] for k in sorted(c)]) for role, c in curves.items()}
-                said = metric.label + (f", {metric.unit}" if metric.unit else "")
+                label = metric.label + (f", {metric.unit}" if metric.unit else "")
                 written.append(
-                    plot_lines(folder / f"{name}-length.png", series, "length, tokens", said, name, log=True)
+                    plot_lines(folder / f"{name}-length.png", series, "length, tokens", label, name, log=True)
                 )
     return written
 
 
 def _cell_means(result: SuiteResult, task: str | None, metric: EvalMetric, names: tuple[str, ...]) -> dict[Any, float]:
-    """Weighted means of the cells; as shown where they are no shares."""
+    """Return weighted means by cell; scaled for display, except for shares."""
     cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for sample in result.samples:
         if task in (None, sample.task) and all(n in sample.group for n in names) and metric.name in sample.metrics:

@@ -1,13 +1,13 @@
 """Means over units with their standard errors, and the 95% interval of what a conversion changed.
 
-A unit u is what is drawn as one: a question, a document. It gives the sums S_u = sum w m and W_u = sum w over its samples.
+A unit u is what the bootstrap draws: a question or a document. It gives the sums S_u = sum w m and W_u = sum w over its samples.
 
     value     v = sum_u S_u / sum_u W_u
     residual  r_u = f'(v) (S_u - v W_u) / sum W,     se^2 = n / (n - 1) sum r_u^2          (ratio estimator, linearised)
     change    d = f(v_a) - f(v_b),  residuals r_a - r_b of the same unit: pairs, so that what makes a unit hard for both cancels
 
 with f the identity (means), or exp (perplexity; the ratio of perplexities is the change of plain means, exponentiated).
-Units are drawn again with replacement, DRAWS times. Losses have skewed differences without bound: bootstrap-t, whose
+Units are resampled with replacement, BOOTSTRAP_DRAWS times. Losses have skewed differences without bound: bootstrap-t, whose
 interval is [d - t_(97.5%) se, d - t_(2.5%) se] with t = (d* - d) / se* (Efron and Tibshirani 1993, 12.5). Scores between 0 and `top` can
 agree in nearly all pairs, where every bootstrap is far too sure; so two units that differ by all of it, one each
 way, are added, and percentiles are taken (Bonett and Price 2012 for proportions: Laplace's rule for pairs).
@@ -22,19 +22,20 @@ from typing import Literal
 import numpy as np
 
 BOOTSTRAP_DRAWS, CHUNK_ELEMENTS = 2000, 2**22
-MIN_LOSS_UNITS = 5  # units, for an interval of losses: of fewer, draws say little about their own errors
+MIN_LOSS_UNITS = 5  # fewest units for an interval of losses: with fewer, draws estimate their own errors badly
 Transform = Literal["mean", "exp"]
 
 
 @dataclass(frozen=True)
 class Units:
-    """S_U and W_U, float64; the weights are the same for both models where their tokens are."""
+    """Sums S_U and weights W_U per unit, float64."""
 
     sums_U: np.ndarray
     weights_U: np.ndarray
 
     @property
     def value(self) -> float:
+        """Weighted mean of all units."""
         return float(self.sums_U.sum() / self.weights_U.sum())
 
     def __len__(self) -> int:
@@ -43,14 +44,18 @@ class Units:
 
 @dataclass(frozen=True)
 class Interval:
+    """A change with its 95% interval; low and high are None if there are too few units."""
+
     change: float
     low: float | None
     high: float | None
 
 
 def estimate(units: Units, top: float | None, shape: Transform) -> tuple[float, float | None]:
-    """(value, standard error). With `top`, one unit of 0 and one of `top` are added for the error: a score of 100% of n
-    questions is not certain."""
+    """Return (value, standard error); the error is None for fewer than two units.
+
+    With `top`, one unit of 0 and one of `top` are added for the error: a score of 100% on n questions is not certain.
+    """
     value = float(_transform(units.value, shape))
     if top is not None:
         units = _append_units(units, [0.0, top])
@@ -63,7 +68,7 @@ def estimate(units: Units, top: float | None, shape: Transform) -> tuple[float, 
 
 
 def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, seed: int = 0) -> Interval:
-    """Of f(v_a) - f(v_b), paired: unit u of both is the same document."""
+    """Return f(v_a) - f(v_b) with its 95% interval; unit u of both models is the same document."""
     change = float(_transform(a.value, shape) - _transform(b.value, shape))
     n = len(a)
     if n < (2 if top is not None else MIN_LOSS_UNITS) or not math.isfinite(change):
@@ -77,13 +82,13 @@ def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, see
     if se == 0 or not math.isfinite(se):
         return Interval(change, change, change) if se == 0 else Interval(change, None, None)
     drawn_R, errors_R = _bootstrap(a, b, shape, rng)
-    whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # a draw of equal units says nothing
+    whole = np.isfinite(drawn_R) & (errors_R > 1e-12 * se)  # leave out draws of equal units: their error is zero
     low, high = np.quantile((drawn_R[whole] - change) / errors_R[whole], (0.025, 0.975))
     return Interval(change, change - float(high) * se, change - float(low) * se)
 
 
 def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
-    """The two-sided exact p of as uneven a split of the pairs that differ, were each as likely one way as the other."""
+    """Return McNemar's two-sided exact p-value: whether discordant pairs are split evenly."""
     gained, lost = int(((a_N == 1) & (b_N == 0)).sum()), int(((a_N == 0) & (b_N == 1)).sum())
     n = gained + lost
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
@@ -92,7 +97,7 @@ def mcnemar(a_N: np.ndarray, b_N: np.ndarray) -> float:
 
 # -- drawing ---------------------------------------------------------------------------------------
 def _bootstrap(a: Units, b: Units, shape: Transform, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """DRAWS changes and their standard errors."""
+    """Return BOOTSTRAP_DRAWS changes and their standard errors."""
     n, columns, squares = len(a), _columns(a, b), _squares(a, b)
     step = max(1, min(BOOTSTRAP_DRAWS, CHUNK_ELEMENTS // n))
     parts = []
@@ -105,12 +110,12 @@ def _bootstrap(a: Units, b: Units, shape: Transform, rng: np.random.Generator) -
 
 
 def _columns(a: Units, b: Units) -> np.ndarray:
-    """(U, 4)"""
+    """Return the columns S_a, W_a, S_b, W_b, (U, 4)."""
     return np.stack([a.sums_U, a.weights_U, b.sums_U, b.weights_U], axis=1)
 
 
 def _squares(a: Units, b: Units) -> np.ndarray:
-    """(U, 16): every product of two columns, whose sums give the residuals' squares for any v."""
+    """Return all products of two columns, (U, 16); their sums give the squared residuals for any v."""
     columns = _columns(a, b)
     return (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), 16)
 
@@ -118,7 +123,7 @@ def _squares(a: Units, b: Units) -> np.ndarray:
 def _changes_and_errors(
     sums: np.ndarray, squares: np.ndarray, n: int, shape: Transform
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(changes, standard errors) of R draws of n units: columns (R, 4) and squares (R, 16) summed over each."""
+    """Return (changes, standard errors) of R draws of n units from sums of columns (R, 4) and squares (R, 16)."""
     sa, wa, sb, wb = np.moveaxis(sums, -1, 0)
     va, vb = sa / wa, sb / wb
     ga, gb = _transform_slope(va, shape), _transform_slope(vb, shape)
@@ -129,7 +134,7 @@ def _changes_and_errors(
 
 
 def _append_units(units: Units, values: list[float]) -> Units:
-    """Two more units of the mean weight."""
+    """Append two units of mean weight with the given values."""
     weight = float(units.weights_U.mean())
     return Units(
         np.concatenate([units.sums_U, weight * np.array(values)]), np.concatenate([units.weights_U, [weight, weight]])
@@ -137,8 +142,10 @@ def _append_units(units: Units, values: list[float]) -> Units:
 
 
 def _transform(value, shape: Transform):
+    """Return f(value)."""
     return value if shape == "mean" else np.exp(np.minimum(value, 700.0))
 
 
 def _transform_slope(value, shape: Transform):
+    """Return f'(value)."""
     return np.ones_like(value) if shape == "mean" else _transform(value, shape)

@@ -1,12 +1,12 @@
-"""Where results lie, each suite of each model whole or absent:
+"""Result files of `surgery eval --out DIR`; each suite of each model is complete or absent:
 
-DIR/<model>-<fingerprint>/<suite>/result.json    what was measured, with which options; arrays.safetensors beside it
-                                  samples.jsonl  a line for each sample
-                                  lm_eval.json   lm-eval's own results, of suites that run through it
+DIR/<model>-<fingerprint>/<suite>/result.json    measurements and the options they depend on; arrays.safetensors beside it
+                                  samples.jsonl  one line per sample
+                                  lm_eval.json   lm-eval's own results, for suites that run through it
 DIR/results.json, table.md, *.png                the comparison
 
-A suite whose result.json was written by the same version, for the same options, precision and kind of device, from the same
-model files and data (both by content), is not run again.
+A suite is not run again if its result.json was written by the same version, for the same options, dtype and kind of device,
+and from the same model files and data (both by content).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from surgery.eval.results.data_read import is_unchanged
 from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult
 
 RESULT, SAMPLES, ARRAYS = "result.json", "samples.jsonl", "arrays.safetensors"
-LM_EVAL = "lm_eval.json"  # in the schema of its results file, for tools that read those
+LM_EVAL = "lm_eval.json"  # same schema as lm-eval's results file, for tools that read it
 
 
 class _StoredResult(BaseModel):
-    """result.json."""
+    """Schema of result.json."""
 
     key: dict[str, Any]
     metrics: dict[str, EvalMetric]
@@ -42,17 +42,18 @@ class _StoredResult(BaseModel):
     notes: list[str]
     info: dict[str, Any]
     seconds: float
-    reads: dict[str, str] | None = None  # None: written before this was recorded
+    reads: dict[str, str] | None = None  # None: written by a version that did not record it
     provenance: dict[str, Any] = {}
 
 
 class ResultStore:
-    """The folder DIR; None keeps nothing."""
+    """The folder of results; with folder None nothing is read or written."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
 
     def open(self) -> None:
+        """Create the folder. Raises SurgeryError if it is a file or its parent does not exist."""
         if self.folder is None:
             return
         refuse_dangling(self.folder)
@@ -63,13 +64,14 @@ class ResultStore:
         self.folder.mkdir(exist_ok=True)
 
     def result_folder(self, name: str, fingerprint: str, suite: str) -> Path | None:
+        """Return the folder of one suite of one model."""
         if self.folder is None:
             return None
         plain = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
         return self.folder / f"{plain}-{fingerprint[:8]}" / re.sub(r"[^\w.-]+", "-", suite)
 
     def load(self, place: Path | None, key: dict[str, Any], options: EvalOptions | None = None) -> SuiteResult | None:
-        """What lies there, if it was measured so and the data it read is still the same; None: to be measured."""
+        """Return the stored result if it was measured with the same key and its data is unchanged; otherwise None."""
         from safetensors import SafetensorError
 
         if place is None or not (place / RESULT).is_file():
@@ -87,10 +89,10 @@ class ResultStore:
             named = all(name == metric.name for name, metric in found.metrics.items())
             return found if named and all(0 <= s.weight < math.inf for s in samples) else None
         except (ValueError, RecursionError, OSError, SafetensorError):
-            return None  # damaged: measured again
+            return None  # damaged: measure again
 
     def save(self, place: Path | None, key: dict[str, Any], result: SuiteResult) -> None:
-        """Beside, then renamed."""
+        """Write a result to a temporary folder, then rename it."""
         if place is None:
             return
         new = place.with_name(f".{place.name}.{os.getpid()}")
@@ -120,13 +122,14 @@ class ResultStore:
                 file.write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
     def write(self, name: str, text: str) -> None:
-        """One file of DIR itself."""
+        """Write one file directly in the folder."""
         if self.folder is not None:
             with atomic_write(self.folder / name, "w") as file:
                 file.write(text)
 
 
 def result_key(fingerprint: str, suite: str, options: EvalOptions, device: str, dtype: str) -> dict[str, Any]:
+    """Return what a result depends on, compared before it is used again."""
     return {
         "surgery": __version__,
         "fingerprint": fingerprint,

@@ -1,4 +1,4 @@
-"""The comparison as a table: for the terminal and as Markdown."""
+"""The comparison as a table, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from surgery.eval.results.statistics import Interval
 if TYPE_CHECKING:
     from surgery.eval.run import Evaluation
 
-LINE_GROUPS = {"length", "position"}  # groups that have lines of their own
+LINE_GROUPS = {"length", "position"}  # groups that get their own lines
 HEADERS = ("suite", "task", "n", "base", "converted", "difference", "95% interval", "p")
 
 
 def table_lines(done: Evaluation) -> list[list[str]]:
-    """A line for a whole task and metric, and, of the suite's first metric, for each length."""
+    """Return the cells of the table: a line per task and metric, and for a suite's main metric a line per length."""
     compared = "base" in done.models
     lines, before = [], ""
     for row in done.rows:
@@ -29,6 +29,7 @@ def table_lines(done: Evaluation) -> list[list[str]]:
 
 
 def headers(done: Evaluation) -> list[str]:
+    """Return the column titles."""
     return list(HEADERS if "base" in done.models else (*HEADERS[:3], done.models["converted"]["name"]))
 
 
@@ -57,7 +58,7 @@ def _format_value(row: ComparisonRow, role: Any) -> str:
         return ""
     error = row.errors[role]
     value = row.values[role]
-    exact = error is None or error < 1e-9 * abs(value)  # bytes, for example
+    exact = error is None or error < 1e-9 * abs(value)  # e.g. bytes
     return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
 
 
@@ -68,7 +69,7 @@ def _format_interval(found: Interval | None) -> str:
 
 
 def table_notes(done: Evaluation) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Return the notes below the table: flags, notes, failures, thresholds."""
     spoken = [row for row in done.rows if row.is_summary]
     said = [
         f"{flag}: {_flagged_rows(flag, spoken)}" for flag in dict.fromkeys(flag for row in spoken for flag in row.flags)
@@ -83,7 +84,7 @@ def table_notes(done: Evaluation) -> list[str]:
 
 
 def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:
-    """The rows that have it; of a suite whose every row has it, the suite's name."""
+    """Return the names of the rows with a flag; the suite's name if all its rows have it."""
     by_suite: dict[str, list[ComparisonRow]] = defaultdict(list)
     for row in rows:
         by_suite[row.suite].append(row)
@@ -96,6 +97,7 @@ def _flagged_rows(flag: str, rows: list[ComparisonRow]) -> str:
 
 
 def eval_table(done: Evaluation) -> list[Any]:
+    """Return rich renderables: the table and its notes."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -110,6 +112,7 @@ def eval_table(done: Evaluation) -> list[Any]:
 
 
 def markdown(done: Evaluation) -> str:
+    """Return the table and its notes in Markdown."""
     lines = [headers(done), ["---"] * len(headers(done)), *table_lines(done)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return text + "\n\n" + "".join(f"- {said}\n" for said in table_notes(done))

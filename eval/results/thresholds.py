@@ -1,9 +1,9 @@
-"""--fail-below NAME=SHARE: how much of the base's quality must be left.
+"""--fail-below NAME=SHARE: fail if the converted model keeps too little of the base's quality.
 
-Of a metric where more is better (accuracy), the converted model must score at least SHARE x the base; of one where less is better
-(perplexity, milliseconds) at most SHARE x the base. So ppl=1.05 allows five percent more perplexity, needle=0.95 a
-loss of one needle in twenty. NAME is a suite (each of its tasks must hold) or a task; NAME:metric where the first metric is
-not meant. What decides is the measured ratio; its interval stands beside it.
+For a metric where higher is better (accuracy), the converted model must score at least SHARE x the base; where lower is better
+(perplexity, milliseconds), at most SHARE x the base. So ppl=1.05 allows 5% more perplexity, and needle=0.95 allows 5% fewer
+needles found. NAME is a suite (each of its tasks must pass) or a task; NAME:metric selects a metric other than the first.
+The measured ratio decides; its interval is reported beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ EXAMPLE = "for example --fail-below ppl=1.05 --fail-below needle=0.95"
 
 @dataclass(frozen=True)
 class Threshold:
+    """One --fail-below option."""
+
     name: str
     metric: str | None
     share: float
@@ -30,7 +32,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ThresholdResult:
-    """ratio: None where the base scores nothing or nothing was measured."""
+    """Whether a row passes a threshold. ratio: None if the base scores zero or nothing was measured."""
 
     limit: str
     task: str
@@ -39,10 +41,12 @@ class ThresholdResult:
     held: bool
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON data."""
         return asdict(self)
 
 
 def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
+    """Parse --fail-below options. compared: whether there is a base; raises SurgeryError if not."""
     found = []
     for text in given:
         name, _, number = text.partition("=")
@@ -62,7 +66,10 @@ def parse_thresholds(given: Sequence[str], compared: bool) -> list[Threshold]:
 def check_thresholds(
     limits: Sequence[Threshold], rows: Sequence[ComparisonRow], first: dict[str, str], broken: Sequence[str]
 ) -> list[ThresholdResult]:
-    """first: suite -> its first metric. A limit of what broke is missed, not skipped."""
+    """Check thresholds against summary rows. first: suite -> main metric. A threshold on a suite that failed counts as missed.
+
+    Raises SurgeryError if a threshold names nothing that was measured.
+    """
     found = []
     for limit in limits:
         meant = [r for r in rows if r.is_summary and limit.name in (r.suite, r.task, f"{r.suite}/{r.task}")]

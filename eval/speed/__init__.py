@@ -1,1 +1,1 @@
-"""`surgery bench`: ours, the reference, torch's own and others' kernels, side by side in one process."""
+"""`surgery bench`: time our kernels, the reference, torch's own kernels and other libraries' in one process."""

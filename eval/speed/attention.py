@@ -1,8 +1,8 @@
-"""Attention over T tokens: torch's fused softmax, MLR attention, and linear-type masks, prefill and training.
+"""Benchmark of attention over T tokens, forward and training: torch's fused softmax, MLR attention, linear attention masks.
 
-B = 2, 48 heads, V = 64; and B = 1, 8 heads, for what few heads can fill of a GPU. Softmax and block mixing: K = 64 in every head; gates, log-linear and the delta rule: K = 128
-and one query/key head that all values share, the setting of Guo et al. 2025. Masks are called with their signals (gates,
-lambdas) given, MLR attention as the mixer it is.
+B = 2 with 48 heads and V = 64; also B = 1 with 8 heads, which fill only part of a GPU. Softmax and block mixing: K = 64 in every
+head. Gates, log-linear attention and the delta rule: K = 128 with one query/key head shared by all values, the setting of Guo et
+al. 2025. Masks are called with given signals (gates, lambdas), MLR attention as the whole mixer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CallMakers = list[tuple[str, Any, Callable[[], CallAndLeaves], WorkEstimate, str
 
 @dataclass
 class BenchmarkTokens:
-    """One length's inputs. Softmax's q, k, v are (B, H, T, 64); q_BT1K and k_BT1K those that all heads share."""
+    """Inputs of one length. Softmax's q, k, v are (B, H, T, 64); q_BT1K and k_BT1K are shared by all heads."""
 
     q_BHTV: Tensor
     k_BHTV: Tensor
@@ -53,6 +53,7 @@ class BenchmarkTokens:
 
     @classmethod
     def random(cls, widths: Widths, length: int, device: torch.device, dtype: torch.dtype) -> BenchmarkTokens:
+        """Draw inputs of one length."""
         batch, heads, value, key = widths
         draw = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
         levels = (length - 1).bit_length() + 1
@@ -69,6 +70,7 @@ class BenchmarkTokens:
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype, others: bool) -> Iterator[BenchmarkCase]:
+    """Yield the cases of all lengths, forward and training."""
     for length in FEW_HEADS_TOKENS if sizes == "full" else ():
         yield from _length_cases("attention, batch 1, 8 heads", FEW_HEADS, length, device, dtype, False)
     for length in TOKENS[sizes]:
@@ -135,6 +137,7 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
 
 
 def make_sdpa(t: BenchmarkTokens, backend: Any) -> CallAndLeaves:
+    """Return the call of scaled dot-product attention by one backend, and its leaf tensors."""
     q, k, v = t.q_BHTV, t.k_BHTV, t.v_BHTV
 
     def call() -> Tensor:
@@ -147,18 +150,19 @@ def make_sdpa(t: BenchmarkTokens, backend: Any) -> CallAndLeaves:
 
 
 def split_ranks(key: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks 32|8|6|4|4|4|4|2 of 64 dims, or halves of them, and extents T / 2^(l-1)."""
+    """Return MLR attention's ranks (32|8|6|4|4|4|4|2 of 64 dimensions, or halves of them) and extents T / 2^(l-1)."""
     ranks = RANKS if key == sum(RANKS) else (key // 2, key // 4, key // 4)
     return ranks, tuple(max(1, length >> level) for level in range(1, len(ranks)))
 
 
 def mean_rank(key: int, length: int) -> float:
-    """Score dims of the average causal pair, sliding: a share 1 - (1 - e)^2 of pairs is nearer than e T."""
+    """Return the mean number of score dimensions of a causal pair: a share 1 - (1 - e)^2 of pairs is nearer than e T."""
     ranks, extents = split_ranks(key, length)
     return sum(rank * (1 - (1 - extent / length) ** 2) for rank, extent in zip(ranks, (length, *extents)))
 
 
 def make_mlr(t: BenchmarkTokens, ranks: tuple[int, ...], extents: tuple[int, ...]) -> CallAndLeaves:
+    """Return the call of MLR attention and its leaf tensors."""
     batch, heads, length, value = t.v_BHTV.shape
     shape = AttentionShape(1, heads, heads, value, value, value**-0.5)
     config = MLR(ranks=ranks, extents=extents)
@@ -169,7 +173,7 @@ def make_mlr(t: BenchmarkTokens, ranks: tuple[int, ...], extents: tuple[int, ...
 
 
 def make_masked(t: BenchmarkTokens, mask: str, delta: bool = False) -> CallAndLeaves:
-    """One query/key head for all; its features are not copied for each."""
+    """Return the call of masked linear attention with one query/key head, whose features are not copied per head."""
     heads = t.v_BHTV.shape[1]
     options = {"levels": t.level_BTH1L.shape[-1]} if mask == "hierarchical" else {}
     config = LinearAttention(mask={"name": mask, **options}, scores="delta" if delta else "kernel")
@@ -189,7 +193,7 @@ def make_masked(t: BenchmarkTokens, mask: str, delta: bool = False) -> CallAndLe
 
 
 def make_block_masked(t: BenchmarkTokens, mask: str, **options: int) -> CallAndLeaves:
-    """q, k of a feature map, nonnegative, in every head."""
+    """Return the call of block mixing with nonnegative features in every head."""
     config = LinearAttention(mask={"name": mask, "block": CHUNK, **options})
     heads, value = t.v_BHTV.shape[1], t.v_BHTV.shape[-1]
     made = MASKS[config.mask](config.mask, AttentionShape(1, heads, heads, value, value, 1.0))
@@ -200,5 +204,6 @@ def make_block_masked(t: BenchmarkTokens, mask: str, **options: int) -> CallAndL
 
 
 def mask_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, signals: dict[str, Tensor]) -> MaskInputs:
+    """Pack tensors into MaskInputs."""
     start_B = torch.zeros(v.shape[0], dtype=torch.long, device=v.device)
     return MaskInputs(q.unsqueeze(2), k, v, beta, start_B, torch.full_like(start_B, v.shape[2]), signals)

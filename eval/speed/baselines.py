@@ -1,4 +1,4 @@
-"""flash-linear-attention, where it is installed: the same tokens through its kernels."""
+"""Baselines from flash-linear-attention, if installed: the same tokens through its kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ CallAndLeaves = tuple[Call, list[Tensor]]
 
 
 def fla_baselines(tokens: Any) -> list[tuple[str, Callable[[], CallAndLeaves]]]:
-    """(name, a function that gives the call and what gradients go to); importing is part of making. tokens: those of
-    bench.attention, laid out here as it wants them."""
+    """Return (name, constructor of a call and its leaf tensors); the constructor imports the library.
+
+    tokens: BenchmarkTokens, laid out here as the library requires.
+    """
     return [
         ("fla log-linear", lambda: _log_linear(tokens)),
         ("fla SSD (simple GLA)", lambda: _simple_gla(tokens)),
@@ -49,6 +51,7 @@ def _gated_delta(t: Any) -> CallAndLeaves:
 
 
 def fla_version() -> str | None:
+    """Return the installed version, or None."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as of
 

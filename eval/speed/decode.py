@@ -1,9 +1,8 @@
-"""One more token at contexts of T: each mixer with its own cache against softmax on a full one.
+"""Benchmark of decoding one token at context length T: each mixer with its own cache against softmax with a full cache.
 
-Width 2048, 32 query heads on 8 key/value heads of 64, as a Llama of 1B parameters; a step is the mixer's whole call: what it
-reads off the hidden states, what it appends and what it attends to. Tokens a second are
-1000 x batch / ms. A full cache is measured as transformers grows it (a copy for each token) and as it could be (room
-laid out before).
+Width 2048, 32 query heads on 8 key/value heads of 64, as in a Llama of 1B parameters. A step is the mixer's whole call, from
+hidden states to output. Tokens per second = 1000 x batch / ms. The full cache is measured as transformers grows it (one copy per
+token) and preallocated.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FILL_TOKENS = 4096  # tokens at once while a cache is filled
 
 
 def mixer_choices(key: int, longest: int) -> list[tuple[str, KernelChoice, Any, str, dict[str, int]]]:
-    """MLR attention's extents are those of the longest context."""
+    """Return the mixers to time; MLR attention's extents are those of the longest context."""
     ranks, extents = split_ranks(key, longest)
     whole = MLR(ranks=(key // 2, key // 2), extents=(4 * longest,))
     tbm = {"name": "toeplitz_blocks", "components": 8}
@@ -56,7 +55,7 @@ def mixer_choices(key: int, longest: int) -> list[tuple[str, KernelChoice, Any, 
 
 @dataclass
 class MixerStates:
-    """Mixers and the states of one row, which grow from context to context."""
+    """Mixers and their states for one row, extended from context to context."""
 
     shape: AttentionShape
     device: torch.device
@@ -72,7 +71,7 @@ class MixerStates:
         return MixerInputs(draw(batch, s.heads, length, s.key), *keys, draw(batch, length, s.dim))
 
     def state(self, config: Any, batch: int, length: int) -> tuple[Any, MixerState]:
-        """The mixer and its state after that many tokens, every row alike. Filled by kernels whatever is timed."""
+        """Return the mixer and its state after `length` equal tokens; kernels fill it whatever is timed."""
         if config not in self.mixers:
             with torch.device(self.device):
                 self.mixers[config] = MIXERS[config](config, self.shape).to(self.dtype)
@@ -86,6 +85,7 @@ class MixerStates:
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
+    """Yield the cases of all contexts and batch sizes."""
     dim, heads, groups, key = SHAPES[sizes]
     shape = AttentionShape(dim, heads, groups, key, key, key**-0.5)
     longest = max(CONTEXTS[sizes])
@@ -123,7 +123,7 @@ def _implementations(
 def _mixer_step(
     mixer_states: MixerStates, name: str, config: Any, batch: int, length: int, graph: bool, sized: dict[str, Any]
 ) -> Call:
-    """Each step takes the state that the one before left; a graph holds STEPS of them."""
+    """Return a call in which each step continues from the previous state; a CUDA graph holds STEPS of them."""
     mixer, state = mixer_states.state(config, batch, length)
     sized["cache"][name] = state.nbytes()
     inputs, now, held = mixer_states.inputs(batch, 1), [state], []

@@ -1,4 +1,4 @@
-"""Linears: torch's dense product against structured ones, tokens N and shapes of real models."""
+"""Benchmark of linear layers: torch's dense product against structured linears, N tokens, shapes of real models."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ROTATED_BYTES, MAX_COPIES = (
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
+    """Yield the cases of all shapes and numbers of tokens."""
     for in_, out in SHAPES[sizes]:
         entries = list(linears(in_, out, device, dtype))
         for tokens in TOKENS[sizes]:
@@ -44,7 +45,7 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 class LinearEntry(NamedTuple):
-    """A linear under one choice; numbers: stored, each used once a token."""
+    """A linear under one kernel choice. numbers: stored parameters, each used once per token."""
 
     name: str
     choice: KernelChoice
@@ -56,6 +57,7 @@ class LinearEntry(NamedTuple):
 
 
 def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
+    """Yield the linears of one shape."""
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
     choices: tuple[KernelChoice, ...] = ("kernel", "reference", "measured")
@@ -79,17 +81,18 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def grid_options(btt: Any) -> dict[str, int]:
+    """Return a BTT's options as in kernels/tuning.json."""
     return {"rank": btt.config.rank, "rows": btt.config.blocks[0], "columns": btt.config.blocks[1]}
 
 
 def random_structured(config: Any, in_: int, out: int, factory: dict[str, Any]) -> Any:
-    """At random; without a rank of its own half of the dense numbers."""
+    """Return a random structured linear; without a rank in the config, with half of the dense parameters."""
     kind = STRUCTURES[config]
     return kind(in_, out, kind.fit(config, out, in_, in_ * out // 2), bias=False, **factory)
 
 
 class DenseFromCores(nn.Module):
-    """The dense matrix, made anew from the cores at each call: by the kernel that does so, else in plain torch."""
+    """Multiply by the dense matrix, rebuilt from the cores in each call, by a kernel if there is one."""
 
     def __init__(self, linear: Any):
         super().__init__()
@@ -102,7 +105,7 @@ class DenseFromCores(nn.Module):
 
 
 def dense_kernels(gpu: bool) -> list[Any]:
-    """Kernels of the op that multiply out."""
+    """Return the kernels of the op that rebuild the dense matrix."""
     if gpu:
         load_kernels()
     return [k for k in cast(DispatchedOp, btt_linear).kernels if k.implementation == "dense"] if gpu else []
@@ -127,7 +130,7 @@ def _make_case(
 def _make_graph_case(
     name: str, where: dict[str, int], entries: list[LinearEntry], device: torch.device, dtype: torch.dtype
 ) -> BenchmarkCase:
-    """One token. Weights take turns so that they come from memory, as in a model."""
+    """Return the case of one token. Copies of the weights take turns, so that they are read from memory as in a model."""
     x_1I = torch.randn(1, where["inputs"], device=device, dtype=dtype)
 
     def run(module: nn.Module, copies: int) -> Call:

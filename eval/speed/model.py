@@ -1,10 +1,11 @@
-"""A whole model of a Llama's shape, weights at random on the device: as it is (SDPA), with mixers in place of softmax,
-with BTT in place of its linears. Prefill and decoding, in transformers' own code, eagerly, batch 1.
+"""Benchmark of whole models of a Llama's shape with random weights: original (SDPA), with mixers, with BTT linears.
 
-    prefill    tokens a second of one call over the prompt, cache included; the head reads the last token alone
-    decode     tokens a second after that prompt, one call a token; all but the first row without cuDNN's attention
-    static     the same as generate(cache_implementation="static") makes its calls: a linear mixer's step is one CUDA graph,
-               others' transformers compiles, with room for the tokens to come
+Prefill and decoding by transformers' own code, eager, batch 1.
+
+    prefill    tokens per second of one call over the prompt, cache included; logits of the last token only
+    decode     tokens per second after that prompt, one call per token; all rows but the first without cuDNN's attention
+    static     the same as generate(cache_implementation="static"): a linear mixer's step is one CUDA graph, other models are
+               compiled by transformers, with room for the tokens to come
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ STEPS = {"full": 6, "main": 6, "small": 2}
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
-    """Decoding comes with its prefill: it goes on from the cache that was left."""
+    """Yield prefill and decoding cases; decoding continues from the cache of its prefill."""
     models: dict[str, Any] = {}
     caches: dict[str, Any] = {}
     for length in CONTEXTS[sizes]:
@@ -85,7 +86,7 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
-    """(name, choice, what is done to the original)."""
+    """Return (name, kernel choice, function that changes the original model)."""
     ranks, extents = split_ranks(SHAPES[sizes]["head_dim"], EXTENT[sizes])
     mlr = MLR(ranks=ranks, extents=extents)
     log_linear = LinearAttention(mask="hierarchical")
@@ -102,11 +103,12 @@ def model_changes(sizes: str) -> list[tuple[str, Any, Callable[[Any], None]]]:
 
 
 def install_mixers(model: Any, config: Any) -> None:
+    """Replace every attention by a mixer."""
     install(model, dict.fromkeys(attention_paths(model), config))
 
 
 def replace_linears(model: Any, config: Any) -> None:
-    """Every linear of the layers; half of its numbers where the config has no rank."""
+    """Replace every linear of the layers; with half of its parameters if the config has no rank."""
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
             in_, out = linear.in_features, linear.out_features
@@ -117,7 +119,7 @@ def replace_linears(model: Any, config: Any) -> None:
 
 
 def _get_model(models: dict[str, Any], name: str, change: Any, sizes: str, device: Any, dtype: torch.dtype) -> Any:
-    """Made once; kept, for they are small beside what a long prompt takes. Rivals that differ in the choice share one."""
+    """Return the model, made once and kept; implementations that differ only in the kernel choice share it."""
     name = name.removesuffix(", reference").removesuffix(WITHOUT_CUDNN)
     if name not in models:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -150,8 +152,10 @@ def _prefill(model: Any, ids_1T: Any, caches: dict[str, Any], name: str, flash: 
 
 @contextmanager
 def allow_cudnn(on: bool) -> Iterator[None]:
-    """Whether SDPA may take cuDNN's attention, which torch 2.11 prefers on Hopper, and which makes a plan for every
-    length of a cache that it has not met."""
+    """Set whether SDPA may use cuDNN's attention.
+
+    torch 2.11 prefers it on Hopper, and it builds a plan for every new cache length.
+    """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(on and before)
     try:
@@ -178,7 +182,7 @@ def _static_implementations(
 
 
 def _graph_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:
-    """Steps of surgery.modeling.cuda_graph, behind a prefill."""
+    """Return decoding steps of surgery.modeling.cuda_graph after a prefill."""
     from transformers import DynamicCache
 
     from surgery.modeling.cuda_graph import CapturedDecodeStep
@@ -196,7 +200,7 @@ def _graph_steps(model: Any, length: int, steps: int, device: torch.device) -> C
 
 
 def _compiled_steps(model: Any, length: int, steps: int, device: torch.device) -> Call:
-    """Steps of what transformers compiles, on a cache whose numbers, for time alone, are zeros."""
+    """Return decoding steps compiled by transformers; the cache holds zeros, because only time matters."""
     from transformers import StaticCache
 
     cache, config = StaticCache(config=model.config, max_cache_len=length + EXTRA_SLOTS), model.config
@@ -227,7 +231,7 @@ def _take_cache(caches: dict[str, Any], name: str) -> Any:
 
 
 def _decode_steps(model: Any, cache: Any, steps: int, device: torch.device, flash: bool) -> Call:
-    """The cache goes on growing from run to run: by less than a hundredth of a long context."""
+    """Return decoding steps; the cache keeps growing, by less than 1% of a long context."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def run() -> None:

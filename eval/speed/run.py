@@ -1,4 +1,4 @@
-"""`surgery bench`: cases of one kind, run and compared."""
+"""`surgery bench`: run and compare the cases of one kind."""
 
 from __future__ import annotations
 
@@ -39,11 +39,20 @@ def bench(
     progress: Progress | None = None,
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The results as data; written to `out` after every case, so that what stops it loses little. only: implementations whose
-    names have one of these words, separated by commas, and none that follow a minus; the first runs always."""
+    """Run a benchmark and return its results as JSON data, written to `out` after every case.
+
+    Args:
+        kind: one of KINDS, or "train".
+        sizes: full, main or small; default: full on a GPU, else small.
+        peers: include other libraries.
+        time_limit: seconds after which no further case starts.
+        only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
+            excludes names. The first implementation always runs.
+        dtype: bfloat16, float16 or float32; default: bfloat16 on a GPU, else float32.
+    """
     started, progress = time.monotonic(), progress or Progress()
     deadline = started + time_limit if time_limit else float("inf")
-    if kind == TRAIN:  # which chooses a device for each of its processes
+    if kind == TRAIN:  # chooses a device for each process itself
         sizes = sizes or ("full" if torch.cuda.is_available() and device != "cpu" else "small")
         _check_options(kind, sizes)
         return training.train(sizes, only, device, deadline, out, progress, describe_environment)
@@ -78,6 +87,7 @@ def bench(
 
 
 def save_result(out: Path, result: dict[str, Any]) -> None:
+    """Write results as JSON."""
     with explain_disk_errors(out):
         write_json(out, result)
 
@@ -98,7 +108,7 @@ def _benchmark_cases(
 
 
 def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) -> list[TimedImplementation]:
-    """Kernels have nothing to show on a CPU."""
+    """Return the implementations that --only selects; on a CPU without kernels."""
     words = (only or "").lower().split(",")
     without = [word[1:] for word in words if word.startswith("-")]
     among = [word for word in words if not word.startswith("-")] or [""]
@@ -128,13 +138,13 @@ def _run_case(
 
 
 def case_line(case: BenchmarkCase, rows: list[ResultRow]) -> str:
-    """What was just measured, on one line."""
+    """Return a one-line summary of a measured case."""
     shown = (f"{row['rival']} {row['ms']:.4g}" if row["ms"] else f"{row['rival']} ({row['note']})" for row in rows)
     return f"{case.table}, {case.x:,}: " + " | ".join(shown)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What figures hold for."""
+    """Return device, versions and date, which measurements depend on."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     if find_spec("triton") is not None:
         from importlib.metadata import version

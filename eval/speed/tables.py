@@ -1,7 +1,4 @@
-"""Measurements as tables for a terminal, as Markdown, and as a plot.
-
-Results of `surgery bench train`, a line each and as a table.
-"""
+"""Benchmark results as terminal tables, Markdown and plots; also those of `surgery bench train`."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ CELL_LEGEND = (
 
 
 def result_tables(result: dict[str, Any]) -> list[Any]:
+    """Return rich tables of a result."""
     from rich.table import Table
 
     if result["kind"] == "train":
@@ -37,7 +35,7 @@ def result_tables(result: dict[str, Any]) -> list[Any]:
 
 
 def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple[str, list[str]]]]]:
-    """(title, sizes, (rival, a cell for each size)): the times, then what else is known of a table's rows."""
+    """Return (title, sizes, (implementation, cell per size)): times, then throughput where it is known."""
     found = []
     for title in dict.fromkeys(row["table"] for row in rows):
         here = [row for row in rows if row["table"] == title]
@@ -83,12 +81,12 @@ def format_cell(row: ResultRow) -> str:
 
 
 def format_ms(ms: float) -> str:
-    """Three digits."""
+    """Format milliseconds with three digits."""
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.{2 if ms < 10 else 1}f}" if ms >= 1 else f"{ms:.3g}"
 
 
 def skipped_notes(rows: list[ResultRow], title: str) -> list[str]:
-    """What could not be measured, and why, a line for each reason."""
+    """Return a line per reason for implementations that were not measured."""
     found: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         if row["table"] == title and row.get("note"):
@@ -102,12 +100,12 @@ def skipped_notes(rows: list[ResultRow], title: str) -> list[str]:
 
 
 def is_comparison_only(row: ResultRow) -> bool:
-    """Whether a row stands for comparison alone: no one would choose it."""
+    """Return whether a row is only for comparison, and never the fastest choice in practice."""
     return row["rival"].endswith((", reference", ", multiplied out"))
 
 
 def crossovers(rows: list[ResultRow]) -> list[str]:
-    """From which size on rivals stay ahead of all that torch has for the job, a line a table."""
+    """Return per table the size from which an implementation stays faster than all of torch's own."""
     lines = []
     for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
         here = [row for row in rows if row["table"] == title and row["ms"]]
@@ -125,6 +123,7 @@ def crossovers(rows: list[ResultRow]) -> list[str]:
 
 
 def format_conditions(result: dict[str, Any]) -> list[str]:
+    """Return device, dtype, versions, date and ceilings in a few lines."""
     limits, versions = result["ceilings"], result["versions"]
     several = result.get("processes", 1)  # a rival's ratio is to the first row of its own
     ends = f"; rivals in {several} processes" if several > 1 else ""
@@ -136,7 +135,7 @@ def format_conditions(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """What docs/performance.md shows of a result."""
+    """Return a result as docs/performance.md shows it."""
     lines = []
     for title, columns, rows in result_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
@@ -148,7 +147,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """ms against size, a picture for each table."""
+    """Draw ms against size, one figure per table."""
     try:
         import matplotlib
     except ImportError:
@@ -177,13 +176,14 @@ def save_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def lost_share(row: dict[str, Any]) -> float | None:
-    """Share of the bare loop's speed that ours does not reach."""
+    """Return the share of the bare loop's speed that surgery's loop loses; None without a bare loop."""
     if "bare_ms" not in row or "ours_ms" not in row:
         return None
     return 1 - row["bare_ms"] / row["ours_ms"]
 
 
 def training_line(row: dict[str, Any]) -> str:
+    """Return a training row on one line."""
     if "ours_ms" not in row:
         return f"{row['case']}, {row['change']}: {row.get('note', 'not run')}"
     said = [f"surgery {row['ours_ms']:.4g} ms, {row['ours_tokens_per_second']:,.0f} tokens/s"]
@@ -195,7 +195,7 @@ def training_line(row: dict[str, Any]) -> str:
 
 
 def training_tables(result: dict[str, Any]) -> list[Any]:
-    """For a terminal."""
+    """Return the training rows as rich tables."""
     from rich.table import Table
 
     grid = Table(title="training, tokens a second", title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -1,10 +1,12 @@
-"""Implementations timed side by side: each is warmed up, then all run in turns; medians.
+"""Time implementations side by side: warm up each, then run all alternately; report medians.
 
-    rows = Race(device, ..).run(Heat("attention, forward", x=8192, sizes={..}, implementations=[Rival("SDPA flash", make), ..]))
+    rows = Benchmark(device, ..).run(
+        BenchmarkCase("attention, forward", x=8192, sizes={..}, implementations=[TimedImplementation("SDPA flash", make), ..])
+    )
 
-On a GPU time is taken by device events with the L2 cache flushed before each run, and, unless a case counts the CPU's
-part or the host waits for the device, with the launches queued behind a pause as long as they take; else by the clock. Nothing that goes
-wrong with one implementation (no memory, a refusal) stops the others: its row says so.
+On a GPU, device events measure time, with the L2 cache flushed before each run. Launches are queued behind a pause as long as
+they take, unless the case includes launch time or the host synchronizes. On a CPU the clock measures time. A failure of one
+implementation (out of memory, unsupported) is noted in its row and does not stop the others.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ResultRow = dict[str, Any]
 
 
 class WorkEstimate(NamedTuple):
-    """The least that a run must do: bytes read and written once, floating-point operations."""
+    """Least work of a run: bytes read and written once, and floating-point operations."""
 
     bytes: float
     flops: float
@@ -40,10 +42,16 @@ class WorkEstimate(NamedTuple):
 
 @dataclass
 class TimedImplementation:
-    """make: lays out what a run needs and returns the run. times: calls in one run. op, options: what kernels/tuning.json
-    calls this, and what it depends on beside the case's sizes; way: where it is not the choice. "original" is what others
-    replace. An implementation of the choice
-    "kernel" for which no kernel came by is not timed: the reference would pass for it."""
+    """An implementation to be timed.
+
+    Attributes:
+        make: prepares the inputs and returns the run.
+        choice: kernel choice during the run; with "kernel", an implementation for which no kernel runs is not timed, because
+            the reference would be measured in its place.
+        times: calls per run.
+        op, options: its key in kernels/tuning.json; op "original" is what others replace.
+        way: implementation name in kernels/tuning.json if different from the choice.
+    """
 
     name: str
     make: Callable[[], Call]
@@ -57,8 +65,10 @@ class TimedImplementation:
 
 @dataclass
 class BenchmarkCase:
-    """One column of a table: implementations at one size x, the first of them the one that others are compared with. launches:
-    whether a run's time is to hold what the CPU takes to launch it."""
+    """One column of a table: implementations at one size x, compared with the first.
+
+    launches: whether times include the CPU's launch time.
+    """
 
     table: str
     x: int
@@ -68,19 +78,24 @@ class BenchmarkCase:
 
 
 class TimedRun(NamedTuple):
-    """A run: ms until the CPU was done with it, and the events around it on a GPU, to be read once it is over."""
+    """A run: ms until the CPU had launched it and, on a GPU, the events around it."""
 
     launch: float
     events: tuple[Any, Any] | None
 
     def ms(self) -> float:
+        """Milliseconds of the run."""
         return self.launch if self.events is None else self.events[0].elapsed_time(self.events[1])
 
 
 class Benchmark:
-    """max_ms: ms after which an implementation is not run again, here nor at sizes to come whose run would take longer (a
-    reference's is a third of that). budget_ms: ms
-    for the runs of an implementation at a size, at least `min_runs` of them. deadline: when to stop, by time.monotonic()."""
+    """Runs cases on one device.
+
+    Args:
+        budget_ms: time for the runs of one implementation at one size, in ms; at least `min_runs` runs.
+        max_ms: implementations slower than this are not run again, nor at larger sizes (references: a third of this).
+        deadline: when to stop, by time.monotonic().
+    """
 
     def __init__(
         self, device: torch.device, budget_ms: float, max_ms: float, deadline: float = float("inf"), min_runs: int = 3
@@ -96,6 +111,7 @@ class Benchmark:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
     def run(self, case: BenchmarkCase) -> list[ResultRow]:
+        """Time all implementations of a case and return their rows."""
         rows, calls = [], []
         for implementation in case.implementations:
             row: ResultRow = {
@@ -136,8 +152,9 @@ class Benchmark:
         return None
 
     def _warm_up(self, implementation: TimedImplementation, row: ResultRow, launches: bool) -> Call | None:
-        """Warms up, which compiles, and takes a first time; None where that goes wrong. A long run that did well at a
-        smaller size is warm."""
+        """Compile and take a first time; return None on failure. A long run that succeeded at a smaller size counts as
+        warm.
+        """
         x, ms = self.last.get((row["table"], implementation.name), (row["x"], 0.0))
         warm = row["x"] > x and ms * row["x"] / x > LONG_RUN_MS and implementation.choice != "kernel"
         try:
@@ -182,7 +199,7 @@ class Benchmark:
             ) from None
 
     def _time_with_memory(self, call: Call) -> tuple[float, float, int | None]:
-        """ms, those until all was launched, and bytes allocated above what lay there before."""
+        """Return ms, ms until all was launched, and bytes allocated above what was there before."""
         if self.device.type != "cuda":
             return self._time_ms(call), 0.0, None
         before = torch.cuda.memory_allocated(self.device)
@@ -192,7 +209,7 @@ class Benchmark:
         return timed_run.ms(), timed_run.launch, torch.cuda.max_memory_allocated(self.device) - before
 
     def _synchronizes(self, call: Call) -> bool:
-        """Whether the host waits for the device: then launches cannot be queued, and the time holds them."""
+        """Return whether the host waits for the device; launches then cannot be queued, and the time includes them."""
         try:
             with forbid_synchronization():
                 call()
@@ -203,7 +220,7 @@ class Benchmark:
         return False
 
     def _run_in_turns(self, entries: list[tuple[TimedImplementation, Call, ResultRow]]) -> None:
-        """The medians of as many runs as `budget_ms` pays for, at most 50."""
+        """Set the medians of as many runs as `budget_ms` allows, at most 50."""
         wanted = [
             max(self._min_runs(row), min(50, int(self.budget_ms / max(row["ms"], 1e-3)))) for _, _, row in entries
         ]
@@ -228,7 +245,7 @@ class Benchmark:
         return timed_run.ms()
 
     def _run_once(self, call: Call, pause: float = 0.0) -> TimedRun:
-        """A run. pause: ms in which the CPU launches ahead."""
+        """Run once. pause: ms for which the device waits while the CPU launches."""
         events = None
         if self.flush is not None:
             self.flush.zero_()
@@ -246,6 +263,8 @@ class Benchmark:
 
 # -- runs ----------------------------------------------------------------------------------------------
 def forward(call: Call) -> Call:
+    """Return the call without gradients."""
+
     def run() -> None:
         with torch.no_grad():
             call()
@@ -254,7 +273,7 @@ def forward(call: Call) -> Call:
 
 
 def backward(call: Call, leaves: list[Tensor]) -> Call:
-    """Forward and backward, to every leaf; the gradient that comes in is drawn once."""
+    """Return forward and backward to every leaf; the incoming gradient is drawn once."""
     given: list[Tensor] = []
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
@@ -269,7 +288,7 @@ def backward(call: Call, leaves: list[Tensor]) -> Call:
 
 
 def graph_call(calls: list[Call], device: torch.device) -> Call:
-    """All calls as one CUDA graph: what they take without the launches of a busy CPU. Elsewhere one after the other."""
+    """Return all calls as one CUDA graph, free of launch time; on a CPU, one after the other."""
 
     def one_by_one() -> None:
         for call in calls:
@@ -296,8 +315,10 @@ def graph_call(calls: list[Call], device: torch.device) -> Call:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """RuntimeError where the host waits for the device: such a call cannot be captured, and trying leaves the random
-    generator and the allocator unusable."""
+    """Raise RuntimeError if the host waits for the device.
+
+    Such a call cannot be captured, and the attempt would leave random generator and allocator unusable.
+    """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is a prototype

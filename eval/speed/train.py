@@ -1,11 +1,10 @@
-"""What the training loop costs: `lm` steps of a model of a Llama's shape with random weights, by two loops in turns.
+"""Benchmark of the training loop: `lm` steps of a Llama-shaped model with random weights, by two loops alternately.
 
-    bare loop   batches lie on the device; forward, backward, clipping and fused AdamW under torch's autocast: no more
-                than a training must do
-    surgery     surgery.training's loop: text read, tokenised and packed beside it, Accelerate, guard, a log line every few steps
+    bare loop   batches already on the device; forward, backward, gradient clipping and fused AdamW under torch's autocast
+    surgery     surgery.training's loop: text read, tokenized and packed in parallel, Accelerate, step checks, log lines
 
-A figure is the median of the wall times of a few steps, everything between them included. Behind `accelerate launch`
-surgery's loop runs alone, the batch shared out over the processes; `losses` say whether it is the same training.
+A figure is the median wall time of a few consecutive steps. Under `accelerate launch` surgery's loop runs alone, the batch
+divided among processes; `losses` show whether both loops train alike.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from surgery.eval.speed.tables import training_line
 from surgery.mixers.linear import LinearAttention
 from surgery.structures.btt import BTT
 
-TEXT_COPIES = 12  # of the embedded text: blocks of half a million tokens, so that reading goes on while steps are timed
+TEXT_COPIES = 12  # copies of the embedded text, half a million tokens: reading continues while steps are timed
 
 SMALL = {
     "hidden_size": 512,
@@ -46,9 +45,14 @@ SMALL = {
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """batch rows of a step over all devices, rows of a forward. log_every: steps between lines of the log, what is timed at
-    once; intervals: of a run, from the `first_timed`-th on they are timed: by then our loop has used up what was read ahead of
-    it, and goes as fast as text is read. rounds: runs of each loop."""
+    """A training setup.
+
+    Attributes:
+        batch: rows per step over all devices; rows: rows per forward.
+        log_every: steps between log lines, timed together.
+        intervals: log intervals per run; timed from the `first_timed`-th on, when text read ahead is used up.
+        rounds: runs of each loop.
+    """
 
     name: str
     shape: dict[str, Any]
@@ -93,7 +97,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @dataclass
 class LoopTimes:
-    """ms of a step, one for every look; bytes at the peak; of all looks the losses and the share of time spent waiting for text."""
+    """Measurements of a loop per log interval: ms per step, losses, share of time spent waiting for text; peak memory in
+    bytes.
+    """
 
     ms: list[float] = field(default_factory=list)
     peak: int | None = None
@@ -104,7 +110,7 @@ class LoopTimes:
 def train(
     sizes: str, only: str | None, device: str | None, ends: float, out: Path | None, progress: Progress, about: Any
 ) -> dict[str, Any]:
-    """Rows of every case and change; `about` is told the device and says what figures hold for."""
+    """Return the rows of every case and change. about: describes the device."""
     from surgery.training.data.prefetch import limit_tokenizer_threads
     from surgery.training.distributed.accelerator import make_accelerator
 
@@ -137,7 +143,7 @@ def train(
 
 
 class _LoopComparison:
-    """One model in both loops."""
+    """One model trained by both loops."""
 
     def __init__(self, case: TrainingCase, change: str, accelerator: Any, folder: Path):
         self.case, self.change, self.accelerator, self.folder = case, change, accelerator, folder
@@ -226,7 +232,7 @@ class _LoopComparison:
         return make_data(config, load_tokenizer(_tiny_checkpoint()), self.case.length, seed=0)
 
     def _text(self) -> Path:
-        """A line for every document; each process has a file of its own."""
+        """Write the text, one document per line; one file per process."""
         path = self.folder / "stories.txt"
         if not path.exists():
             path.write_text(
@@ -261,7 +267,7 @@ class _LoopComparison:
         (loss * (self.case.rows / self.case.batch)).backward()
 
     def _batches(self) -> list[list[tuple[dict[str, Any], Any]]]:
-        """The first steps' forwards. A stream needs no positions; packed documents do."""
+        """Return the batches of the first steps. A stream needs no position ids; packed documents do."""
         from surgery.training.batches import BatchLayout, iter_steps, to_device
         from surgery.training.stages.base import model_inputs, next_token_targets
 
@@ -301,7 +307,7 @@ def _tiny_checkpoint() -> Path:
 
 
 def _figures(who: str, timed: LoopTimes, positions: int) -> dict[str, Any]:
-    """ms of a step: the median and all; tokens a second at the median."""
+    """Return ms per step (median and all) and tokens per second at the median."""
     if not timed.ms:
         return {}
     ms = median(timed.ms)

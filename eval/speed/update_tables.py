@@ -1,9 +1,9 @@
-"""What `surgery bench --out` wrote, into the places that speak of speed.
+"""Update kernels/tuning.json and docs/performance.md from files written by `surgery bench --out`.
 
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
 
-Several of one kind (some rivals each) count as one. kernels/tuning.json, which way is fastest where (kernels/tuning.py), from the first three; docs/performance.md between
-its <!-- bench --> marks, all of it. Run from a clone.
+Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
+size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/performance.md. Run from a clone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
 def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One result for each kind and dtype: several runs of one (some rivals each) as one, the first run's row where two
-    have it."""
+    """Merge results of the same kind and dtype; the first run's row wins."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for result in results:
         one = kinds.setdefault((result["kind"], result["dtype"]), {**result, "rows": [], "processes": 0})
@@ -39,7 +38,7 @@ def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tables of kernels/tuning.py, one for each dtype: what each op took in each way, and what it replaces."""
+    """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it replaces."""
     tables: dict[str, dict[str, Any]] = {}
     for result in results:
         said = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
@@ -53,8 +52,10 @@ def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, float]:
-    """ms that the CPU takes to launch each rival: the least of any size as large, for larger ones launch no less and a busy
-    CPU only adds."""
+    """Return the CPU's launch time of each implementation in ms: the least over sizes of at least x.
+
+    Larger sizes launch no less, and a busy CPU only adds time.
+    """
     found: dict[str, float] = {}
     for row in rows:
         if row["x"] >= x and "launch" in row and pass_of_table(row["table"]) == kind:
@@ -63,7 +64,7 @@ def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, flo
 
 
 def format_json(tables: list[dict[str, Any]]) -> str:
-    """As JSON, a line for each row."""
+    """Format as JSON with one line per row."""
     parts = []
     for table in tables:
         said = json.dumps({name: value for name, value in table.items() if name != "rows"})
@@ -73,7 +74,7 @@ def format_json(tables: list[dict[str, Any]]) -> str:
 
 
 def pass_of_table(table: str) -> str:
-    """forward, backward (with forward), step (of decoding); captured, captured step: those in a CUDA graph."""
+    """Return forward, backward (with forward) or step (decoding); captured, captured step: inside a CUDA graph."""
     if table.startswith("decode"):
         return "captured step" if table.endswith("graph") else "step"
     if table.endswith("graph"):
@@ -82,8 +83,10 @@ def pass_of_table(table: str) -> str:
 
 
 def _case_rows(case: list[dict[str, Any]], kind: str, launches: dict[str, float]) -> list[dict[str, Any]]:
-    """One case's rows, an op and its options each. The original's time is that of the fastest that torch has. Without a graph
-    a call takes what the CPU takes to launch it, where that is more."""
+    """Return a case's rows, one per op and options.
+
+    The original's time is that of torch's fastest. Without a CUDA graph a call takes at least its launch time.
+    """
     least = {} if "captured" in kind else launches
     took = {row["rival"]: max(row["ms"], least.get(row["rival"], 0.0)) for row in case}
     original = min((took[row["rival"]] for row in case if row.get("op") == "original"), default=None)
@@ -106,11 +109,12 @@ SIZE_NAMES = ("tokens", "inputs", "outputs", "lanes", "context")  # lanes: heads
 
 
 def round_ms(ms: float) -> float:
+    """Round milliseconds for the table."""
     return float(f"{ms:.3g}")
 
 
 def update_page(text: str, results: list[dict[str, Any]]) -> str:
-    """The page's text with these results between its marks."""
+    """Return the page with these results between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, mark, after = rest.partition(END)
     assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
@@ -119,6 +123,7 @@ def update_page(text: str, results: list[dict[str, Any]]) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
+    """Return a result's section title."""
     kind = result["kind"].capitalize()
     return kind if result["dtype"] == "bfloat16" else f"{kind}, {result['dtype']}"
 

@@ -36,7 +36,7 @@ HELDOUT_CHARACTERS, CALIBRATION_CHARACTERS = 120_000, 96_000
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that only the context can tell, and the ways to say it and to ask for it."""
+    """A fact that only the context states, with its statement and its question."""
 
     subject: str  # "code of the"
     key: str  # "red lantern"
@@ -57,14 +57,14 @@ class Fact:
 
 @dataclass(frozen=True)
 class NeedleQuestion:
-    """A context with a question at its end, and the answer that should follow (it begins with its space)."""
+    """A context with a question at its end, and the answer that should follow, including its leading space."""
 
     prompt: str
     answer: str
 
 
 def split_pieces(text: str) -> list[str]:
-    """The text cut as the tokenizer cuts it, END in one piece; joined again they are the text."""
+    """Split a text as the tokenizer does, END as one piece; joined, the pieces are the text."""
     return _PIECE.findall(text)
 
 
@@ -107,6 +107,7 @@ def mixed_facts(rng: Random, n: int) -> list[Fact]:
 
 
 def count_each(texts: Sequence[str]) -> list[int]:
+    """Count the pieces of each text."""
     return [count_pieces(text) for text in texts]
 
 
@@ -129,7 +130,7 @@ def filler(rng: Random, length: int, count: Count = count_pieces, ends: bool = F
 
 
 def long_filler(rng: Random, length: int, counts: Counts) -> list[str]:
-    """The same sentences, counted many at a time; nothing that rng says afterwards is to be relied on."""
+    """Return sentences like `filler`, counted many at a time; the state of `rng` afterwards is unspecified."""
     world = World(rng)
     sentences: list[str] = []
     while True:
@@ -142,7 +143,7 @@ def long_filler(rng: Random, length: int, counts: Counts) -> list[str]:
 
 
 def insert_facts(sentences: list[str], facts: list[Fact], depths: list[float]) -> str:
-    """The story with each fact said at its depth: 0 before the first sentence, 1 after the last."""
+    """Return the story with each fact inserted at its depth: 0 before the first sentence, 1 after the last."""
     order = sorted(range(len(facts)), key=lambda i: depths[i])
     gaps = {i: min(len(sentences), int(depths[i] * (len(sentences) + 1))) for i in order}
     lines = [[facts[i].statement for i in order if gaps[i] == gap] for gap in range(len(sentences) + 1)]
@@ -196,9 +197,9 @@ def list_document(rng: Random, most: int = 16) -> str:
 
 
 def drill(rng: Random, most: int = 8) -> list[tuple[str, bool]]:
-    """The plainest recall: up to `most` facts, then again in other orders, as (text, was it said before).
+    """Return the simplest recall exercise: up to `most` facts, then repeated in other orders, as (text, whether it is a repetition).
 
-    Not part of the mixture; a first lesson. Half are bare pairs of key and value, half are whole sentences.
+    Not part of the mixture; used in the first phase of training. Half are bare key-value pairs, half whole sentences.
     """
     facts = code_facts(rng, log_uniform(rng, 2, most)) if rng.random() < 0.7 else mixed_facts(rng, most)
     head, tail = ("", ",") if rng.random() < 0.5 else (f"The {facts[0].subject} ", ".")
@@ -228,10 +229,10 @@ def corpus(seed: int, characters: int) -> str:
 
 
 def heldout() -> str:
-    """The text that conversions are measured on; its seed is never trained on."""
+    """Return the text that conversions are evaluated on; its seed is never used for training."""
     return corpus(HELDOUT_SEED, HELDOUT_CHARACTERS)
 
 
 def calibration() -> str:
-    """The text that conversions are calibrated on; another seed."""
+    """Return the text that conversions are calibrated on, from another seed."""
     return corpus(CALIBRATION_SEED, CALIBRATION_CHARACTERS)

@@ -1,1 +1,1 @@
-"""What is measured without lm-eval: one file for each suite."""
+"""Suites that do not use lm-eval, and harness.py with those that do: one file per suite."""

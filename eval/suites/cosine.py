@@ -1,7 +1,4 @@
-"""How far an encoder's sentence embeddings moved: cosine to the original's, sentence by sentence.
-
-An encoder's sentence embeddings beside the original's: mean cosine.
-"""
+"""Suite `cosine`: cosine similarity of an encoder's sentence embeddings to those of the original model, per sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from surgery.eval.text import note_text, resolve_text
 
 @dataclass(frozen=True)
 class CosineSummary:
-    """Mean cosine over sentences, its standard error, the worst of them."""
+    """Mean cosine similarity over sentences, its standard error, and the lowest value."""
 
     cosine: float
     se: float
@@ -29,11 +26,15 @@ class CosineSummary:
     sentences: int
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON data."""
         return asdict(self)
 
 
 def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
-    """The first `count` sentences of at least `words` words."""
+    """Return the first `count` sentences of a text that have at least `words` words.
+
+    Raises SurgeryError if there are fewer than two.
+    """
     found: list[str] = []
     for document in document_stream(text):
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", document):
@@ -48,7 +49,7 @@ def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
 
 @torch.inference_mode()
 def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any = lambda steps=1: None) -> Tensor:
-    """(N, D): the last hidden states, averaged over the real tokens, normalised."""
+    """Return sentence embeddings (N, D): last hidden states averaged over the real tokens, normalized."""
     found = []
     for start in range(0, len(sentences), 32):
         batch = tokenizer(sentences[start : start + 32], padding=True, truncation=True, return_tensors="pt").to(
@@ -63,6 +64,7 @@ def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any 
 
 
 def summarize_cosine(converted_ND: Tensor, original_ND: Tensor) -> CosineSummary:
+    """Summarize the cosine similarity of normalized embeddings, row by row."""
     each_N = (converted_ND * original_ND).sum(-1).double()
     se = float(each_N.std() / len(each_N) ** 0.5)
     return CosineSummary(float(each_N.mean()), se, float(each_N.min()), len(each_N))
@@ -72,6 +74,7 @@ COSINE = EvalMetric("cosine", "mean")
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Embed the text's sentences with one model; samples have no metric until both results are combined."""
     text = resolve_text("cosine", options.text, None)
     note_text(text, options)
     sentences = load_sentences(text, options.limit or max(2, options.tokens // 64))
@@ -87,6 +90,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def compare_embeddings(base: SuiteResult, converted: SuiteResult) -> SuiteResult:
+    """Combine the results of base and converted model: one cosine similarity per sentence."""
     each_N = (base.arrays["embedding_ND"] * converted.arrays["embedding_ND"]).sum(-1).double().tolist()
     samples = [Sample(s.task, s.id, {"cosine": c}, shown=s.shown) for s, c in zip(converted.samples, each_N)]
     return SuiteResult(samples, {"cosine": COSINE}, notes=[f"the worst sentence has {min(each_N):.4f}"])

@@ -1,6 +1,6 @@
-"""Suites that run through lm-eval: needles, RULER, LongBench, retrieval, zero-shot, and its own tasks by name.
+"""Suites that run through lm-eval: needles, RULER, LongBench, retrieval, zero-shot tasks, and any lm-eval task by name.
 
-lm-eval itself is imported when one of them runs.
+lm-eval is imported only when one of them runs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from surgery.eval.long_context.retrieval import run_retrieval
 from surgery.eval.suite import FALLBACKS, Suite, register
 from surgery.eval.task_names import find_lm_eval_suite, run_named, run_zeroshot
 
-register(Suite("niah", "needles in a haystack by length and depth, answers generated", run_niah))
-register(Suite("ruler", "RULER's thirteen tasks, filled to the token", run_ruler))
+register(Suite("niah", "needles in a haystack by length and depth, with generated answers", run_niah))
+register(Suite("ruler", "the thirteen tasks of RULER, prompts filled to the exact length", run_ruler))
 register(
-    Suite("longbench", "LongBench: the fourteen of the log-linear paper; --tasks all: all twenty-one", run_longbench)
+    Suite(
+        "longbench",
+        "LongBench: fourteen tasks of the log-linear attention paper; --tasks all: all twenty-one",
+        run_longbench,
+    )
 )
-register(Suite("retrieval", "SWDE, SQuAD, FDA, TriviaQA, DROP, NQ in the context, cut to lengths", run_retrieval))
-register(Suite("zeroshot", "wikitext, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, as lm-eval has them", run_zeroshot))
-register(Suite("lm-eval", "any tasks, groups or tags of lm-eval: --tasks boolq,mmlu", run_named))
+register(
+    Suite("retrieval", "SWDE, SQuAD, FDA, TriviaQA, DROP and NQ in contexts truncated to given lengths", run_retrieval)
+)
+register(Suite("zeroshot", "lm-eval's WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande and ARC", run_zeroshot))
+register(Suite("lm-eval", "tasks, groups or tags of lm-eval by name: --tasks boolq,mmlu", run_named))
 FALLBACKS.append(find_lm_eval_suite)

@@ -1,15 +1,14 @@
-"""Drawing with Python's own generator: of random() alone, whose sequence Python promises from release to release.
-
-Multi-query associative recall (MQAR; Arora et al. 2023, "Zoology", section 4.1; zoology/data/multiquery_ar.py).
+"""Suite `mqar`: multi-query associative recall (Arora et al. 2023, "Zoology", section 4.1; zoology/data/multiquery_ar.py).
 
     k1 v1 k2 v2 .. | x x k2 x x x k1 x ..
 
-P pairs of a key and a value, then every key once more among random tokens; where it stands again, the next token should be its value.
-Where it stands is drawn from a power law: the s-th place after the pairs has weight s^(a - 1), a = 0.01, so that most recalls are
-near, as in text. Keys come from one half of the vocabulary, values from the other; a pair's places are drawn without
-replacement, two tokens apart, as there. There models are trained on it; here a pretrained one is asked, in context.
+P key-value pairs are followed by random tokens among which every key appears once more; the next token should then be its value.
+The s-th place after the pairs is drawn with weight s^(a - 1), a = 0.01, without replacement and at even distances, so that most
+recalls are near, as in text. Keys come from one half of the vocabulary, values from the other. Zoology trains models on the
+task; here a pretrained model is asked in context. Metrics: `accuracy`, whether the value is likelier than all other values;
+`exact`, whether it is the likeliest token of the vocabulary; `nll` in nats.
 
-MQAR, asked of a pretrained model in context: each key's value must be likelier than all other values.
+All draws use random.Random.random() alone, whose sequence Python guarantees across releases.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite
 
 
 def draw_without_replacement(rng: Random, items: Sequence[int], count: int) -> list[int]:
-    """`count` of them, without replacement."""
+    """Return `count` of the items in random order."""
     pool = list(items)
     for i in range(count):
         j = i + int(rng.random() * (len(pool) - i))
@@ -42,7 +41,13 @@ POWER_LAW_EXPONENT = 0.01
 
 @dataclass(frozen=True)
 class RecallSequence:
-    """ids[queries[i]] is a key, and targets[i] should follow it; gaps[i]: tokens since it stood there with its value."""
+    """A sequence of tokens with its queries.
+
+    Attributes:
+        ids: the tokens.
+        queries: positions of the queried keys, ascending; the token after ids[queries[i]] should be targets[i].
+        gaps: distance in tokens from each query to the key's first occurrence.
+    """
 
     ids: tuple[int, ...]
     queries: tuple[int, ...]
@@ -53,7 +58,10 @@ class RecallSequence:
 def make_recall_sequence(
     vocabulary: Sequence[int], length: int, pairs: int, rng: Random, power: float = POWER_LAW_EXPONENT
 ) -> RecallSequence:
-    """One sequence of `length` tokens of the vocabulary (its first is never a key, as in Zoology)."""
+    """Draw a sequence of `length` tokens with `pairs` key-value pairs; the vocabulary's first token is never a key, as in Zoology.
+
+    Raises SurgeryError unless length is even, at least 4 * pairs, and below the size of the vocabulary.
+    """
     if length % 2 or 4 * pairs > length or len(vocabulary) <= length:
         raise SurgeryError(
             f"mqar: {pairs} pairs in {length} tokens of a vocabulary of {len(vocabulary)}: the length must be even, at least "
@@ -78,14 +86,16 @@ def make_recall_sequence(
 
 
 def _power_law(rng: Random, space: int, count: int, power: float) -> list[int]:
-    """`count` of 0 .. space - 1, drawn one after the other without replacement, the s-th (from 1) of weight s^(power - 1): the
-    largest of u^(1 / weight) (Efraimidis and Spirakis 2006)."""
+    """Draw `count` of 0 .. space - 1 without replacement, the s-th (from 1) with weight s^(power - 1).
+
+    Takes the largest of u^(1 / weight) (Efraimidis and Spirakis 2006).
+    """
     scores = [(rng.random() ** ((s + 1) ** (1 - power)), s) for s in range(space)]
     return [s for _, s in sorted(scores, reverse=True)[:count]]
 
 
-LENGTHS = (64, 128, 256, 512)  # of the paper's Figure 2, there with 4, 8, 16 and 64 pairs
-TOKENS_PER_PAIR = 16  # tokens to a pair
+LENGTHS = (64, 128, 256, 512)  # tokens; lengths of the paper's Figure 2, which uses 4, 8, 16 and 64 pairs
+TOKENS_PER_PAIR = 16
 SEQUENCES, VOCABULARY_SIZE = 64, 8192
 METRICS = {
     "accuracy": EvalMetric("accuracy", "accuracy", scale=100, unit="%"),
@@ -95,7 +105,7 @@ METRICS = {
 
 
 def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
-    """Up to 8,192 ordinary tokens, shuffled: keys and values are of every kind."""
+    """Return up to VOCABULARY_SIZE ordinary tokens in random order, so that keys and values are of every kind."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     rng = Random(f"mqar vocabulary {seed}")
@@ -106,6 +116,7 @@ def sample_vocabulary(tokenizer: Any, seed: int) -> list[int]:
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Ask the model SEQUENCES (or --limit) sequences per length."""
     check_lm_head(eval_model.model)
     vocabulary, (before, _) = (
         sample_vocabulary(eval_model.tokenizer, options.seed),
@@ -154,7 +165,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 def _score_batch(
     model: Any, batch: list[RecallSequence], before: list[int], values_V: torch.Tensor
 ) -> list[list[dict[str, float]]]:
-    """For every query of every sequence. Padded right."""
+    """Return the metrics of every query of every sequence. Rows are padded on the right."""
     longest = max(len(one.ids) for one in batch)
     rows = [[*before, *one.ids, *[one.ids[-1]] * (longest - len(one.ids))] for one in batch]
     logits_BTV = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits

@@ -1,22 +1,17 @@
-"""How often a model finds a needle: greedy exact match, by length and depth.
+"""Suite `needle`: retrieval of a code from the context, by length and depth, for small models.
 
-The questions come from the story generator: a code said once at some depth of a story, other codes
-around it, and the question at the end. One forward over the question with its answer is enough: greedy
-decoding gives the answer exactly when every answer token is the argmax given the ones before it.
-B batch, T tokens, N positions looked at.
-
-A needle test for any tokenizer and model, without training: which of sixteen tokens was said?
+needle         Questions of the story generator, which the embedded checkpoint was trained on: a code is stated once at some depth
+               of a story among other codes, and asked for at the end. One forward pass over question and answer suffices: greedy
+               decoding gives the answer exactly if every answer token is the argmax given the tokens before it.
+needle-rank    For any tokenizer, without training: four keys and their values, each a single token, lie in the text, and the
+               model's next-token likelihoods rank sixteen candidates, among them the four values:
 
     .. local text .. The code of k1 is v1. .. local text .. The code of k3 is v3. .. The code of k1 is
 
-Four keys and their values, every one a single token, lie in the text; the model's next-token likelihoods rank sixteen
-candidates, the four values among them. Two floors: one in sixteen, and, for "any value of the context", four in sixteen. A model
-that copies whatever was said last beats the first floor, not what retrieval gets.
+               Guessing scores 1/16 for `accuracy` and 4/16 for `any` (any value of the context). A model that copies the last
+               value exceeds the first of these, but does not reach what retrieval reaches.
 
-Needles for small models, by length and depth.
-
-needle         the question that the embedded checkpoint has learnt; every token of the answer must be the likeliest
-needle-rank    any tokenizer, no training: sixteen candidates ranked, see eval/suites/needle.py
+Shapes: B batch, T tokens, N positions scored, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite
 from surgery.eval.suites.mqar import draw_without_replacement
 from surgery.eval.text import Counts, counter, encoder, note_text, to_array
 
-EncodedQuestion = tuple[np.ndarray, int]  # the tokens of prompt and answer, and how many are the prompt's
+EncodedQuestion = tuple[np.ndarray, int]  # tokens of prompt and answer, number of prompt tokens
 
 LENGTHS = (64, 128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -49,7 +44,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class NeedleTable:
-    """Shares of right answers: `accuracy[i][j]` is for lengths[i] (tokens) and depths[j] (0 start, 1 end)."""
+    """Shares of correct answers: `accuracy[i][j]` for lengths[i] (tokens) and depths[j] (0 start, 1 end)."""
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -58,21 +53,23 @@ class NeedleTable:
 
     @property
     def errors(self) -> tuple[tuple[float, ...], ...]:
-        """Standard errors, from (k + 1) / (n + 2) right answers: not zero for a cell without a miss."""
+        """Standard errors, from (k + 1) / (n + 2) correct answers: positive even for a cell without a miss."""
         n = self.samples
         shares = [[(p * n + 1) / (n + 2) for p in row] for row in self.accuracy]
         return tuple(tuple((p * (1 - p) / (n + 2)) ** 0.5 for p in row) for row in shares)
 
     @property
     def worst(self) -> float:
+        """Lowest accuracy of a cell."""
         return min(min(row) for row in self.accuracy)
 
     @property
     def mean(self) -> float:
+        """Mean accuracy of all cells."""
         return sum(map(sum, self.accuracy)) / (len(self.lengths) * len(self.depths))
 
     def markdown(self) -> str:
-        """A table in percent: one row for each length, one column for each depth."""
+        """Return a Markdown table in percent: one row per length, one column per depth."""
         lines = [
             ["length \\ depth", *(f"{depth:g}" for depth in self.depths)],
             ["---"] * (len(self.depths) + 1),
@@ -82,6 +79,7 @@ class NeedleTable:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the table as JSON data."""
         return asdict(self) | {"errors": self.errors, "worst": self.worst, "mean": self.mean}
 
 
@@ -95,11 +93,12 @@ def needle_accuracy(
     batch_size: int = 16,
     device: str | torch.device | None = None,
 ) -> NeedleTable:
-    """Asks `samples` questions at each length and depth; a question depends on seed, cell and number only.
+    """Ask `samples` questions at each length and depth; a question depends only on seed, length, depth and index.
 
-    model: any causal language model, `model(input_ids).logits` [B, T, vocabulary]; left in eval mode.
-    lengths: tokens of the question with its answer, at most (filled up to the last whole sentence).
-    device: where the questions go; by default where the model's first parameter is.
+    Args:
+        model: causal language model, `model(input_ids).logits` (B, T, V); left in eval mode.
+        lengths: maximum tokens of question and answer; the story is filled up to the last whole sentence.
+        device: device of the inputs; default: that of the model's first parameter.
     """
     model.eval()
     place = torch.device(device) if device is not None else next(model.parameters()).device
@@ -115,7 +114,9 @@ def needle_accuracy(
 
 
 def cell_questions(tokenizer: Any, length: int, depth: float, samples: int, seed: int) -> Iterator[NeedleQuestion]:
-    """The questions of one cell: the same for every model that shares the tokenizer, so scores are paired."""
+    """Yield the questions of one length and depth, equal for all models with the same tokenizer, so that scores are
+    paired.
+    """
     for index in range(samples):
         yield make_question(tokenizer, length, depth, index, seed)
 
@@ -123,14 +124,14 @@ def cell_questions(tokenizer: Any, length: int, depth: float, samples: int, seed
 def make_question(
     tokenizer: Any, length: int, depth: float, index: int, seed: int, counts: Counts | None = None
 ) -> NeedleQuestion:
-    """counts: the tokenizer's, made once for many questions."""
+    """Return one question. counts: token counter of the tokenizer, if made already."""
     rng = Random(f"needle {seed} {length} {depth} {index}")
     room = length - tokenizer.num_special_tokens_to_add()
     return needle_question(rng, room, depth, counts=counts or counter(tokenizer, special=False))
 
 
 def encode_question(tokenizer: Any, question: NeedleQuestion) -> EncodedQuestion:
-    """The tokens of prompt and answer, and how many of them are the prompt's: those that end in it."""
+    """Return (tokens of prompt and answer, number of prompt tokens)."""
     whole, size = question.prompt + question.answer, len(question.prompt)
     fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch", None)
     if fast is None:
@@ -138,7 +139,7 @@ def encode_question(tokenizer: Any, question: NeedleQuestion) -> EncodedQuestion
         same = min(len(ids), len(prompt))
         return ids, next((i for i in range(same) if ids[i] != prompt[i]), same)
     (found,) = fast([whole])
-    start = found.char_to_token(size)  # the first token beyond the prompt has the answer's first character, if any has
+    start = found.char_to_token(size)  # the token of the answer's first character, if there is one
     if start is None:
         start = next((i for i, (_, end) in enumerate(found.offsets) if end > size), len(found))
     return to_array(found.ids), start
@@ -146,17 +147,19 @@ def encode_question(tokenizer: Any, question: NeedleQuestion) -> EncodedQuestion
 
 @torch.inference_mode()
 def score_greedy(model: torch.nn.Module, batch: list[EncodedQuestion], device: torch.device) -> list[bool]:
-    """For each (tokens, prompt length): is every answer token the argmax? Padded right, so without a mask."""
+    """Return for each (tokens, prompt length) whether every answer token is the argmax. Padded right, so no mask is
+    needed.
+    """
     longest = max(len(ids) for ids, _ in batch)
     ids_BT = pad_right(batch, longest).to(device)
-    # Where answers are predicted, over the whole batch: the logits of other positions are not needed.
+    # Positions at which an answer of the batch is predicted; other logits are not computed.
     positions_N = torch.arange(min(start for _, start in batch) - 1, longest, device=device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits_BNv = model(input_ids=ids_BT, use_cache=False, logits_to_keep=positions_N).logits
     else:
         logits_BNv = model(input_ids=ids_BT).logits[:, positions_N]
     guess_BN = logits_BNv.argmax(-1).tolist()
-    first = min(start for _, start in batch) - 1  # known here: asking positions_N would wait for the device
+    first = min(start for _, start in batch) - 1  # computed on the CPU: reading positions_N would synchronize
     return [
         guess[start - 1 - first : len(ids) - 1 - first] == ids[start:].tolist()
         for guess, (ids, start) in zip(guess_BN, batch)
@@ -164,7 +167,7 @@ def score_greedy(model: torch.nn.Module, batch: list[EncodedQuestion], device: t
 
 
 def pad_right(batch: list[EncodedQuestion], longest: int) -> torch.Tensor:
-    """On the right, with each row's last token."""
+    """Return (B, longest) ids, each row padded on the right with its last token."""
     ids_BT = np.empty((len(batch), longest), dtype=np.int64)
     for row, (ids, _) in zip(ids_BT, batch):
         row[: len(ids)], row[len(ids) :] = ids, ids[-1]
@@ -182,7 +185,13 @@ MIN_LENGTH = 96
 
 @dataclass(frozen=True)
 class RankingQuestion:
-    """ids end where the value should follow; candidates[answer] is right, context_values: indices of the values of the context."""
+    """A question with ranked candidates.
+
+    Attributes:
+        ids: the prompt; the value should follow.
+        candidates: sixteen tokens; candidates[answer] is correct.
+        context_values: indices of the candidates that appear in the context.
+    """
 
     ids: tuple[int, ...]
     candidates: tuple[int, ...]
@@ -191,7 +200,7 @@ class RankingQuestion:
 
 
 class Vocabulary:
-    """Single tokens that are words for the tokenizer: " lamp"; any ordinary ones where it has too few of those."""
+    """Tokens to use as keys and values: single-token words such as " lamp", or any ordinary tokens if there are too few."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -201,20 +210,21 @@ class Vocabulary:
         ordinary = [i for i in range(len(tokenizer)) if i not in special]
         texts = tokenizer.batch_decode([[i] for i in ordinary], clean_up_tokenization_spaces=False)
         words = [i for i, text in zip(ordinary, texts) if text[:1] == " " and text[1:].isalpha()]
-        if len(words) < 2 * NUM_CANDIDATES:  # of tokenizers that mark beginnings otherwise
+        if len(words) < 2 * NUM_CANDIDATES:  # tokenizers that mark word starts differently
             words = [i for i, text in zip(ordinary, texts) if text.isalpha()]
         self.words = words if len(words) >= 2 * NUM_CANDIDATES else ordinary
         if len(self.words) < NUM_CANDIDATES + NUM_KEYS:
             raise SurgeryError(f"the tokenizer has {len(self.words)} tokens; {NUM_CANDIDATES + NUM_KEYS} are needed")
 
     def ids(self, text: str) -> list[int]:
+        """Tokenize without special tokens."""
         return self.encode([text])[0].tolist()
 
 
 def make_ranking_question(
     vocabulary: Vocabulary, length: int, depth: float, rng: Random, text: Sequence[int] | None
 ) -> RankingQuestion:
-    """One question of exactly `length` tokens; text: what lies around the codes, None: invented stories."""
+    """Return a question of exactly `length` tokens. text: tokens around the codes; None: generated stories."""
     chosen = draw_without_replacement(rng, vocabulary.words, NUM_KEYS + NUM_CANDIDATES)
     keys, candidates = chosen[:NUM_KEYS], chosen[NUM_KEYS:]
     lead, verb = vocabulary.ids(" The code of"), vocabulary.ids(" is")
@@ -240,6 +250,7 @@ def make_ranking_question(
 
 
 def _haystack(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int] | None) -> list[int]:
+    """Return `room` tokens of the text from a random start, or of generated stories."""
     if text is not None:
         if len(text) < room:
             raise SurgeryError(f"needle: the text has {len(text):,} tokens, a question needs {room:,}: a longer --text")
@@ -253,7 +264,7 @@ def _haystack(vocabulary: Vocabulary, room: int, rng: Random, text: Sequence[int
 
 @torch.inference_mode()
 def score_rankings(model: Any, batch: list[RankingQuestion]) -> list[dict[str, float]]:
-    """accuracy, any (of the values said), reciprocal_rank, nll among the candidates."""
+    """Return accuracy, any, reciprocal_rank and nll (nats, among the candidates) of each question."""
     longest = max(len(q.ids) for q in batch)
     ids_BT = torch.tensor([[*q.ids, *[q.ids[-1]] * (longest - len(q.ids))] for q in batch], device=model.device)
     if all(len(q.ids) == longest for q in batch):
@@ -267,6 +278,7 @@ def score_rankings(model: Any, batch: list[RankingQuestion]) -> list[dict[str, f
 
 
 def last_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the last position, (B, V)."""
     import inspect
 
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -303,7 +315,7 @@ FLOORS = {
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """Which question; it is written when it is its turn."""
+    """Index of a question, which is generated when it is needed."""
 
     task: str
     length: int
@@ -311,11 +323,13 @@ class NeedleCell:
     index: int
 
     def sample(self, metrics: dict[str, float], shown: dict[str, Any]) -> Sample:
+        """Return the sample of this question."""
         name = stable_id(self.task, self.index, shown)
         return Sample(self.task, name, metrics, {"length": self.length, "depth": self.depth}, shown=shown)
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Run the tasks `needle` and `needle-rank` (or --tasks) at each length and depth."""
     check_lm_head(eval_model.model)
     tasks = options.tasks or TASKS
     for task in tasks:
@@ -381,6 +395,7 @@ def _run_rankings(eval_model: EvalModel, options: EvalOptions, cells: list[Needl
 
 
 def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list[int] | None:
+    """Return the first `wanted` tokens of --text; None without it."""
     if options.text is None:
         return None
     note_text(options.text, options)
@@ -392,4 +407,4 @@ def _text_ids(vocabulary: Vocabulary, options: EvalOptions, wanted: int) -> list
     return ids[:wanted]
 
 
-register(Suite("needle", "codes hidden in small models' texts: depth x length", run))
+register(Suite("needle", "retrieval of codes from texts for small models, by length and depth", run))

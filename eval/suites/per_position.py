@@ -1,5 +1,7 @@
-"""Loss by position in the window, averaged over windows: whether a model still uses what lies far back (log-linear attention,
-Guo et al. 2025, Figure 5). A mean over windows is one number for each position; the plot shows its running mean."""
+"""Suite `per-position`: loss by position in the window, averaged over windows.
+
+It shows whether a model uses distant context (log-linear attention, Guo et al. 2025, Figure 5). The plot shows a running mean.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite
 from surgery.eval.text import TextWindow, load_text_windows, window_length_notes
 
 NLL = EvalMetric("nll", "mean", higher_is_better=False, title="loss", unit="nats")
-FIRST_STRETCH = 64  # the first stretch of positions; each next one is as long as all before it
+FIRST_STRETCH = 64  # positions in the first range; each later range is as long as all before it
 
 
 def position_ranges(count: int) -> list[tuple[int, int]]:
-    """[(0, 64), (64, 128), (128, 256), ..] up to count."""
+    """Return [(0, 64), (64, 128), (128, 256), ..] up to count."""
     cuts = [0]
     while cuts[-1] < count:
         cuts.append(min(count, max(FIRST_STRETCH, 2 * cuts[-1])))
@@ -29,10 +31,11 @@ def position_ranges(count: int) -> list[tuple[int, int]]:
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Measure token losses of complete windows; raises SurgeryError with fewer than two."""
     check_lm_head(eval_model.model)
     read = load_text_windows("per-position", eval_model, options)
     longest = max((len(piece.ids) for piece in read), default=0)
-    read = [piece for piece in read if len(piece.ids) == longest]  # whole windows only
+    read = [piece for piece in read if len(piece.ids) == longest]  # complete windows only
     if len(read) < 2:
         raise SurgeryError(
             f"per-position: {len(read)} whole windows of {longest} tokens; at least two: a shorter --length"
@@ -57,7 +60,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def running_mean(values_T: Tensor, width: int) -> Tensor:
-    """Of the positions around each, fewer at the ends."""
+    """Return the mean over `width` positions around each position, over fewer at the ends."""
     ones_T = torch.ones_like(values_T)[None, None]
     kernel = torch.ones(1, 1, width, dtype=values_T.dtype)
     sums, counts = (torch.nn.functional.conv1d(x, kernel, padding=width // 2) for x in (values_T[None, None], ones_T))
@@ -65,6 +68,7 @@ def running_mean(values_T: Tensor, width: int) -> Tensor:
 
 
 def plot(results: Mapping[str, SuiteResult], folder: Path) -> list[Path]:
+    """Draw the running mean of the losses of each model."""
     from surgery.eval.results.plots import plot_lines
 
     count = next(iter(results.values())).arrays["loss_NT"].shape[1]

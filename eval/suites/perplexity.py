@@ -1,10 +1,10 @@
-"""Perplexity: every token after the first of a window, or of a document, counts. Units of the bootstrap are documents, and
-windows where the text is a single one: tokens near each other are not independent.
+"""Suite `ppl`: perplexity over every token after the first of each window or document.
 
-The one estimator of the project: `surgery eval` runs the suite on checkpoints, scripts call `measure` on loaded models.
+Bootstrap units are documents, or windows if the text is a single document, because neighboring tokens are not independent.
+`surgery eval` runs the suite on checkpoints; scripts call `measure` on loaded models.
 
     base = measure(model, tokenizer, options)
-    summarize(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with its 95% interval
+    summarize(measure(other, tokenizer, options), base)      perplexity, standard error, ratio to the base with 95% interval
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Measure the mean loss (nats per token) of each window of the text."""
     check_lm_head(eval_model.model)
     read = load_text_windows("ppl", eval_model, options)
 
@@ -46,7 +47,7 @@ def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """The suite on a loaded model."""
+    """Run the suite on a loaded model."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     eval_model = EvalModel(
         "converted",
@@ -65,7 +66,10 @@ def measure(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
 
 
 def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, Any]:
-    """perplexity and its standard error; nats per token of all samples and of each; ratio to the base, {ratio, low, high}."""
+    """Return perplexity, its standard error, token and window counts, and the losses of all windows (nats per token).
+
+    With `base`, also "ratio": {"ratio", "low", "high"}, the ratio to the base's perplexity with its 95% interval.
+    """
     both = {"converted": found} if base is None else {"base": base, "converted": found}
     row = next(row for row in compare_results("ppl", both, same=False) if row.is_summary)
     result = {"perplexity": row.values["converted"], "se": row.errors["converted"], "tokens": found.info["tokens"]}
@@ -76,7 +80,7 @@ def summarize(found: SuiteResult, base: SuiteResult | None = None) -> dict[str, 
 
 
 def format_interval(ratio: dict[str, Any], digits: str = ".4g") -> str:
-    """A summary's ratio as text; without ends where there were too few units for an interval."""
+    """Format a summary's ratio; without the interval if there were too few units for one."""
     ends = "" if ratio["low"] is None else f" [{ratio['low']:{digits}}, {ratio['high']:{digits}}]"
     return f"{ratio['ratio']:{digits}}{ends}"
 

@@ -1,6 +1,8 @@
-"""How fast: a prompt read whole (prefill), then one token after the other (decode), and the memory of both, by length. One
-sequence of random tokens. Base and converted take turns, both loaded in one process, so that what else the machine does slows
-both alike."""
+"""Suite `speed`: prefill time, decoding time per token, and memory, by context length.
+
+The input is one sequence of random tokens. Base and converted model are loaded in one process and measured alternately, so that
+other load on the machine affects both equally.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ METRICS = {
 
 
 def run(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
+    """Measure one model."""
     return run_in_turns([eval_model], options)[0]
 
 
 def run_in_turns(eval_models: list[EvalModel], options: EvalOptions) -> list[SuiteResult]:
+    """Measure all models alternately. A length that does not fit in memory gives a note instead of samples."""
     first = eval_models[0]
     for eval_model in eval_models:
         check_lm_head(eval_model.model)
@@ -64,7 +68,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _measure_length(eval_models: list[EvalModel], options: EvalOptions, length: int) -> list[list[dict[str, float]]]:
-    """What each eval_model took, repeat by repeat; the first round compiles and fills allocators, and does not count."""
+    """Return the measurements of each model. The first round, which compiles and fills allocators, is discarded."""
     generator = torch.Generator().manual_seed(options.seed)
     size = min(s.model.config.get_text_config().vocab_size for s in eval_models)
     ids_1T = torch.randint(size, (1, length), generator=generator).to(eval_models[0].device)
@@ -76,6 +80,7 @@ def _measure_length(eval_models: list[EvalModel], options: EvalOptions, length: 
 
 @torch.inference_mode()
 def _measure_once(eval_model: EvalModel, ids_1T: torch.Tensor) -> dict[str, float]:
+    """Return prefill_ms, decode_ms, cache_mb and, on a GPU, peak_mb of one run."""
     model, gpu = eval_model.model, eval_model.device.type == "cuda"
     others = 0
     if gpu:
@@ -105,7 +110,7 @@ def _synchronized_time(eval_model: EvalModel) -> float:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Of keys, values and mixers' states; storage that a layer lays out in advance counts."""
+    """Return the bytes of keys, values and mixer states; storage allocated in advance counts."""
     total = 0
     for layer in getattr(cache, "layers", []):
         if (state := getattr(layer, "state", None)) is not None and hasattr(state, "nbytes"):

@@ -1,4 +1,4 @@
-"""The model card of the embedded checkpoint: what it is, how it was made, its scores, its limits."""
+"""Model card of the embedded checkpoint: description, training, scores, limits."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ come in one wording; it retrieves codes of two digits and single words, nothing 
 
 
 def format_card(record: dict[str, Any]) -> str:
-    """The card as text, from what training_log.json holds; about sixteen points of its loss curve."""
+    """Return the card's text from training_log.json, with about sixteen points of the loss curve."""
     choices, log, needle = record["choices"], record["log"], record["needle"]
     table = NeedleTable(*(needle[name] for name in ("lengths", "depths", "samples", "accuracy")))
     stride = max(1, len(log) // 16)

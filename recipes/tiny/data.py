@@ -26,7 +26,7 @@ _ANSWER = re.compile(r"(?<=Answer:)( [^\n]*)")
 
 @dataclass(frozen=True)
 class TrainingChoices:
-    """Everything that decides the result; lengths in tokens, shares of the steps between 0 and 1."""
+    """All settings that determine the result; lengths in tokens, phases as shares of the steps in [0, 1]."""
 
     vocabulary: int = 1536
     hidden: int = 256
@@ -59,7 +59,9 @@ SMOKE = TrainingChoices(
 
 
 def build_tokenizer(choices: TrainingChoices) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of our own text: a word, digit or mark (with its space) is merged, never more."""
+    """Train a byte-level BPE on generated text; it merges within a word, digit or mark (with its leading space), never
+    across.
+    """
     cut = pre_tokenizers.Split(Regex(stories.PIECE), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -83,7 +85,7 @@ def build_tokenizer(choices: TrainingChoices) -> PreTrainedTokenizerFast:
 
 
 class BatchDataset(Dataset):
-    """Batch i as (tokens [B, T + 1], is an answer [B, T + 1]); made from scratch, in a worker."""
+    """Item i is batch i: (tokens (B, T + 1), whether each is part of an answer (B, T + 1)), generated in a worker."""
 
     def __init__(self, choices: TrainingChoices, tokenizer: PreTrainedTokenizerFast):
         self.choices = choices
@@ -104,7 +106,7 @@ class BatchDataset(Dataset):
         return torch.tensor(ids, dtype=torch.int16), torch.tensor(answers, dtype=torch.bool)
 
     def encode(self, text: str) -> list[int]:
-        """The tokenizer's own tokens, by a table of pieces, across which it never merges: fast."""
+        """Tokenize quickly by a table of pieces, across which the tokenizer never merges."""
         ids: list[int] = []
         for piece in stories.split_pieces(text):
             if piece not in self.pieces:
@@ -113,10 +115,13 @@ class BatchDataset(Dataset):
         return ids
 
     def count(self, text: str) -> int:
+        """Return the number of tokens."""
         return len(self.encode(text))
 
     def row(self, rng: Random, context: int, share: float) -> tuple[list[int], list[bool]]:
-        """context + 1 tokens of documents, cut off at the end and, if no long needle leads, at the start."""
+        """Return context + 1 tokens of documents, truncated at the end and, unless a long needle comes first, at the
+        start.
+        """
         ids: list[int] = []
         answers: list[bool] = []
         leads = share >= 1 and rng.random() < 0.5
@@ -130,13 +135,15 @@ class BatchDataset(Dataset):
         return ids[skip : skip + context + 1], answers[skip : skip + context + 1]
 
     def long_needle(self, rng: Random, context: int) -> list[tuple[str, bool]]:
-        """Half of them fill the row, facts first: the longest way back is the hardest, and rare by chance."""
+        """Return a long needle document; half of them fill the row with the facts first, which is rare by chance and
+        hardest.
+        """
         full = rng.random() < 0.5
         length = context if full else int(context * (0.3 + 0.7 * rng.random()))
         return split_answers(stories.needle_document(rng, length, self.count, early=6 if full else 1))
 
     def parts(self, rng: Random, share: float) -> list[tuple[str, bool]]:
-        """A document of the mixture or, in the first phase mostly, one that drills recall."""
+        """Return a document of the mixture or, mostly in the first phase, a recall exercise."""
         kind = rng.random()
         if kind < (0.5 if share < 1 else 0.1):
             return stories.drill(rng, 2 + int(14 * min(share, 1)))
@@ -146,11 +153,12 @@ class BatchDataset(Dataset):
 
 
 def split_answers(text: str) -> list[tuple[str, bool]]:
-    """The text in parts: is it the answer to a question?"""
+    """Split a text into (part, whether it answers a question)."""
     return [(part, i % 2 == 1) for i, part in enumerate(_ANSWER.split(text))]
 
 
 def load_batches(choices: TrainingChoices, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Iterator[Any]:
+    """Yield batches on the device."""
     workers = max(1, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     loader = DataLoader(

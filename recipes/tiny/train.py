@@ -31,6 +31,7 @@ from surgery.recipes.tiny.data import SMOKE, TrainingChoices, build_tokenizer, l
 
 
 def build_model(choices: TrainingChoices, tokenizer: Any) -> LlamaForCausalLM:
+    """Return the untrained model."""
     torch.manual_seed(choices.seed)
     config = LlamaConfig(
         vocab_size=choices.vocabulary,
@@ -52,7 +53,7 @@ def build_model(choices: TrainingChoices, tokenizer: Any) -> LlamaForCausalLM:
 def weighted_loss(
     model: Any, ids_BT: torch.Tensor, answers_BT: torch.Tensor, weight: float
 ) -> tuple[torch.Tensor, ...]:
-    """The weighted loss to descend, and (without gradient) the mean nats per token and per answer token."""
+    """Return the weighted loss and, without gradients, the mean nats per token and per answer token."""
     device = ids_BT.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         logits_BTv = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
@@ -64,12 +65,12 @@ def weighted_loss(
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Warm-up over the first 2%, then a cosine down to zero; a share of the peak rate."""
+    """Return the share of the peak rate: warm-up over the first 2% of the steps, then a cosine down to zero."""
     return min(1.0, progress / 0.02) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def make_optimizer(choices: TrainingChoices, model: Any) -> torch.optim.AdamW:
-    """AdamW; the norms' weights do not decay."""
+    """Return AdamW without weight decay on norm weights."""
     flat = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.ndim > 1]}, flat]
     fused = model.device.type == "cuda"
@@ -77,7 +78,7 @@ def make_optimizer(choices: TrainingChoices, model: Any) -> torch.optim.AdamW:
 
 
 def train(choices: TrainingChoices, model: Any, tokenizer: Any, out: Path, minutes: float | None) -> list[dict]:
-    """Trains in place; ends after `choices.steps`, or when `minutes` are over (the rate follows either)."""
+    """Train in place for `choices.steps`, or until `minutes` are over; the schedule follows whichever ends first."""
     adam, start, log, tokens = make_optimizer(choices, model), time.time(), [], 0
     descend = torch.compile(weighted_loss, dynamic=False) if model.device.type == "cuda" else weighted_loss
     for step, (ids_BT, answers_BT) in enumerate(load_batches(choices, tokenizer, model.device)):
@@ -103,7 +104,7 @@ def train(choices: TrainingChoices, model: Any, tokenizer: Any, out: Path, minut
 
 
 def quick_needle_scores(choices: TrainingChoices, model: Any, tokenizer: Any) -> dict[str, float]:
-    """A quick look at retrieval, for the log: 24 questions at each of up to three lengths."""
+    """Return retrieval scores for the log: 24 questions at each of up to three lengths."""
     lengths = sorted({choices.lengths[0], choices.drill_context, choices.context})
     table = needle_accuracy(model, tokenizer, lengths, (0.0, 0.5, 1.0), 8, seed=99, batch_size=24)
     model.train()
@@ -111,13 +112,13 @@ def quick_needle_scores(choices: TrainingChoices, model: Any, tokenizer: Any) ->
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:
-    """An ordinary checkpoint folder, in bfloat16."""
+    """Save an ordinary checkpoint folder in bfloat16."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
 def measure(choices: TrainingChoices, out: Path, device: torch.device) -> tuple[dict[str, Any], NeedleTable]:
-    """The scores of the saved file, computed in float32 from its bfloat16 weights."""
+    """Score the saved checkpoint, in float32 computed from its bfloat16 weights."""
     model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
@@ -151,7 +152,7 @@ def main() -> None:
 
 
 def train_and_save(choices: TrainingChoices, out: Path, minutes: float | None, command: str) -> dict[str, Any]:
-    """Trains, saves and scores; writes every file of the package data into `out` and returns the record."""
+    """Train, save and score; write all package data to `out` and return the record."""
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")

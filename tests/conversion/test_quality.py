@@ -4,7 +4,6 @@ The tables, and how they were measured, are in docs/quality.md."""
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from surgery.eval.suite import EvalOptions
 from surgery.planning.recipe import validate_recipe
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-SLOW = bool(os.environ.get("SURGERY_SLOW"))
-slow = pytest.mark.skipif(not SLOW, reason="takes minutes: set SURGERY_SLOW=1")
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +36,29 @@ def texts(tmp_path_factory) -> tuple[str, str]:
     return str(folder / "calibration.txt"), str(folder / "heldout.txt")
 
 
-def cosine(minilm: Path, texts: tuple[str, str], out: Path, **keys) -> float:
+def cosine(minilm: Path, texts: tuple[str, str], out: Path, heldout_tokens: int = 16384, **keys) -> float:
+    """Return the mean cosine to the original's sentence embeddings after a conversion by the recipe `keys`."""
     # Windows as long as sentences: an encoder of sentences is calibrated on what it will read.
     recipe = validate_recipe({"calibration": texts[0], "tokens": 8192, "length": 32, **keys}, "test")
     report = convert(str(minilm), recipe, out)
     assert len(report["modules"]) == 36
     assert report["totals"]["kept"] <= recipe.keep + 1e-3
-    options = EvalOptions(text=texts[1], tokens=16384 if SLOW else 4096)
+    options = EvalOptions(text=texts[1], tokens=heldout_tokens)
     return evaluate(str(out), ["cosine"], options, compare=str(minilm)).row("cosine").values["converted"]
 
 
 # The fewer numbers are kept, the more text it takes to choose them well.
 @pytest.mark.parametrize(
-    "keep, floor, tokens",
+    "keep, floor, tokens, heldout_tokens",
     [
-        pytest.param(0.25, 0.67, 16384, marks=slow),
-        pytest.param(0.5, 0.83, 8192, marks=slow),
-        (0.75, 0.905, 4096 if SLOW else 2048),
+        pytest.param(0.25, 0.67, 16384, 16384, marks=pytest.mark.slow),
+        pytest.param(0.5, 0.83, 8192, 16384, marks=pytest.mark.slow),
+        pytest.param(0.75, 0.905, 4096, 16384, marks=pytest.mark.slow),
+        (0.75, 0.905, 2048, 4096),
     ],
 )
-def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
-    keys = {"structure": "btt", "blocks": "sqrt", "keep": keep, "tokens": tokens}
+def test_btt_of_a_real_encoder(keep, floor, tokens, heldout_tokens, minilm, texts, tmp_path):
+    keys = {"structure": "btt", "blocks": "sqrt", "keep": keep, "tokens": tokens, "heldout_tokens": heldout_tokens}
     calibrated = cosine(minilm, texts, tmp_path / "calibrated", **keys)
     plain = cosine(minilm, texts, tmp_path / "plain", **{**keys, "calibration": None})
     print(f"BTT, {keep:.0%} kept: cosine {calibrated:.3f}, plain block SVD {plain:.3f}")
@@ -67,14 +66,14 @@ def test_btt_of_a_real_encoder(keep, floor, tokens, minilm, texts, tmp_path):
     assert calibrated > plain + 0.2
 
 
-@slow
+@pytest.mark.slow
 def test_the_best_structure_for_each_layer_of_a_real_encoder(minilm, texts, tmp_path):
     found = cosine(minilm, texts, tmp_path / "out", structure="auto", keep=0.5, tokens=4096)
     print(f"auto, 50% kept: cosine {found:.3f}")
     assert found >= 0.88
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared with real checkpoints")
 @pytest.mark.parametrize("keep, ceiling", [(0.75, 3.65), (0.5, 4.7)])
 def test_auto_of_a_real_decoder(keep, ceiling, tmp_path):

@@ -244,7 +244,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on():
     )
     assert found == [10 * i for i in items]
     assert sizes[:5] == [1, 16, 8, 4, 2] and max(sizes[4:]) == 2
-    assert told[0] == "out of memory at 16 rows: on with 8" and len(told) == 3
+    assert told[0] == "out of memory at 16 rows per batch; continuing with 8" and len(told) == 3
 
 
 def test_one_row_that_does_not_fit_is_said():

@@ -196,5 +196,5 @@ def test_other_samples_are_no_pairs():
 
 
 def test_accuracies_are_zeros_and_ones():
-    with pytest.raises(SurgeryError, match="zeros and ones"):
+    with pytest.raises(SurgeryError, match="must be 0 or 1"):
         compare_results("s", {"base": result({"a": [0.5] * 9}), "converted": result({"a": [1] * 9})}, same=False)

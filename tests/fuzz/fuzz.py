@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def fuzz_randomly(name: str, seconds: float, seed: int) -> int:
-    """Changes of good documents, and of those that got a message nobody got before."""
+    """Mutate valid documents, and documents that produced a message not seen before."""
     from fuzz.fuzz_targets import TARGETS
     from helpers.fuzzing import mutate
 
@@ -86,13 +86,14 @@ def fuzz_randomly(name: str, seconds: float, seed: int) -> int:
 
 
 def save_crash(name: str, data: bytes) -> Path:
+    """Write a failing input to a file and return its path."""
     path = Path(f"crash-{name}-{hashlib.sha256(data).hexdigest()[:8]}")
     path.write_bytes(data)
     return path
 
 
 def fuzz_with_atheris(atheris: object, name: str, seconds: float, seed: int) -> None:
-    """Does not come back: libFuzzer ends the process."""
+    """Fuzz with coverage guidance. Does not return: libFuzzer ends the process."""
     from typing import Any
 
     fuzzer: Any = atheris

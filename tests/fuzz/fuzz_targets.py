@@ -38,7 +38,14 @@ MIXED = {"structure": "btt", "blocks": [2, 2], "rules": RULES, "attention": ATTE
 
 @dataclass(frozen=True)
 class FuzzTarget:
-    """name of the file, None: the bytes are a string; read(file): parses; setup(folder): what lies beside it."""
+    """A parser under test.
+
+    Attributes:
+        name: name of the input file; None: the input is a string.
+        read: parses the file or string.
+        setup: writes other files beside it.
+        also: further folders that the parser may write to.
+    """
 
     name: str
     file: str | None
@@ -49,11 +56,13 @@ class FuzzTarget:
 
     @functools.cached_property
     def folder(self) -> Path:
+        """A fresh folder with the files of `setup`."""
         folder = Path(tempfile.mkdtemp(dir=HOME, prefix=f"fuzz-{self.name}-"))
         self.setup(folder)
         return folder
 
     def run(self, data: bytes) -> None:
+        """Parse the data inside the sandbox; only SurgeryError may be raised."""
         folder = self.folder
         given: Any = data.decode("utf-8", "replace")
         if self.file is not None:
@@ -66,7 +75,7 @@ class FuzzTarget:
                 assert 0 < len(str(error)) < 20_000, "a message nobody reads"
 
     def check_seed(self, data: bytes) -> None:
-        """Without the fence: what is imported late is imported now."""
+        """Parse a valid input without the sandbox, which also triggers late imports."""
         if self.file is not None:
             (self.folder / self.file).write_bytes(data)
         self.read(self.folder / self.file if self.file is not None else data.decode())
@@ -78,7 +87,7 @@ TARGETS: dict[str, FuzzTarget] = {}
 def fuzz_target(
     file: str | None, *seeds: Any, setup: Callable[[Path], Any] = lambda folder: None, also: Any = ()
 ) -> Any:
-    """seeds: text, JSON values, or functions of no arguments that give bytes."""
+    """Register a parser. seeds: text, JSON values, or functions that return bytes."""
 
     def add(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = read.__name__
@@ -100,7 +109,7 @@ def _read_repository_file(path: str) -> Callable[[], bytes]:
 # -- checkpoints -------------------------------------------------------------------------------------
 @functools.cache
 def checkpoint() -> Path:
-    """A tiny llama."""
+    """Folder of a tiny Llama."""
     torch.manual_seed(0)
     cls, config = tiny_config("llama")
     folder = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-source-")) / "llama"
@@ -111,7 +120,7 @@ def checkpoint() -> Path:
 
 @functools.cache
 def converted_checkpoint() -> Path:
-    """It, with every kind of thing in its table."""
+    """Folder of the same, converted, with every kind of entry in its table."""
     from surgery.conversion.convert import convert
 
     out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-converted-")) / "llama-half"
@@ -150,7 +159,7 @@ def header(path: Path) -> None:
     setup=_copy_into(converted_checkpoint),
 )
 def weights(path: Path) -> None:
-    """Of a converted checkpoint, multiplied out."""
+    """A converted checkpoint's weights, multiplied out."""
     from surgery.conversion.densify import densify
 
     out = path.parent / "dense"
@@ -179,7 +188,7 @@ def index(path: Path) -> None:
 
 @fuzz_target("config.json", _read_file_of(converted_checkpoint, "config.json"), setup=_copy_into(converted_checkpoint))
 def table(path: Path) -> None:
-    """The table of stand-ins and mixers, by which a checkpoint is looked at, undone and loaded."""
+    """The table of structured linears and mixers, as inspected, densified and loaded."""
     from surgery.checkpoint.table import read_mixers, read_table
     from surgery.conversion.densify import densify
     from surgery.publish.summary import inspect
@@ -194,7 +203,7 @@ def table(path: Path) -> None:
 
 
 def _load(folder: Path) -> None:
-    """By transformers, whose own complaints about a config are its own."""
+    """Load with transformers, whose own errors about a config are accepted."""
     from surgery.mixers import mixer_config
     from surgery.modeling.modules import build_module
 
@@ -211,7 +220,7 @@ def _load(folder: Path) -> None:
     setup=_copy_into(converted_checkpoint),
 )
 def report(path: Path) -> None:
-    """All that reads it: inspect with its tables, the page, a push."""
+    """report.json as read by inspect, the page and a push."""
     from surgery.cli.console import show
     from surgery.publish.html.page import write_page
     from surgery.publish.hub.push import prepare_upload
@@ -256,7 +265,7 @@ RECIPES = ("btt-half", "auto-half", "hybrid-25", "mlr-cache-60", "mhla", "slidin
 
 @fuzz_target("r.yaml", *(_read_repository_file(f"recipes/convert/{name}.yaml") for name in RECIPES), MIXED)
 def recipe(path: Path) -> None:
-    """And what is planned by it."""
+    """A conversion recipe, and the plan made from it."""
     from surgery.planning.plan import make_plan
     from surgery.planning.recipe import load_recipe
     from surgery.publish.summary import plan_dict
@@ -324,8 +333,10 @@ class _Tokenizer:
 # -- what surgery wrote and reads again --------------------------------------------------------------
 @fuzz_target("journal.jsonl", lambda: _interrupted_lines(), setup=lambda folder: None)
 def journal(path: Path) -> None:
-    """A conversion that was interrupted, resumed by it. The lines' checksums are made again after the changes: whoever
-    changes a journal on purpose makes them too."""
+    """A resumed conversion's journal.
+
+    Checksums of the lines are recomputed after mutation, because an attacker would do so too.
+    """
     from surgery.conversion.convert import convert
 
     work, out = path.parent / "out.partial", path.parent / "out"
@@ -349,7 +360,7 @@ def _renewed(raw: bytes) -> bytes:
 
 @functools.cache
 def _interrupted_conversion() -> Path:
-    """OUT.partial of a conversion killed before it put its pieces together."""
+    """OUT.partial of a conversion that was interrupted before writing the checkpoint."""
     from surgery.conversion import convert as conversion
 
     out = Path(tempfile.mkdtemp(dir=HOME, prefix="fuzz-interrupted-")) / "out"
@@ -393,7 +404,7 @@ def _data() -> Any:
 
 @functools.cache
 def _teacher_cache() -> Path:
-    """A teacher cache."""
+    """Folder of a teacher cache."""
     from helpers.small import DECODER
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -430,7 +441,7 @@ def teacher_index(path: Path) -> None:
     setup=lambda f: _copy_into(_teacher_cache)(f),
 )
 def teacher_shard(path: Path) -> None:
-    """With an index that says what its checksum is."""
+    """A shard of a teacher cache; the index is updated with its checksum."""
     import hashlib
 
     data, index = path.read_bytes(), json.loads((_teacher_cache() / "index.json").read_text())
@@ -441,7 +452,7 @@ def teacher_shard(path: Path) -> None:
 
 
 class _TrainedParameters:
-    """Parameters and their optimiser, after a step."""
+    """Parameters and their optimizer after one step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -474,7 +485,7 @@ def _saved_checkpoint() -> Path:
 
 
 def _read_saved(path: Path) -> None:
-    """The file in the place of the one that was saved."""
+    """Replace the saved file by this one and load the training checkpoint."""
     from surgery.training.checkpoints import CheckpointManager
 
     where = CheckpointManager(path.parent, 2)
@@ -513,7 +524,7 @@ def training_rng(path: Path) -> None:
 
 @fuzz_target("log.jsonl", '{"stage": 0, "kind": "lm", "step": 1, "total_steps": 1, "tokens": 64, "loss": 3.0}\n{"stage": 0, "kind": "lm", "step": 2, "total_steps": 2, "tokens": 128, "loss": 2.0, "validation": 2.5}\n')  # fmt: skip
 def training_log(path: Path) -> None:
-    """Gone on with, drawn, and on the page."""
+    """A training log, as continued, drawn and shown on the page."""
     from surgery.training.logging import TrainingLog, draw_curve
 
     log = TrainingLog(path.parent)
@@ -600,7 +611,7 @@ EVAL_RESULTS = {
 
 @fuzz_target("results.json", EVAL_RESULTS)
 def eval_results(path: Path) -> None:
-    """On the page and on the card."""
+    """results.json as shown on the page and the card."""
     from surgery.publish.html.page import write_page
     from surgery.publish.hub.push import prepare_upload
 
@@ -610,7 +621,7 @@ def eval_results(path: Path) -> None:
 
 @fuzz_target("model-float32-cpu.0.jsonl", '\n{"key": "0123", "answer": [1.5, true]}\n{"key": "4567", "answer": "a"}')
 def eval_answers(path: Path) -> None:
-    """Of `--use-cache`."""
+    """The answer cache of --use-cache."""
     from surgery.core.distributed import DistContext
     from surgery.eval.lm_eval.answer_cache import AnswerCache
 
@@ -623,7 +634,7 @@ def eval_answers(path: Path) -> None:
 
 @fuzz_target("README.md", lambda: (ROOT / "eval/mirror/baber/piqa/README.md").read_bytes(), "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: test, path: default/test.jsonl}\nsurgery_whole: [default]\n---\n")  # fmt: skip
 def mirror(path: Path) -> None:
-    """The head of a data set in a mirror, as fetch-eval-data goes on from it."""
+    """The README header of a mirrored data set, as fetch-eval-data reads it."""
     from surgery.eval.fetch import DatasetSource, _read_readme
 
     head = _read_readme(path.parent)
@@ -652,7 +663,7 @@ def eval_options(text: str) -> None:
 
 @fuzz_target("measured.json", _read_repository_file("kernels/tuning.json"))
 def measured(path: Path) -> None:
-    """Of kernels' times."""
+    """Kernel timings."""
     from surgery.kernels import tuning as times
 
     before = times.TABLE
@@ -690,7 +701,7 @@ def _input_bytes() -> bytes:
 
 @fuzz_target("rows.jsonl", lambda: b"\n".join(_text().read_bytes().split(b"\n")[:10]), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"prompt": "a", "completion": "b"}, also=[HUB])  # fmt: skip
 def training_rows(path: Path) -> None:
-    """Read with `datasets`, which keeps what it has read in its own folder."""
+    """Training rows read with `datasets`, which caches them in its own folder."""
     from surgery.training.data.dataset import make_data
     from surgery.training.data.recipe import DataConfig
 

@@ -1,4 +1,4 @@
-"""A few changed documents for every parser (`python tests/fuzz/fuzz.py` feeds them for hours), and those that broke one."""
+"""A few mutated documents per parser (`python tests/fuzz/fuzz.py` runs for hours), and inputs that broke one before."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Helpers of the tests."""
+"""Helpers shared by the tests."""

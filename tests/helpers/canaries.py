@@ -27,10 +27,12 @@ PATCHED = [
 
 
 class Overrun(AssertionError):
-    """Something was written beside a tensor."""
+    """Raised if memory beside a tensor was written."""
 
 
 class GuardedBuffers:
+    """Tensors between guard bands; `check` raises Overrun if a guard changed."""
+
     def __init__(self) -> None:
         self.allocations: list[
             tuple[Tensor, int, int, str]
@@ -57,6 +59,7 @@ class GuardedBuffers:
         return made
 
     def check(self) -> None:
+        """Raise Overrun for the first guard band that was written."""
         for raw, guard, size, where in self.allocations:
             before, behind = raw[:guard] != 0xFF, raw[guard + size :] != 0xFF
             for side, hit in (("before", before.flip(0)), ("behind", behind)):
@@ -79,7 +82,7 @@ def _caller() -> str:
 
 @contextmanager
 def guard_allocations() -> Iterator[GuardedBuffers]:
-    """For all threads, so that gradients are guarded too."""
+    """Guard all allocations inside the context, in every thread, so that gradients are guarded too."""
     buffers = GuardedBuffers()
 
     def guarded_allocator(original: Callable[..., Tensor], zeros: bool) -> Callable[..., Tensor]:

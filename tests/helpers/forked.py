@@ -1,5 +1,7 @@
-"""Processes of one group over gloo, forked where everything is imported already: what `accelerate launch` would start
-(one test does so, of test_training_processes.py), without the seconds that each would import for."""
+"""Run several processes of one gloo group by forking a process that has imported everything.
+
+This replaces `accelerate launch`, which one test of test_training_processes.py runs, and saves each process's import time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 
 
 def run_processes(count: int, run: Callable[[int], object]) -> list[int]:
-    """`run(rank)` in so many processes of one group; their exit codes."""
+    """Run `run(rank)` in `count` processes of one group; return their exit codes."""
     import transformers.modeling_utils  # noqa: F401  once, for all children
 
     with socket.socket() as free:
@@ -37,6 +39,7 @@ def run_processes(count: int, run: Callable[[int], object]) -> list[int]:
 
 
 def _set_group_environment(rank: int, count: int, port: int) -> None:
+    """Set the environment variables of torch.distributed."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -48,7 +51,7 @@ def _set_group_environment(rank: int, count: int, port: int) -> None:
 
 
 def run_command(count: int, folder: Path, words: list[str]) -> str:
-    """`surgery WORDS` in so many processes, run in `folder`; what the first of them said."""
+    """Run `surgery WORDS` in `count` processes in `folder`; return the standard output of rank 0."""
     from surgery.cli.main import main
 
     def run(rank: int) -> None:

@@ -1,8 +1,4 @@
-"""Inputs that were valid once, and the fence that a parser is run in.
-
-mutated(data, rng)        a document with a few values changed, or bytes of it
-fence(folder, seconds)    TooLong, MemoryError or Escaped where a parser takes too long, too much, or writes elsewhere
-"""
+"""Mutate valid inputs, and run a parser under limits of time, memory and file access."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from typing import Any
 
 import yaml
 
-MEMORY = 2 * 2**30  # bytes that a parser may take beside what the process has
+MEMORY = 2 * 2**30  # bytes that a parser may allocate in addition to the process's own
 
 WORDS = (
     *(
@@ -51,6 +47,7 @@ NUMBERS = (
 
 
 def _random_value(rng: random.Random, words: tuple[str, ...]) -> Any:
+    """Return a random JSON value."""
     kind = rng.randrange(10)
     if kind < 3:
         return rng.choice(NUMBERS)
@@ -69,7 +66,7 @@ def _random_value(rng: random.Random, words: tuple[str, ...]) -> Any:
 
 
 def _locations(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(container, key) of everything inside."""
+    """Return (container, key) of everything inside a JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inside:
         found.append((value, key))
@@ -126,7 +123,7 @@ def _mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """JSON, lines of JSON, YAML and safetensors as such, anything else as bytes."""
+    """Mutate JSON, JSON lines, YAML and safetensors structurally, anything else as bytes."""
     if rng.random() < 0.2:
         return _mutate_bytes(data, rng)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -162,11 +159,11 @@ def _to_json_bytes(tree: Any) -> bytes:
 
 # -- the fence -------------------------------------------------------------------------------------
 class TimeLimitExceeded(BaseException):
-    """Of BaseException, so that no `except Exception` takes it for the input's fault."""
+    """The parser took too long. A BaseException, so that `except Exception` does not catch it."""
 
 
 class SandboxEscape(Exception):
-    """What was written, run or connected to outside the folder."""
+    """The parser wrote, ran or connected to something outside its folder."""
 
 
 WRITE_EVENTS = {
@@ -212,7 +209,7 @@ def _opens_for_writing(args: tuple[Any, ...]) -> bool:
 
 
 def _is_allowed(path: Any, beside: Any) -> bool:
-    """beside: the descriptor of the folder that a path starts from, where there is one."""
+    """Return whether a path may be written. beside: descriptor of the folder that the path is relative to, if any."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         return True  # a descriptor: opened before
     where = os.fsdecode(path)
@@ -224,7 +221,10 @@ def _is_allowed(path: Any, beside: Any) -> bool:
 
 @contextmanager
 def sandbox(folder: Path, seconds: float, *also: Path) -> Iterator[None]:
-    """also: other folders that may be written to. Seconds of this process's CPU: others on the machine do not count."""
+    """Restrict the code inside the context to `folder` (and `also`), 2 GiB and `seconds` of CPU time.
+
+    CPU time is this process's own, so that load on the machine does not matter.
+    """
     if not _HOOK_INSTALLED:
         sys.addaudithook(_audit_hook)
         _HOOK_INSTALLED.append(True)

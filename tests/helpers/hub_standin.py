@@ -24,7 +24,9 @@ FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 
 class LocalServer:
-    """A server on a port of this machine while it is a context; `handler` answers, its `hub` is this."""
+    """HTTP server on a local port for the duration of a context; `handler` answers requests and finds this object as
+    `hub`.
+    """
 
     handler: type[BaseHTTPRequestHandler]
 
@@ -41,7 +43,12 @@ class LocalServer:
 
 
 class FakeHub(LocalServer):
-    """gated: ids that nobody may read without leave; private: ids that only this token opens."""
+    """A read-only Hub on a local port.
+
+    Attributes:
+        gated: ids that require accepted terms; requests fail.
+        private: ids that only `token` may read.
+    """
 
     def __init__(self, token: str = ""):
         self.token = token
@@ -51,9 +58,11 @@ class FakeHub(LocalServer):
         self.served: Counter[str] = Counter()
 
     def add(self, kind: str, name: str, folder: Path, branch: str = "main") -> None:
+        """Add a branch of a repository with the files of a folder."""
         self.repos.setdefault((kind, name), {})[branch] = folder
 
     def commit(self, kind: str, name: str, branch: str = "main") -> str:
+        """Return the commit of a branch."""
         return hashlib.sha1(f"{kind} {name} {branch}".encode()).hexdigest()
 
 

@@ -24,7 +24,7 @@ BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
 class WritableHub(LocalServer):
-    """forbidden_owners: organizations that the token may not write to."""
+    """A Hub on a local port that accepts uploads. forbidden_owners: organizations that the token may not write to."""
 
     def __init__(self, token: str):
         self.token = token
@@ -37,6 +37,7 @@ class WritableHub(LocalServer):
         self.forbidden_owners = {"others"}
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
+        """Return path -> bytes of the branch's last commit."""
         return self.repos[repo][branch]
 
 
@@ -64,7 +65,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
             self._send(404, {"error": "Repository not found"})
 
     def do_GET(self) -> None:
-        """What is there, and what is in it."""
+        """Answer what exists and its content."""
         found = READ.match(unquote(urlparse(self.path).path))
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._send(401, {"error": "Invalid username or password."})
@@ -77,7 +78,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
             self._send(200, {"id": found[1], "private": found[1] in self.hub.private, "siblings": []})
 
     def do_PUT(self) -> None:
-        """A large file, to an address that was signed for it."""
+        """Accept a large file at its signed address."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         oid = urlparse(self.path).path.rsplit("/", 1)[-1]
         if self.hub.fail_after is not None and len(self.hub.sent) >= self.hub.fail_after:
@@ -129,7 +130,7 @@ class _WriteHandler(BaseHTTPRequestHandler):
         self._send(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, repo: str, branch: str, body: bytes) -> None:
-        """All of it or nothing, as the Hub does."""
+        """Apply a commit completely or not at all, as the Hub does."""
         new: dict[str, bytes] = {}
         gone: set[str] = set()
         for line in body.decode().splitlines():

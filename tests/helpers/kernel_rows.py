@@ -1,4 +1,4 @@
-"""Rows for kernels of masked attention, and how far they miss float64."""
+"""Random inputs for kernels of masked attention, and their errors relative to float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [  # B, G, J, T, F, V, queries and keys (of the delta rule keys) shared 
 
 
 def patch_tensor_loops(monkeypatch) -> None:
-    """Loops with bounds that are tensors, which Triton 3.6's interpreter cannot do with numpy 2.4."""
+    """Let Triton 3.6's interpreter run loops whose bounds are tensors, which fails with numpy 2.4."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -36,6 +36,7 @@ def patch_tensor_loops(monkeypatch) -> None:
 
 
 def log_gates(kind: str, *shape: int) -> torch.Tensor:
+    """Return logarithms of gates of a kind: mild, strong and the like."""
     drawn = torch.rand(*shape, device=DEVICE)
     return {
         "mild": -0.1 * drawn,
@@ -46,8 +47,10 @@ def log_gates(kind: str, *shape: int) -> torch.Tensor:
 
 
 def random_tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates="mild") -> list[torch.Tensor]:
-    """q_BGJTF, k_BGTF, v_BGTV, gates_BGT; queries and keys expanded over the groups where shared; strided as models
-    have them."""
+    """Return q_BGJTF, k_BGTF, v_BGTV and gates_BGT, with strides as in models.
+
+    shared: queries and keys are expanded over the groups.
+    """
     torch.manual_seed(T + 7)
     one = 1 if shared else G
     q = torch.randn(B, T, one, J, F, device=DEVICE).permute(0, 2, 3, 1, 4)
@@ -57,7 +60,7 @@ def random_tokens(B, G, J, T, F, V, *, shared=False, dtype=torch.float32, gates=
 
 
 def relative_errors(ours: Callable, exact: Callable, leaves: list[torch.Tensor]) -> list[float]:
-    """Of each output and of each leaf's gradient: |ours - exact| / |exact|, `exact` in float64."""
+    """Return |ours - exact| / |exact| for each output and each leaf's gradient; `exact` runs in float64."""
     torch.manual_seed(1)
     results = []
     for call, dtype in ((ours, None), (exact, torch.float64)):

@@ -46,7 +46,9 @@ def _wait_or_kill(pid: int, seconds: float | None) -> bool:
 def convert_with_kills(
     convert: Callable[[Path, bool], None], folder: Path, kills: int = 10, seed: int = 0
 ) -> list[Path]:
-    """Every finished output; the first was not interrupted, the others were, `kills` times in all."""
+    """Convert repeatedly and return every finished output; the first run is uninterrupted, the others are killed `kills`
+    times in all.
+    """
     chance, began = random.Random(seed), time.monotonic()
     outs = [folder / "whole"]
     _wait_or_kill(_fork(lambda: convert(outs[0], False)), None)
@@ -71,14 +73,18 @@ CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os
 
 
 def states(work: Callable[[], object], home: Path, folder: Path, since: str = "") -> list[Path]:
-    """What a SIGKILL would leave of `home` before each of its file operations: copies in `folder`, one for each that
-    differs from the one before. `work` runs in a child, once; since: how the path ends whose renaming it begins after."""
+    """Copy the states that a SIGKILL would leave of `home` before each of its file operations into `folder`.
+
+    A state is copied only if it differs from the previous one. `work` runs once, in a child process. since: ending of the path whose
+    renaming starts the recording.
+    """
     pid = _fork(lambda: watched(work, home, folder, since))
     assert _wait_or_kill(pid, None)
     return sorted(folder.iterdir())
 
 
 def watched(work: Callable[[], object], home: Path, folder: Path, since: str) -> None:
+    """Run `work` and record the states of `home`."""
     begun, busy, before, place = not since, False, None, os.fspath(home)
 
     def hear(event: str, told: tuple[object, ...]) -> None:
@@ -109,7 +115,7 @@ def _files(home: Path) -> list[tuple[str, bytes]]:
 
 
 def at_a_rename(ending: str) -> None:
-    """Kill this process when it is about to rename something to a path that ends so."""
+    """Kill this process when it is about to rename something to a path with this ending."""
 
     def hear(event: str, told: tuple[object, ...]) -> None:
         if event == "os.rename" and os.fspath(told[1]).endswith(ending):  # type: ignore[call-overload]

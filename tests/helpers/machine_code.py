@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
 
 
 def parse_instructions(code: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions, and where labels stand."""
+    """Return the instructions, and the positions of labels."""
     lines, labels = [], {}
     for line in code.splitlines():
         line = re.sub(r"/\*[0-9a-fx]*\*/", "", line).strip()
@@ -66,7 +66,7 @@ def parse_instructions(code: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def successors(at: int, lines: list[Instruction], labels: dict[str, int]) -> list[int]:
-    """Where it may go on from an instruction."""
+    """Return the positions that may follow an instruction."""
     one = lines[at]
     ends = one.name.startswith(("EXIT", "RET")) and not one.guarded
     jumps = re.search(r"\.L_x_\d+", one.operands) if one.name.startswith(("BRA", "BRX", "JMP", "CALL")) else None
@@ -76,7 +76,7 @@ def successors(at: int, lines: list[Instruction], labels: dict[str, int]) -> lis
 
 
 def unwritten_reads(code: str) -> list[str]:
-    """Instructions that some way through the code leads to with a uniform register nothing has written."""
+    """Return instructions that some path reaches while they read a uniform register that nothing has written."""
     lines, labels = parse_instructions(code)
     before: dict[int, set[int]] = {0: set(range(63))}
     work, found = [0], {}
@@ -94,6 +94,7 @@ def unwritten_reads(code: str) -> list[str]:
 
 
 def disassemble(cubin: bytes) -> str:
+    """Return the machine code of a cubin as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -102,7 +103,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 class FakeHopperDriver:
-    """Triton's driver of a GPU that is not there: loads nothing, launches nothing, and keeps machine code."""
+    """Triton driver of a Hopper GPU that is not there: it compiles, keeps the machine code, and launches nothing."""
 
     def __init__(self) -> None:
         self.binaries: list[tuple[str, bytes]] = []
@@ -144,12 +145,13 @@ def two(x, y, z, w, out, T, F, V, BT: tl.constexpr, BF: tl.constexpr, BV: tl.con
 
 
 def compile_two() -> None:
+    """Compile the kernel `two`."""
     numbers = torch.empty(256, 18, dtype=torch.bfloat16)
     two[(1,)](numbers, numbers, numbers, numbers, numbers.float(), 256, 18, 3, BT=64, BF=32, BV=16)
 
 
 def compile_mixing() -> None:
-    """Narrow heads, in a block of more than a tile."""
+    """Compile block mixing with narrow heads, in a block of more than one tile."""
     from surgery.mixers.masks.toeplitz_block_mixing import toeplitz_causal
 
     sizes = (1, 2, 2, 70, 18), (1, 2, 70, 18), (1, 2, 70, 3)
@@ -160,7 +162,7 @@ def compile_mixing() -> None:
 
 
 def compile_mlr() -> None:
-    """Three levels, with biases."""
+    """Compile MLR attention with three levels and biases."""
     from surgery.mixers import AttentionShape
     from surgery.mixers.common.kv_layout import KVLayout
     from surgery.mixers.common.softmax import ScoreTerm, attend

@@ -1,4 +1,4 @@
-"""Masks with parameters, random packed rows for them, and the definition they are judged by."""
+"""Masks with perturbed parameters, random packed rows, and the dense definition that implementations are compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = AttentionShape(dim=6, heads=4, groups=2, key=5, value=3, scaling=1.0)
 
 
 def make_mask(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float64) -> Mask:
-    """With parameters that are no longer where they started."""
+    """Return a mask whose parameters differ from their initial values."""
     torch.manual_seed(3)
     mask = MASKS[config](config, shape).to(dtype)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def make_mask(config, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.
 def random_rows(
     mask: Mask, scores: str, length: int, start: list[int], count: list[int], features=5, values=3
 ) -> MaskInputs:
-    """Packed rows: what is written behind their `count` tokens is zero."""
+    """Return packed rows; entries after each row's `count` tokens are zero."""
     torch.manual_seed(length)
     shape, batch, dtype = mask.shape, len(start), torch.float64
     groups = shape.groups
@@ -46,6 +46,7 @@ def random_rows(
 
 
 def to_dtype(rows: MaskInputs, dtype: torch.dtype) -> MaskInputs:
+    """Convert all floating-point inputs."""
     parts = {
         name: None if x is None else x.to(dtype) for name, x in vars(rows).items() if name.endswith(("F", "V", "BGT"))
     }
@@ -53,7 +54,7 @@ def to_dtype(rows: MaskInputs, dtype: torch.dtype) -> MaskInputs:
 
 
 def slice_rows(rows: MaskInputs, a: int, b: int) -> MaskInputs:
-    """Tokens a .. b of every row."""
+    """Return tokens a .. b of every row."""
     return MaskInputs(
         rows.q_BGJTF[:, :, :, a:b],
         rows.k_BGTF[:, :, a:b],
@@ -66,13 +67,13 @@ def slice_rows(rows: MaskInputs, a: int, b: int) -> MaskInputs:
 
 
 def dense_output(mask: Mask, rows: MaskInputs) -> torch.Tensor:
-    """(A . M) V."""
+    """Return the definition, (A . M) V."""
     scores = dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT)
     return (scores * mask.dense(rows.start_B, rows.v_BGTV.shape[2], rows.signals)) @ rows.v_BGTV.unsqueeze(2)
 
 
 def run_in_pieces(mask: Mask, rows: MaskInputs, cuts: list[int], chunk: int, state=None) -> tuple[torch.Tensor, dict]:
-    """chunk 0: by single steps."""
+    """Run in pieces that end at `cuts`. chunk 0: one token at a time."""
     batch, features, values = len(rows.start_B), rows.k_BGTF.shape[-1], rows.v_BGTV.shape[-1]
     state, outs = state or mask.empty_state(batch, features, values, "cpu"), []
     for a, b in itertools.pairwise(cuts):
@@ -84,6 +85,6 @@ def run_in_pieces(mask: Mask, rows: MaskInputs, cuts: list[int], chunk: int, sta
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor, rows: MaskInputs) -> float:
-    """Relative distance over real tokens."""
+    """Return the relative error over real tokens."""
     real = (torch.arange(out.shape[3]) < rows.count_B.unsqueeze(1))[:, None, None, :, None]
     return float(((out - expected) * real).norm() / (expected * real).norm().clamp_min(1e-30))

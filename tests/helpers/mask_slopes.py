@@ -22,7 +22,7 @@ SHAPE = AttentionShape(dim=8, heads=1, groups=1, key=16, value=16, scaling=1.0)
 
 
 def least_times(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """The least processor time of each, taken in turns so that what else the machine does falls on all."""
+    """Return the least CPU time of each call, run alternately so that other load affects all."""
     found, until = [math.inf] * len(calls), time.perf_counter() + seconds
     while time.perf_counter() < until:
         for i, call in enumerate(calls):
@@ -42,6 +42,7 @@ def random_rows(mask: Mask, length: int, scores: str, start: int = 0) -> MaskInp
 
 
 def print_chunked(mask: Mask, scores: str) -> None:
+    """Print times of the chunked form and the slope of their logarithms."""
     lengths = [2**n for n in range(11, 17)]
     seconds = least_times([partial(mask.chunked, random_rows(mask, n, scores), None, 64) for n in lengths], 10.0)
     slope = linear_regression([math.log(n) for n in lengths], [math.log(s) for s in seconds]).slope
@@ -50,7 +51,7 @@ def print_chunked(mask: Mask, scores: str) -> None:
 
 
 def print_steps(mask: Mask, scores: str) -> None:
-    """At positions whose buckets are all full but the first."""
+    """Print step times at positions where all buckets but the first are full."""
     bits = range(10, 21, 2)
     states = [{"buckets": torch.randn(1, n, 1, 16, 16)} for n in bits]
     calls = [partial(mask.step, random_rows(mask, 1, scores, 2**n - 2), state) for n, state in zip(bits, states)]

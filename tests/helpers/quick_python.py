@@ -25,6 +25,8 @@ HEADER = 4
 
 
 class QuickPython:
+    """A server process that forks for each command, so that commands start without import time."""
+
     def __init__(self, folder: Path, environment: dict[str, str]):
         self.address = str(folder / "socket")
         command = [sys.executable, __file__, "serve", self.address]
@@ -36,16 +38,19 @@ class QuickPython:
         raise RuntimeError(f"the server of commands ended with {self.server.returncode}")
 
     def write(self, path: Path, words: str = "") -> None:
+        """Write an executable script that runs `python words ..` on the server."""
         # -I -S: nothing but the standard library, which starts in a few hundredths of a second.
         path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" call "{self.address}" {words} "$@"\n')
         path.chmod(0o755)
 
     def close(self) -> None:
+        """Stop the server."""
         self.server.kill()
         self.server.wait()
 
 
 def call(address: str, words: list[str]) -> int:
+    """Send a command to the server and return its exit code."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(address)
         request = json.dumps({"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
@@ -59,7 +64,7 @@ def call(address: str, words: list[str]) -> int:
 
 
 def serve(address: str) -> None:
-    """Until it is killed, or whoever started it is gone."""
+    """Serve until the process is killed or its parent is gone."""
     parent = os.getppid()
     import transformers.modeling_utils  # noqa: F401
 

@@ -27,6 +27,7 @@ SHAPES = {
 
 
 def make_config(shape: str) -> dict:
+    """Return the config of a shape."""
     layers, width, mlp, heads, groups, vocabulary, tied = SHAPES[shape]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -49,6 +50,7 @@ def make_config(shape: str) -> dict:
 
 
 def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of a layer's tensors."""
     width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     return {
@@ -65,7 +67,7 @@ def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def shard_shapes(config: dict) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Name -> shape, a shard a layer and one for the rest."""
+    """Yield name -> shape for each shard: one per layer, one for the other tensors."""
     for i in range(config["num_hidden_layers"]):
         yield {f"model.layers.{i}.{name}.weight": shape for name, shape in layer_shapes(config).items()}
     table = (config["vocab_size"], config["hidden_size"])
@@ -105,6 +107,7 @@ def write_checkpoint(
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return a weight of variance 1/in with a decaying spectrum."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     weight = torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5)

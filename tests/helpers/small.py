@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and what tests share."""
+"""Tiny random models of every family, and functions shared by the tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ DECODER = dict(  # noqa: C408
 
 
 def tiny_config(family: str):
+    """Return (model class, config) of a tiny model of a family."""
     import transformers as t
 
     plain = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -69,6 +70,7 @@ GENERATIVE_FAMILIES = tuple(f for f in FAMILIES if f not in ("bert", "vit"))
 
 
 def tiny_inputs(family: str, rows: int, length: int = 24, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Return random model inputs of a family; equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":
         return {"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
@@ -80,12 +82,14 @@ def tiny_inputs(family: str, rows: int, length: int = 24, seed: int = 1) -> dict
 
 
 def make_recipe(**keys):
+    """Validate a conversion recipe given as keyword arguments."""
     from surgery.planning.recipe import validate_recipe
 
     return validate_recipe({k: str(v) if isinstance(v, Path) else v for k, v in keys.items()}, "test")
 
 
 def model_outputs(model, inputs):
+    """Return the model's first output without gradients."""
     with torch.inference_mode():
         return model(**inputs)[0]
 
@@ -94,7 +98,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_python(code: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
-    """A fresh interpreter that finds this checkout's package, and has imported nothing of it."""
+    """Start a fresh interpreter that finds this checkout's package and has not imported it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -102,6 +106,7 @@ def start_python(code: str, cwd: Path | None = None, **environment: str) -> subp
 
 
 def run_python(code: str, cwd: Path | None = None, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh interpreter and return the completed process."""
     process = start_python(code, cwd, **environment)
     out, err = process.communicate(stdin)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,4 +1,4 @@
-"""Two mixers to judge the machinery by: one that is softmax attention itself, and a recurrence."""
+"""Two mixers to test the machinery with: exact softmax attention, and a recurrence."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from surgery.mixers import MIXERS, Mixer, MixerConfig, MixerState
 
 @dataclass(frozen=True)
 class ExactConfig(MixerConfig):
+    """Config of ExactMixer."""
+
     name: ClassVar[str] = "test-exact"
 
 
 @dataclass(frozen=True)
 class DecayedConfig(MixerConfig):
+    """Config of DecayedMixer."""
+
     name: ClassVar[str] = "test-decayed"
     half_life: int = 6
     rotated: bool = True
 
 
 class ExactMixer(Mixer):
-    """Softmax over all keys seen; the state is the keys, the values and which of them are real."""
+    """Softmax over all keys so far; the state holds keys, values and their validity."""
 
     config_type = ExactConfig
 
@@ -67,7 +71,7 @@ class ExactMixer(Mixer):
 
 
 class DecayedMixer(Mixer):
-    """state = decay state + k v^T, out = q state, decay = exp(-rate); padding leaves the state as it is."""
+    """state = decay state + k v^T, out = q state, decay = exp(-rate); padding leaves the state unchanged."""
 
     config_type = DecayedConfig
 
@@ -112,7 +116,7 @@ class DecayedMixer(Mixer):
 
 @contextmanager
 def register_test_mixers():
-    """Known to MIXERS while a test module runs, and to no other test's walk over the registry."""
+    """Register both mixers for one test module, so that other tests' loops over MIXERS do not see them."""
     before = dict(MIXERS._by_config), dict(MIXERS._by_name)
     for config, mixer in ((ExactConfig, ExactMixer), (DecayedConfig, DecayedMixer)):
         MIXERS.register(config)(mixer)
@@ -126,7 +130,7 @@ def register_test_mixers():
 
 
 def random_model(family: str, **changes):
-    """A tiny model whose layers matter, in evaluation mode."""
+    """Return a tiny model in eval mode, with weights large enough that layers matter."""
     from helpers.small import tiny_config
 
     torch.manual_seed(0)
@@ -144,7 +148,7 @@ def random_model(family: str, **changes):
 
 
 def random_model_with_mixers(family: str, config: MixerConfig, layers=None, **changes):
-    """The same with that mixer in the layers of those numbers, or in all; its parameters stirred."""
+    """Return such a model with mixers, perturbed, in the given layers or in all."""
     from surgery.architectures.attention import attention_paths
     from surgery.modeling.attention import install
 

@@ -1,4 +1,4 @@
-"""A tiny converted checkpoint with text, and short runs over it."""
+"""A tiny converted checkpoint, its text, and short training runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LORA = {"kind": "lora", "targets": ["attention", "mlp"], "length": 16, "tokens":
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
-    """Documents to train on, a JSON line each."""
+    """Documents to train on, one JSON line each."""
     path = tmp_path_factory.mktemp("texts") / "stories.jsonl"
     parts = (TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8").splitlines()
     stories = [part for part in parts if len(part) > 40][:150]
@@ -29,6 +29,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
+    """Convert the embedded checkpoint by a shipped recipe with overrides."""
     from surgery.conversion.convert import convert
     from surgery.planning.recipe import load_recipe
 
@@ -40,17 +41,19 @@ def convert_tiny(folder: Path, name: str, *overrides: str) -> Path:
 
 @pytest.fixture(scope="session")
 def btt(tmp_path_factory) -> Path:
+    """The embedded checkpoint with BTT linears."""
     return convert_tiny(tmp_path_factory.mktemp("btt"), "btt-half")
 
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory) -> Path:
-    """Attention with mixers."""
+    """The embedded checkpoint with linear attention mixers."""
     return convert_tiny(tmp_path_factory.mktemp("mixed"), "hedgehog", "attention.steps=2")
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
+    """A text file of 6,000 characters."""
     path = tmp_path_factory.mktemp("words") / "text.txt"
     path.write_text((TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
     return path
@@ -58,7 +61,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def student(tmp_path_factory):
-    """One layer of structured linears, random, with a tokenizer."""
+    """A converted random model of one layer, with a tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from surgery.conversion.convert import convert
@@ -75,11 +78,12 @@ def student(tmp_path_factory):
 
 @pytest.fixture
 def without_curves(monkeypatch) -> None:
-    """Drawing one takes a quarter of a short run's time; test_training_recipes.py has them drawn."""
+    """Skip drawing loss curves, a quarter of a short run's time; test_training_recipes.py draws them."""
     monkeypatch.setattr("surgery.training.runner.draw_curve", lambda lines, path: False)
 
 
 def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
+    """Return a recovery distillation recipe of short float32 stages."""
     from surgery.training.recipe import parse_healing_recipe
 
     data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 4}
@@ -90,25 +94,27 @@ def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
 
 
 def read_losses(folder: Path) -> list[tuple[int, int, float]]:
+    """Return (stage, step, loss) of a run's log."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [(line["stage"], line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
 def tensors(out):
-    """Of the result and of its adapter."""
+    """Return all tensors of a result and of its adapter."""
     from safetensors.torch import load_file
 
     return {(path.parent.name == "adapter", name): t for path in sorted(out.rglob("*.safetensors")) for name, t in load_file(path).items()}  # fmt: skip
 
 
 def same(out, whole):
+    """Assert that two results have bit-equal tensors."""
     ours, theirs = tensors(out), tensors(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def spread(rank):
-    """In a child: FSDP2, as `accelerate launch` asks for it."""
+    """Set, in a child process, the FSDP2 environment of `accelerate launch`."""
     told = {"USE_FSDP": "true", "FSDP_VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     names = {"USE_FSDP": "ACCELERATE_USE_FSDP", "AUTO_WRAP_POLICY": "FSDP_AUTO_WRAP_POLICY"}
     os.environ |= {names.get(key, key): value for key, value in told.items()}

@@ -1,4 +1,4 @@
-"""Kernels as a Hopper GPU would run them, on any machine: nothing reads what nobody wrote (surgery/kernels/assembler.py)."""
+"""Kernels as a Hopper GPU would run them, on any machine: nothing reads what nobody wrote (kernels/ptxas.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.machine_code import unwritten_reads
 
 from surgery.kernels import ptxas as assembler
 
-CODE = Path(__file__).resolve().parents[1] / "helpers/machine_code.py"
+CODE = Path(__file__).resolve().parents[1] / "helpers" / "machine_code.py"
 
 
 def compiled(folder, *names):
@@ -25,7 +25,7 @@ def compiled(folder, *names):
     done = subprocess.run(
         [sys.executable, str(CODE), *names],
         env=clean | {"TRITON_CACHE_DIR": str(folder)},
-        cwd=CODE.parents[1],
+        cwd=CODE.parents[2],
         capture_output=True,
         text=True,
     )

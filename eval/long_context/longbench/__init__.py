@@ -1,4 +1,4 @@
-"""The suite `longbench`: prompts cut in the middle, the original's answers after the original's rules, 0 to 100."""
+"""Suite `longbench`: prompts truncated in the middle, answers scored 0 to 100 by the original's rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SCORE = EvalMetric("score", "mean", True, scale=100.0, top=1.0, floor=0.0)
 
 
 def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
-    """--tasks all: all twenty-one; --lengths: prompt and answer in so many tokens, each length by itself."""
+    """Run fourteen tasks, or all twenty-one with --tasks all. --lengths: maximum tokens of prompt and answer, each run
+    separately.
+    """
     names = tuple(TASKS) if options.tasks == ("all",) else options.tasks or PAPER_TASKS
     if unknown := [name for name in names if name not in TASKS]:
         raise SurgeryError(f"--suite longbench has no task {unknown[0]!r}{suggestion(unknown[0], [*TASKS, 'all'])}")
@@ -36,13 +38,13 @@ def run_longbench(eval_model: EvalModel, options: EvalOptions) -> SuiteResult:
 
 
 def best_score(task: LongBenchTask, output: str, answers: list[str], classes: list[str]) -> float:
-    """The best over the references."""
+    """Return the best score over the references."""
     said = first_line(output) if task.first_line_only else output
     return max((float(SCORES[task.score](said, answer, classes or [])) for answer in answers), default=0.0)
 
 
 def format_prompt(task: LongBenchTask, row: Mapping[str, Any]) -> str:
-    """The data set's conversion calls `input` a question."""
+    """Fill in the task's prompt. The data set's conversion names the question `input`."""
     asked = row["input"] if "input" in row else row["question"]
     return task.prompt.format(context=row["context"], input=asked)
 
@@ -81,7 +83,7 @@ def _make_task(name: str, eval_model: EvalModel, options: EvalOptions, length: i
 
 
 def _one_line_generation(tokenizer: Any) -> dict[str, Any]:
-    """samsum ends at a newline, after one token at least: models go on with more dialogues."""
+    """Stop samsum at a newline, after at least one token: models continue with further dialogues."""
     newline = tokenizer.encode("\n", add_special_tokens=False)
     ends = {tokenizer.eos_token_id, newline[-1] if newline else None} - {None}
     return {"eos_token_id": sorted(ends), "min_new_tokens": 1}

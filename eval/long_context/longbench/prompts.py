@@ -1,4 +1,6 @@
-"""LongBench's tasks: prompts, answer lengths and scores of its repository (Bai et al. 2024, arXiv:2308.14508; THUDM, MIT)."""
+"""LongBench's tasks: prompts, answer lengths and scores from its repository (Bai et al. 2024, arXiv:2308.14508; THUDM,
+MIT).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """prompt: of context and input; score: a name in longbench_scores; first_line_only: only the first line of an answer counts;
-    no_chat_template: never in a chat template; in_paper: one of the fourteen of Log-Linear Attention (arXiv:2506.04761)."""
+    """A task of LongBench.
+
+    Attributes:
+        prompt: template with {context} and {input}.
+        score: name of a function in longbench/scores.py.
+        first_line_only: whether only the first line of an answer is scored.
+        no_chat_template: whether the chat template never applies.
+        in_paper: whether it is one of the fourteen tasks of Log-Linear Attention (arXiv:2506.04761).
+    """
 
     prompt: str
     answer_tokens: int

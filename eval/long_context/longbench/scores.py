@@ -1,6 +1,6 @@
 """LongBench's scores of one prediction against one reference, 0 to 1, by the rules of its metrics.py (THUDM, MIT).
 
-What looks like a slip in the original is kept where it changes scores, and said.
+Apparent errors of the original are kept where they change scores, and noted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Classes = Sequence[str]
 
 
 def first_line(prediction: str) -> str:
-    """Of trec, triviaqa, samsum and lsht, newlines before it left out."""
+    """Return the first nonempty line, which trec, triviaqa, samsum and lsht score."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """2 p r / (p + r) over words, each counted as often as it is in both."""
+    """Return 2 p r / (p + r) over tokens, each counted as often as it occurs in both."""
     same = sum((Counter(prediction) & Counter(reference)).values())
     if same == 0:
         return 0.0
@@ -32,15 +32,17 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def qa_f1(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """F1 over normalized English words."""
     return f1(_words(prediction), _words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """F1 over segmented Chinese words."""
     return f1(_chinese_words(prediction), _chinese_words(reference))
 
 
 def rouge(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """ROUGE-L F of the package rouge; 0 for what it refuses (nothing, or dots alone)."""
+    """F-score of ROUGE-L by the package rouge; 0 for text that it rejects (empty, or only dots)."""
     try:
         return float(_rouge_scorer().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
@@ -48,12 +50,16 @@ def rouge(prediction: str, reference: str, classes: Classes = ()) -> float:
 
 
 def rouge_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """ROUGE-L over segmented Chinese words."""
     return rouge(" ".join(_segment_chinese(prediction)), " ".join(_segment_chinese(reference)))
 
 
 def classification(prediction: str, reference: str, classes: Classes) -> float:
-    """One of the n classes named is the reference: 1/n. Names inside the reference's own do not count; the original takes them
-    out of the list it walks along, so of two in a row the second stays."""
+    """Return 1/n if the reference is among the n class names in the prediction, otherwise 0.
+
+    Names contained in the reference do not count. The original removes them from the list while iterating, so of two in a row the
+    second remains.
+    """
     named = [name for name in classes if name in prediction]
     for name in named:
         if name in reference and name != reference:
@@ -62,19 +68,22 @@ def classification(prediction: str, reference: str, classes: Classes) -> float:
 
 
 def retrieval(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """Share of the paragraph numbers in the prediction that are correct."""
     return _correct_share(prediction, re.findall(r"Paragraph (\d+)", reference)[0])
 
 
 def retrieval_zh(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """Share of the Chinese paragraph numbers in the prediction that are correct."""
     return _correct_share(prediction, re.findall(r"段落(\d+)", reference)[0])
 
 
 def count(prediction: str, reference: str, classes: Classes = ()) -> float:
+    """Share of the numbers in the prediction that are correct."""
     return _correct_share(prediction, str(reference))
 
 
 def code(prediction: str, reference: str, classes: Classes = ()) -> float:
-    """Likeness of the first line that is no comment and no fence, in whole percent (fuzzywuzzy's ratio)."""
+    """Similarity (fuzzywuzzy's ratio, whole percent) of the first line that is neither a comment nor a fence."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
@@ -94,7 +103,7 @@ SCORES: dict[str, Callable[[str, str, Classes], float]] = {
 
 
 def _words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
+    """Return lower-case words without punctuation and articles."""
     kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
@@ -106,7 +115,7 @@ def _chinese_words(text: str) -> list[str]:
 
 
 def _correct_share(prediction: str, number: str) -> float:
-    """Of the numbers said, how many are the right one."""
+    """Return the share of the numbers in the text that are correct."""
     said = re.findall(r"\d+", prediction)
     return said.count(number) / len(said) if said else 0.0
 

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks, filled to the token."""
+"""The thirteen tasks of RULER, prompts filled to the exact number of tokens."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TOP = 10
 
 @dataclass(frozen=True)
 class WordRepeats:
-    """How often common and other words are repeated; the example: (words, common, other), or none."""
+    """How often common and other words are repeated. example: (words, common, other) of the one-shot example, or None."""
 
     common: int
     other: int
@@ -40,6 +40,8 @@ SMALLER = (SHORT, WordRepeats(6, 1, None), WordRepeats(3, 1, None))
 
 @dataclass(frozen=True)
 class CommonWords:
+    """Task cwe: name the ten most common words of a numbered list."""
+
     name: str = "cwe"
     answer_tokens: int = 120
     needs: str | None = None
@@ -94,7 +96,10 @@ def _shortening_note(shape: WordRepeats, length: int) -> str:
 
 
 def _numbered_list(words: list[str], often: int, seldom: int, seed: float, rest: str) -> str:
-    """ "1. word 2. word ..": the first ten `often` times, the others `seldom`, shuffled; words of `rest` once each at the end."""
+    """Return "1. word 2. word ..", shuffled.
+
+    The first ten words occur `often` times, the others `seldom` times; words of `rest` follow once each.
+    """
     listed = words[:TOP] * often + words[TOP:] * seldom
     Random(seed).shuffle(listed)
     return " ".join(f"{i}. {word}" for i, word in enumerate([*listed, *rest.split()], 1))
@@ -102,7 +107,7 @@ def _numbered_list(words: list[str], often: int, seldom: int, seed: float, rest:
 
 @dataclass(frozen=True)
 class FrequentWords:
-    """Word k appears n / (zeta(2) k^2) times; the first is dots, the next three are asked for."""
+    """Task fwe: word k occurs n / (zeta(2) k^2) times. The first is dots; the next three are asked for."""
 
     name: str = "fwe"
     answer_tokens: int = 50

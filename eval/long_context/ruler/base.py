@@ -1,8 +1,8 @@
-"""A question of RULER, and what its generators share.
+"""Question type and shared code of RULER's generators.
 
-Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). What
-differs: prompts are filled to the token, every sample has its own seed, and one-shot examples shrink, then go, where
-they leave no room (below 4096 tokens, where RULER does not go).
+Prompts, budgets and one-shot examples are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA, Apache-2.0). Differences:
+prompts are filled to the exact number of tokens, every sample has its own seed, and one-shot examples are shortened or left out
+where they do not fit (below 4096 tokens, where RULER is not defined).
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class RulerQuestion:
-    """prompt and prefix, one after the other, are what the model reads; tokens: of both and of the room for the answer.
-    rule all: scored by the share of `answers` that are said; any: by whether one of them is. note: what is not as in RULER."""
+    """A question of RULER.
+
+    Attributes:
+        prompt, prefix: what the model reads, in this order.
+        tokens: tokens of both and of the room for the answer.
+        rule: "all": score is the share of `answers` in the output; "any": 1 if one of them is.
+        note: how the question differs from RULER's.
+    """
 
     id: str
     prompt: str
@@ -44,31 +50,32 @@ class RulerQuestion:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the question as JSON data."""
         return {**asdict(self), "answers": list(self.answers)}
 
 
 class LengthTooShortError(Exception):
-    """The task does not fit into so few tokens; says what it needs."""
+    """The task does not fit in the requested tokens; the message says how many it needs."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Where questions are made: how tokens are counted, a nominal length, the seed, and texts from the mirror."""
+    """What generators share: token counter, target length, seed, and texts from the mirror."""
 
     count: Count
     length: int
     seed: int
     texts: Mapping[str, Any]
-    sentences: dict[str, int] = field(default_factory=dict)  # counted before; of many samples of a task
+    sentences: dict[str, int] = field(default_factory=dict)  # token counts of sentences, shared by a task's samples
 
     def rng(self, task: str, *parts: Any) -> Random:
-        """Of this task, length and sample alone."""
+        """Return a generator seeded by task, length and sample only."""
         return Random(" ".join(map(str, ("ruler", self.seed, task, self.length, *parts))))
 
     def fill_prompt(
         self, build: Build, answer_tokens: int, least: int, most: int, probe: int, filler: str = "", mixed: bool = False
     ) -> FilledPrompt:
-        """mixed: the units are in another order for every number of them."""
+        """Fill a prompt to the target length. mixed: the order of the units depends on their number."""
         estimate = DifferenceEstimate(self.count) if mixed else SentenceEstimate(self.count, self.sentences)
         found = fill_prompt(build, self.count, self.length - answer_tokens, least, most, probe, filler, estimate)
         if found is None:
@@ -80,7 +87,7 @@ class TaskContext:
 
 
 def parallel_map(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """make(item), in order, some ahead of what is asked for: counting tokens is most of the work and needs one core each."""
+    """Yield make(item) in order, computed ahead in threads: counting tokens dominates, and takes one core per item."""
     threads = min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[R]] = deque()
@@ -93,13 +100,18 @@ def parallel_map(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 class RulerTask(Protocol):
+    """Interface of a task."""
+
     @property
     def name(self) -> str: ...
     @property
     def answer_tokens(self) -> int: ...
     @property
     def needs(self) -> str | None:
-        """Which of the context's texts: essays, squad, hotpot."""
+        """Which of the context's texts the task needs: essays, squad, hotpot, or None."""
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        """Raises Unfit. depths: only where a single thing is hidden; nothing: anywhere."""
+        """Yield questions. depths: positions of a single needle; empty: random.
+
+        Raises LengthTooShortError if the task does not fit.
+        """

@@ -1,7 +1,7 @@
-"""RULER's needles: "One of the special magic numbers for tall-tree is: 1234567." in a haystack.
+"""RULER's needle tasks: "One of the special magic numbers for tall-tree is: 1234567." in a haystack.
 
-haystack   noise: a sentence over and over    essay: essays    needle: other needles
-keys, values, queries: how many things are hidden, how many values each has, how many are asked for
+haystack   noise: a repeated sentence    essay: essays    needle: other needles
+keys, values, queries: number of keys hidden, of values per key, and of keys asked for
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ VALUE_GENERATORS: dict[str, Callable[[Random], str]] = {
 
 @dataclass(frozen=True)
 class NeedleTask:
+    """A needle task with its haystack and its numbers of keys, values and queries."""
+
     name: str
     haystack: str
     key: str = "words"
@@ -77,7 +79,7 @@ class NeedleTask:
 
 
 class Haystack:
-    """text(n, rest): n units with the needles among them. Positions are drawn anew for each n, from one seed."""
+    """text(n, rest): n units with the needles inserted. Positions are redrawn from one seed for each n."""
 
     least, filler = 0, ""
 
@@ -87,10 +89,11 @@ class Haystack:
         self.probe = max(8, ctx.length // 4)  # characters
 
     def text(self, n: int, rest: str) -> str:
+        """Return the text of n units and `rest`."""
         raise NotImplementedError
 
     def needle_positions(self, units: int) -> list[int]:
-        """Before which unit each needle goes, ascending."""
+        """Return the unit before which each needle is inserted, ascending."""
         rng = Random(self.seed)
         if self.depth is not None:
             return sorted([int(units * self.depth), *(rng.randint(0, units) for _ in self.needles[1:])])
@@ -99,13 +102,14 @@ class Haystack:
         return sorted(rng.sample(range(units), len(self.needles)))
 
     def insert_needles(self, units: list[str], between: str) -> str:
+        """Join the units with the needles inserted."""
         for place, needle in reversed(list(zip(self.needle_positions(len(units)), self.needles))):
             units.insert(place, needle)
         return between.join(units)
 
 
 class NoiseHaystack(Haystack):
-    """Lines of NOISE; a unit is a character, so the last line may be cut."""
+    """Lines of NOISE; a unit is a character, so the last line may be incomplete."""
 
     def text(self, n: int, rest: str) -> str:
         lines, part = divmod(n, len(NOISE) + 1)
@@ -113,7 +117,7 @@ class NoiseHaystack(Haystack):
 
 
 class EssayHaystack(Haystack):
-    """The beginning of the essays, again from the start where they end; a unit is a character."""
+    """The essays from their beginning, repeated if too short; a unit is a character."""
 
     def text(self, n: int, rest: str) -> str:
         whole = self.essays * (n // max(1, len(self.essays)) + 1)
@@ -126,7 +130,7 @@ class EssayHaystack(Haystack):
 
 
 class NeedleHaystack(Haystack):
-    """Other needles, a unit each; what is left over is noise."""
+    """Other needles, one per unit; the remainder is noise."""
 
     filler = f"{NOISE} " * 4
 
@@ -137,7 +141,7 @@ class NeedleHaystack(Haystack):
         self.draw = Random(seed + 1)
 
     def text(self, n: int, rest: str) -> str:
-        while len(self.other_needles) < n:  # drawn in order, so the same however the search goes
+        while len(self.other_needles) < n:  # drawn in order, so independent of the search
             key, value = VALUE_GENERATORS[self.task.key](self.draw), VALUE_GENERATORS[self.task.value](self.draw)
             self.other_needles.append(NEEDLE.format(kind=self.task.value, key=key, value=value))
         return self.insert_needles(self.other_needles[:n], "\n") + (f"\n{rest}" if rest else "")
@@ -151,7 +155,7 @@ def _join_names(names: list[str]) -> str:
 
 
 def _to_singular(text: str) -> str:
-    """As RULER makes it, before the words are put in."""
+    """Put the template into the singular before words are inserted, as RULER does."""
     for many, single in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         text = text.replace(many, single)
     return text

@@ -1,11 +1,11 @@
-"""Prompts of exactly the tokens asked for.
+"""Fill prompts to an exact number of tokens.
 
-    fill(build, count, goal, ..): the longest build(n, rest) with count(build(n, rest)) <= goal
+    fill_prompt(build, count, goal, ..): the longest build(n, rest) with count(build(n, rest)) <= goal
 
-A haystack is n units (characters, words, documents) and, where the next one would be too much, `rest`: a beginning of the
-filler. Both are found by secant steps between brackets. Tokenizing is what it costs, so the search goes by estimates: the
-sum of the sentences, each counted once, or, where units are mixed anew for every n, what differs from the text before. What is
-found is counted in full. What comes out depends on the arguments alone, never on what was filled before.
+A haystack is n units (characters, words, documents) followed by `rest`, a beginning of the filler, if one more unit would be too
+long. n and the length of rest are found by bracketed secant steps. Tokenizing dominates the cost, so the search uses estimates:
+the sum over sentences, each tokenized once, or, where the order of units depends on n, the difference to the previous text.
+The result is tokenized in full. It depends on the arguments only, not on earlier calls.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from surgery.eval import text as encoding
 Build = Callable[[int, str], str]
 Count = Callable[[str], int]
 
-TOLERANCE_DIVISOR = 1000  # within 1/1000 of the goal where no prompt is exactly that long, or estimates fail
+TOLERANCE_DIVISOR = 1000  # accept 1/1000 below the goal if no prompt has that length or estimates fail
 MAX_SEARCH_STEPS = 48
 MAX_ROUNDS = 4
-MARGIN_CHARACTERS = 256  # characters, either side of what differs
+MARGIN_CHARACTERS = 256  # characters kept on either side of a difference
 
 
 @dataclass(frozen=True)
 class FilledPrompt:
+    """A prompt, its number of units, and its number of tokens."""
+
     text: str
     units: int
     tokens: int
 
 
 def prompt_counter(tokenizer: Any) -> Count:
-    """Tokens of a prompt as a model gets it, special tokens included."""
+    """Return a function prompt -> tokens as the model receives it, special tokens included."""
     counts = encoding.counter(tokenizer)
     return lambda text: counts([text])[0]
 
 
 class SentenceEstimate:
-    """count(text), as the sum of its sentences, each counted where one ended before it. correction: what is known to be missing."""
+    """Estimate of count(text) as the sum over its sentences, each counted after a sentence end, plus a known correction."""
 
     def __init__(self, count: Count, known: dict[str, int]):
         self.count, self.known, self.correction = count, known, 0
@@ -52,14 +54,14 @@ class SentenceEstimate:
         return sum(map(known.__getitem__, parts)) + self.correction
 
     def count_exactly(self, text: str, estimate: int) -> int:
-        """Counted in full."""
+        """Count in full and update the correction."""
         tokens = self.count(text)
         self.correction += tokens - estimate
         return tokens
 
 
 class DifferenceEstimate:
-    """count(text), by what differs from the text that was counted last."""
+    """Estimate of count(text) from the difference to the text that was counted last."""
 
     def __init__(self, count: Count):
         self.count, self.text, self.tokens = count, "", 0
@@ -72,13 +74,14 @@ class DifferenceEstimate:
         return self.tokens + self.count(new) - self.count(old)
 
     def count_exactly(self, text: str, estimate: int) -> int:
+        """Count in full and remember the text."""
         if text != self.text:
             self.text, self.tokens = text, self.count(text)
         return self.tokens
 
 
 def _common_ends(a: str, b: str) -> tuple[int, int]:
-    """Characters that both begin with, and that both end with, less BESIDE."""
+    """Return the lengths of the common prefix and suffix, less MARGIN_CHARACTERS."""
     most = min(len(a), len(b))
     start = _largest_true(lambda n: a[:n] == b[:n], most)
     end = _largest_true(lambda n: a[len(a) - n :] == b[len(b) - n :], most - start)
@@ -86,7 +89,7 @@ def _common_ends(a: str, b: str) -> tuple[int, int]:
 
 
 def _largest_true(same: Callable[[int], bool], most: int) -> int:
-    """The largest n up to `most` with same(n), which holds up to it and not beyond."""
+    """Return the largest n <= most with same(n), which is true up to some n and false beyond."""
     low, high = 0, most
     while low < high:
         n = (low + high + 1) // 2
@@ -104,8 +107,16 @@ def fill_prompt(
     filler: str = "",
     estimate: SentenceEstimate | DifferenceEstimate | None = None,
 ) -> FilledPrompt | None:
-    """None: build(least, "") alone is too long. probe: units of about an eighth of the goal; filler: longer than a unit,
-    or nothing where a unit is a character; estimate: how the search counts."""
+    """Return the longest prompt of at most `goal` tokens; None if build(least, "") exceeds it.
+
+    Args:
+        build: (units, rest) -> prompt.
+        count: prompt -> tokens.
+        least, most: range of units.
+        probe: units that make about an eighth of the goal.
+        filler: text longer than a unit; empty if a unit is a character.
+        estimate: token estimate that the search uses.
+    """
     shortest = build(least, "")
     estimate = estimate or DifferenceEstimate(count)
     if estimate.count_exactly(shortest, estimate(shortest)) > goal:
@@ -137,8 +148,10 @@ def _search_fill(
 def search_largest(
     size: Callable[[int], int], goal: int, low: int, high: int, guess: int, at_low: int | None, slack: int, rough: bool
 ) -> tuple[int, int]:
-    """(n, size(n)) for the largest n in [low, high] with size(n) <= goal, near enough: the search ends within `slack`, and
-    if `rough` already less than a step away. size is nearly monotone, as tokenizers are."""
+    """Return (n, size(n)) for about the largest n in [low, high] with size(n) <= goal.
+
+    The search ends within `slack` of the goal, and with `rough` also within one step. size is nearly monotone, as tokenizers are.
+    """
     best, best_size = low, size(low) if at_low is None else at_low
     above, above_size = high + 1, None
     step, n = 0.0, guess
@@ -154,7 +167,7 @@ def search_largest(
         else:
             above, above_size = n, found
         slope = step if above_size is None else (above_size - best_size) / (above - best)
-        # Aimed at the middle of the slack, for an estimate just above the goal costs another turn.
+        # Aim at the middle of the slack: an estimate just above the goal costs another step.
         n = best + int((goal - slack // 2 - best_size) / slope) if slope > 0 else high
         if turn % 4 == 3 and above_size is not None:  # a bracket that shrinks from one side alone
             n = (best + above) // 2

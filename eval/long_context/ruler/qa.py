@@ -1,4 +1,4 @@
-"""RULER's questions about documents: the ones that hold the answer among others (SQuAD 2.0 dev, HotpotQA dev distractor)."""
+"""RULER's question answering: documents with the answer among others (SQuAD 2.0 dev, HotpotQA dev distractor)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PREFIX = " Answer:"
 
 @dataclass(frozen=True)
 class DocumentQuestion:
-    """gold: the documents that hold the answer, same_article: others of the same article; numbers into a list of documents."""
+    """A question; documents are indices into DocumentCollection.
+
+    gold: documents with the answer; same_article: other documents of the same article.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -29,12 +32,16 @@ class DocumentQuestion:
 
 @dataclass(frozen=True)
 class DocumentCollection:
+    """Documents and questions about them."""
+
     documents: tuple[str, ...]
     questions: tuple[DocumentQuestion, ...]
 
 
 def squad(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
-    """rajpurkar/squad_v2: rows of title, context, question, answers {text, ..}. Unanswerable questions are left out."""
+    """Read rajpurkar/squad_v2: rows of title, context, question, answers {text, ..}. Unanswerable questions are left
+    out.
+    """
     documents = tuple(sorted({row["context"] for row in rows}))
     number = {text: i for i, text in enumerate(documents)}
     article: dict[str, dict[int, None]] = {}
@@ -51,7 +58,7 @@ def squad(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
 
 
 def hotpot(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
-    """hotpotqa/hotpot_qa, distractor: rows of question, answer, context {title: [..], sentences: [[..], ..]}."""
+    """Read hotpotqa/hotpot_qa, distractor: rows of question, answer, context {title: [..], sentences: [[..], ..]}."""
     texts = [
         [
             f"{title}\n{''.join(sentences)}"
@@ -72,12 +79,14 @@ def hotpot(rows: Sequence[Mapping[str, Any]]) -> DocumentCollection:
 
 @dataclass(frozen=True)
 class DocumentQATask:
+    """Task qa_squad or qa_hotpot."""
+
     name: str
     needs: str
     answer_tokens: int = 32
 
     def make_questions(self, ctx: TaskContext, samples: int, depths: tuple[float, ...]) -> Iterator[RulerQuestion]:
-        """In the data's order, without those whose own documents are too long."""
+        """Yield questions in the data's order, without those whose own documents are too long."""
         library: DocumentCollection = ctx.texts[self.needs]
 
         def tried(index: int) -> RulerQuestion | LengthTooShortError:
@@ -125,7 +134,7 @@ class DocumentQATask:
 
 
 def _distractors(library: DocumentCollection, asked: DocumentQuestion, rng: Random) -> list[str]:
-    """What the context is filled with, in this order: documents of the same article, then any; repeated if that is all."""
+    """Return the filler documents in order: same article first, then any; repeated if there are too few."""
     kin = rng.sample(asked.same_article, len(asked.same_article))
     known = {*asked.gold, *asked.same_article}
     rest = [i for i in range(len(library.documents)) if i not in known]

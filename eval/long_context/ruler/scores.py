@@ -1,4 +1,4 @@
-"""RULER's scores: what a prediction says, in any case, anywhere. 0 to 1; shown times 100."""
+"""RULER's scores: whether the output contains the answers, ignoring case. 0 to 1, displayed times 100."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def clean_prediction(prediction: str) -> str:
 
 
 def score_answers(prediction: str, answers: Sequence[str], rule: str) -> float:
-    """rule all: the share of the answers that are said; any: full marks for one of them (questions with aliases)."""
+    """Return the share of the answers in the output (rule "all"), or 1 if it contains one of them (rule "any")."""
     text = clean_prediction(prediction).lower()
     found = [answer.lower() in text for answer in answers]
     return float(any(found)) if rule == "any" else sum(found) / len(found)

@@ -1,4 +1,4 @@
-"""RULER's variable tracking: VAR A = 12345, VAR B = VAR A, .. among noise; which variables are 12345?"""
+"""RULER's variable tracking: VAR A = 12345, VAR B = VAR A, .. in noise; which variables are 12345?"""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ EXAMPLE_TOKENS = 500
 
 @dataclass(frozen=True)
 class VariableTracking:
+    """Task vt."""
+
     name: str = "vt"
     hops: int = 4
     answer_tokens: int = 30
@@ -35,7 +37,7 @@ class VariableTracking:
         yield from parallel_map(lambda index: self._make_question(ctx, index), range(samples))
 
     def _make_question(self, ctx: TaskContext, index: int) -> RulerQuestion:
-        """With an example of up to 500 tokens, a quarter of the length at most; without where none fits."""
+        """Make a question with an example of up to 500 tokens and a quarter of the length, or without one."""
         example = self._example(ctx, ctx.rng(self.name, index, "example"))
         for before in (example, "") if example else ("",):
             try:
@@ -78,7 +80,7 @@ class VariableTracking:
         return found.text if found else ""
 
     def _chain(self, rng: Random, size: int) -> tuple[list[str], int, list[str]]:
-        """(names, value, lines): names of `size` letters, all different."""
+        """Return (names, value, lines): distinct names of `size` letters."""
         names: dict[str, None] = {}
         while len(names) <= self.hops:
             names[random_letters(rng, size, string.ascii_uppercase)] = None
@@ -88,7 +90,7 @@ class VariableTracking:
 
 
 def _insert_chain(lines: list[str], n: int, seed: float) -> str:
-    """The chain, in its order, among n characters of noise."""
+    """Insert the chain's lines, in order, into n characters of noise."""
     whole, part = divmod(n, len(NOISE) + 1)
     units = [NOISE] * whole + [NOISE[:part]] * (part > 0)
     rng = Random(seed)

@@ -1,4 +1,4 @@
-"""Words to hide and to hide among: wonderwords' lists, as RULER uses them."""
+"""Words of needles and word lists: those of wonderwords, as in RULER."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @cache
 def load_words(kind: str) -> tuple[str, ...]:
-    """kind: noun, adjective or verb."""
+    """Return wonderwords' list. kind: noun, adjective or verb."""
     try:
         text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError):
@@ -26,12 +26,12 @@ def load_words(kind: str) -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Nouns, adjectives and verbs, each once."""
+    """Return nouns, adjectives and verbs, each once."""
     return tuple(sorted({*load_words("noun"), *load_words("adjective"), *load_words("verb")}))
 
 
 def random_compound(rng: Random) -> str:
-    """adjective-noun: every pair is as likely as another."""
+    """Return adjective-noun, all pairs equally likely."""
     return f"{rng.choice(load_words('adjective'))}-{rng.choice(load_words('noun'))}"
 
 

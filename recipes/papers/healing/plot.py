@@ -18,7 +18,7 @@ LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
 
 
 def load_curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Recipe -> its rows that have a curve, in the order of the files."""
+    """Return recipe -> its rows with a curve, in the order of the files."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
         for row in json.loads(path.read_text(encoding="utf-8")):
@@ -28,14 +28,14 @@ def load_curves(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def original_loss(paths: list[Path]) -> float | None:
-    """Its loss in the curves' own protocol: nats per token of the validation rows."""
+    """Return the original model's loss on the validation rows, in nats per token."""
     rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
     losses = [row["validation"]["original"]["loss"] for row in rows if (row.get("validation") or {}).get("original")]
     return float(losses[0]) if losses else None
 
 
 def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, str]]:
-    """(label, colour) of each line; a label once."""
+    """Return (label, color) of each line; repeated labels are None."""
     if by == "start":
         named = [(LABELS[row["start"]], COLORS[row["start"]]) for row in rows]
     else:
@@ -49,6 +49,7 @@ def line_styles(rows: list[dict[str, Any]], by: str) -> list[tuple[str | None, s
 def draw_panel(
     axes: Any, name: str, rows: list[dict[str, Any]], base: float | None, by: str, aim: float | None
 ) -> None:
+    """Draw the curves of one conversion."""
     for row, (label, colour) in zip(rows, line_styles(rows, by)):
         tokens, losses = zip(*row["curve"])
         seen = [math.exp(min(loss, 20.0)) for loss in losses]
@@ -66,6 +67,7 @@ def draw_panel(
 def draw(
     found: dict[str, list[dict[str, Any]]], base: float | None, out: Path, by: str = "start", aim: float | None = None
 ) -> None:
+    """Draw all panels and write the figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

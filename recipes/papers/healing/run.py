@@ -42,13 +42,13 @@ COLUMNS = ("model", "seed", "tokens", "perplexity", "ratio to the original", "ne
 
 
 def load(name: str, device: Any) -> tuple[Any, Any]:
-    """(model in float32, tokenizer)"""
+    """Load (model in float32, tokenizer)."""
     source = opening.open_trainable(name)
     return opening.load_causal_lm(source, torch.float32).to(device).eval(), opening.load_source_tokenizer(source)
 
 
 class Scorer:
-    """What every checkpoint of a table is asked: the same windows, the same needles. needles: lengths, none for none."""
+    """Measures every checkpoint of a table on the same windows and needles. needles: lengths; empty for none."""
 
     def __init__(self, source: str, text: str, tokens: int, length: int, needles: list[int], samples: int, device: Any):
         self.needles, self.samples, self.device = tuple(needles), samples, device
@@ -61,7 +61,7 @@ class Scorer:
         return self._scores(*load(str(folder), self.device))
 
     def _scores(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """The first model that is asked is the original; all others are compared with it."""
+        """Score a model. The first model scored is the original, which later ones are compared with."""
         measured = ppl.measure(model, tokenizer, self.options)
         found = ppl.summarize(measured, self.base)
         self.base = self.base or measured
@@ -73,7 +73,7 @@ class Scorer:
 
 # -- text of a table -------------------------------------------------------------------------------
 def format_cells(row: dict[str, Any]) -> list[str]:
-    """A row as people read it, under COLUMNS."""
+    """Format a row for the columns of COLUMNS."""
     if "refused" in row:
         return [row["model"], str(row.get("seed", "")), "", row["refused"], "", "", ""]
     ratio, asked, run = row.get("ratio"), row.get("needles"), row.get("training")
@@ -90,7 +90,7 @@ def format_cells(row: dict[str, Any]) -> list[str]:
 
 
 def mean_error(asked: dict[str, Any]) -> float:
-    """Standard error of the mean over the cells of a needle table, which are asked independently."""
+    """Return the standard error of the mean over the independent cells of a needle table."""
     errors = [error for row in asked["errors"] for error in row]
     return float(sum(e * e for e in errors) ** 0.5 / len(errors))
 
@@ -101,7 +101,9 @@ def format_line(values: list[str] | tuple[str, ...]) -> str:
 
 # -- one row ---------------------------------------------------------------------------------------
 def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device: Any) -> Path:
-    """The conversion, made once and kept where it is. copied: mixers as they are made, structures without a text."""
+    """Convert, unless the conversion is already in its folder. copied: mixers are initialized without data, structures
+    without calibration text.
+    """
     out = folder / f"{Path(name).stem}-{arguments.start}"
     if out.exists():
         return out
@@ -116,7 +118,7 @@ def convert_once(arguments: argparse.Namespace, name: str, folder: Path, device:
 
 
 def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> HealingRecipe:
-    """--tokens: over all stages, shared as the recipe shares its own."""
+    """Return the recipe of a run. --tokens is the total of all stages, divided as the recipe divides its own."""
     sources = [{"path": path, "separator": arguments.separator} for path in arguments.data]
     given = [f"data.sources={json.dumps(sources)}", f"seed={seed}", "checkpoint=0", "data.packing=stream"]
     given += ["data.shuffle=64", f"data.validation={json.dumps([{'path': arguments.text}])}"]
@@ -133,7 +135,7 @@ def healing_recipe(arguments: argparse.Namespace, seed: int, varied: str) -> Hea
 def heal_and_score(
     arguments: argparse.Namespace, student: Path, seed: int, varied: str, scorer: Scorer, device: Any
 ) -> dict[str, Any]:
-    """Trained, measured, and thrown away unless --keep. What a killed run had logged stays beside the conversion."""
+    """Train, measure, and delete the checkpoint unless --keep. Logs of a killed run stay beside the conversion."""
     with ExitStack() as stack:
         place = tempfile.TemporaryDirectory(dir=student.parent, prefix=f"run-{student.name}-{seed}-")
         folder = Path(stack.enter_context(place))
@@ -154,7 +156,9 @@ def heal_and_score(
 
 
 def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
-    """tokens_per_second: of the loops alone; seconds: of everything, opening and measuring included."""
+    """Return tokens_per_second (of the training loops alone) and seconds (of everything, loading and measuring
+    included).
+    """
     stages = record["stages"]
     seconds = sum(stage["seconds"] for stage in stages)
     told = {"tokens": sum(stage["tokens"] for stage in stages), "seconds": record["seconds"]}
@@ -164,7 +168,7 @@ def summarize_training(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
-    """[tokens over all stages, nats per token of validation text], from before the first step on."""
+    """Return [tokens over all stages, validation loss in nats per token], starting before the first step."""
     before = record["validation"]["before"]
     last = record["delivered"]["last"]
     points = [[0, before["loss"]]] if before else []
@@ -178,6 +182,7 @@ def validation_curve(record: dict[str, Any], log: str) -> list[list[float]]:
 
 # -- the table -------------------------------------------------------------------------------------
 def run_table(arguments: argparse.Namespace, show: Any) -> list[dict[str, Any]]:
+    """Return the rows of the table, one per conversion, start, seed and variation."""
     device = choose_device(arguments.device)
     scorer = Scorer(
         arguments.source, arguments.text, arguments.score, arguments.length, arguments.needles, arguments.samples, device

@@ -31,25 +31,29 @@ SuiteCall = tuple[list[str], EvalOptions, str]  # suites, how, precision
 
 
 def reading(a: argparse.Namespace) -> SuiteCall:
+    """Suites of language modeling: perplexity and loss by position."""
     return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
 
 
 def needle(a: argparse.Namespace) -> SuiteCall:
-    """Around the ranked codes lies the text; the learnt questions bring stories of their own."""
+    """Needle suite. The text surrounds the ranked codes; story questions bring their own text."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
     return ["needle"], EvalOptions(text=a.text, **asked), "float32"
 
 
 def mqar(a: argparse.Namespace) -> SuiteCall:
+    """Associative recall suite."""
     return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
 
 
 def niah(a: argparse.Namespace) -> SuiteCall:
+    """Needle-in-a-haystack suite."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
     return ["niah"], EvalOptions(**asked), "float32"
 
 
 def speed(a: argparse.Namespace) -> SuiteCall:
+    """Speed suite."""
     return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
 
 
@@ -59,7 +63,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], SuiteCall]] = {
 
 
 def evaluation_record(done: Evaluation) -> dict[str, Any]:
-    """What a table and its figures need. by_position: mean nats at every position of a window, of both models."""
+    """Return what tables and figures need. by_position: mean nats per position of a window, of both models."""
     found = {**done.to_dict(), "plots": []}
     losses = done.results.get("per-position", {})
     found["by_position"] = {
@@ -70,7 +74,7 @@ def evaluation_record(done: Evaluation) -> dict[str, Any]:
 
 
 def run(a: argparse.Namespace) -> None:
-    """Part after part, so that a run cut short has its first parts of every conversion."""
+    """Run part by part, so that an interrupted run has its first parts for every conversion."""
     kept = a.out / "kept"
     kept.mkdir(parents=True, exist_ok=True)
     named = dict(pair.split("=", 1) for pair in a.conversions)

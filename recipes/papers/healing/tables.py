@@ -1,5 +1,7 @@
-"""What recipes/papers/healing/suites.py measured: a table with a column for each conversion and one with a line for each, needle maps, losses by
-position."""
+"""Tables and figures of the results of recipes/papers/healing/suites.py.
+
+One table with a column per conversion, one with a line per conversion, needle heat maps, and losses by position.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ ANSWER_METRICS = ("accuracy", "score")  # how suites call the share of questions
 
 
 def load_parts(places: list[Path]) -> dict[str, Parts]:
-    """By conversion, in the order given; of a folder by name."""
+    """Return the results by conversion, in the order given; of a folder, by name."""
     files = [file for place in places for file in (sorted(place.glob("*.json")) if place.is_dir() else [place])]
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 # -- table -----------------------------------------------------------------------------------------
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies a row across conversions."""
     return row["suite"], row["task"], row["metric"]["name"], tuple(sorted(row["group"].items()))
 
 
 def is_table_row(row: dict[str, Any]) -> bool:
-    """The first metric of a suite, whole and by length; of losses every stretch; of speed all but the peak."""
+    """Return whether a row is shown: main metrics, whole and by length; all position ranges of losses; speed without
+    peak memory.
+    """
     name, group = row["metric"]["name"], set(row["group"])
     if row["suite"] == "speed":
         return name in ("prefill_ms", "decode_ms", "cache_mb") and group == {"length"}
@@ -32,7 +37,7 @@ def is_table_row(row: dict[str, Any]) -> bool:
 
 
 def select_rows(found: dict[str, Parts]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
-    """Row -> conversion -> what is known of it; a suite of questions is told by how many were answered."""
+    """Return row -> conversion -> its values."""
     table: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for name, parts in found.items():
         rows = [row for part in parts.values() for row in part["rows"] if is_table_row(row)]
@@ -58,7 +63,7 @@ def format_value(row: dict[str, Any], role: str) -> str:
 
 
 def format_change(row: dict[str, Any]) -> str:
-    """Of perplexities and times the ratio, of everything else the difference; its 95% interval."""
+    """Format the ratio for perplexities and times, the difference otherwise, with its 95% interval."""
     if row["suite"] == "speed":
         return f"x {row['values']['converted'] / row['values']['base']:.2f}"
     ratio = row["metric"]["kind"] == "ppl"
@@ -68,6 +73,7 @@ def format_change(row: dict[str, Any]) -> str:
 
 
 def markdown(found: dict[str, Parts]) -> str:
+    """Return the table with a column per conversion."""
     lines = ["| | n | original | " + " | ".join(found) + " |", "|" + " --- |" * (3 + len(found))]
     for by_name in select_rows(found).values():
         first = next(iter(by_name.values()))
@@ -82,7 +88,7 @@ def markdown(found: dict[str, Parts]) -> str:
 
 
 def change_table(found: dict[str, Parts]) -> str:
-    """A line for each conversion: what it differs by from the original, whose own values come first."""
+    """Return the table with a line per conversion: its change from the original, whose values come first."""
     table = {key: by_name for key, by_name in select_rows(found).items() if key[0] != "speed"}
     firsts = [next(iter(by_name.values())) for by_name in table.values()]
     lines = ["| | " + " | ".join(map(row_label, firsts)) + " |", "|" + " --- |" * (1 + len(firsts))]
@@ -95,7 +101,7 @@ def change_table(found: dict[str, Parts]) -> str:
 
 # -- figures ---------------------------------------------------------------------------------------
 def needle_maps(found: dict[str, Parts], task: str) -> dict[str, dict[tuple[float, float], float]]:
-    """Model -> (length, depth) -> share of the questions answered; the original first."""
+    """Return model -> (length, depth) -> share of questions answered; the original first."""
     shown: dict[str, dict[tuple[float, float], float]] = {}
     for name, parts in found.items():
         for row in (row for part in parts.values() for row in part["rows"]):
@@ -117,6 +123,7 @@ def make_figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any
 
 
 def draw_maps(shown: dict[str, dict[tuple[float, float], float]], title: str, path: Path) -> None:
+    """Draw needle heat maps side by side."""
     columns = min(3, len(shown))
     figure, every = make_figure(columns, -(-len(shown) // columns), (3.2, 2.4))
     for axes in every[len(shown) :]:
@@ -137,13 +144,14 @@ def draw_maps(shown: dict[str, dict[tuple[float, float], float]], title: str, pa
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Of the positions around each, fewer at the ends."""
+    """Return the running mean over WIDTH positions, over fewer at the ends."""
     half = WIDTH // 2
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(w) / len(w) for w in windows]
 
 
 def draw_positions(found: dict[str, Parts], path: Path) -> None:
+    """Draw losses by position."""
     from matplotlib import colormaps
 
     curves = {name: parts["reading"]["by_position"] for name, parts in found.items() if "reading" in parts}
@@ -161,6 +169,7 @@ def draw_positions(found: dict[str, Parts], path: Path) -> None:
 
 
 def show(places: list[Path], figures: str | None) -> None:
+    """Print the tables and write the figures."""
     found = load_parts(places)
     print(markdown(found), change_table(found), sep="\n\n")
     if figures is None:

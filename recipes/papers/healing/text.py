@@ -24,12 +24,12 @@ from surgery.eval import stories
 
 END = stories.END
 PASSAGE_LINES = 6  # lines, without blanks
-MAX_SHARED_PASSAGES = 20  # passages that a package may share by chance: licences, loops over arguments
+MAX_SHARED_PASSAGES = 20  # passages that a package may share by chance: licenses, loops over arguments
 MAX_FILE_CHARACTERS = 200_000  # characters of a file: beyond are tables and generated code
 
 
 def write(path: Path, documents: Iterator[str], characters: int) -> int:
-    """As many whole documents as reach so many characters; how many that were."""
+    """Write whole documents until the text has that many characters; return the number of documents."""
     size = 0
     partial = path.with_name(path.name + ".tmp")
     with open(partial, "w", encoding="utf-8") as file:
@@ -43,6 +43,7 @@ def write(path: Path, documents: Iterator[str], characters: int) -> int:
 
 # -- stories ---------------------------------------------------------------------------------------
 def story_documents(seed: int) -> Iterator[str]:
+    """Yield generated stories."""
     rng = Random(f"healing {seed}")
     while True:
         yield stories.document(rng)
@@ -51,19 +52,23 @@ def story_documents(seed: int) -> Iterator[str]:
 
 # -- code ------------------------------------------------------------------------------------------
 def passage_hashes(text: str) -> set[int]:
+    """Return hashes of all passages of PASSAGE_LINES nonblank lines."""
     lines = [stripped for piece in text.splitlines() if (stripped := piece.strip())]
     return {hash("\n".join(lines[i : i + PASSAGE_LINES])) for i in range(len(lines) - PASSAGE_LINES + 1)}
 
 
 def package_files(folder: Path) -> Iterator[list[Path]]:
-    """Files of each."""
+    """Yield the Python files of each installed package."""
     for place in sorted(folder.iterdir()):
         if place.is_dir() and not place.name.startswith((".", "_")) and (files := sorted(place.rglob("*.py"))):
             yield files
 
 
 def code_documents(folder: Path, apart: list[str], seed: int) -> Iterator[str]:
-    """Files in random order."""
+    """Yield Python files of packages in random order, of 200 to MAX_FILE_CHARACTERS characters.
+
+    Files that share a passage with the texts `apart` are left out, and whole packages that share MAX_SHARED_PASSAGES or more.
+    """
     known = set().union(*(passage_hashes(text) for text in apart)) if apart else set()
     kept: list[Path] = []
     for files in package_files(folder):
@@ -84,7 +89,7 @@ def _read(file: Path) -> str:
 
 # -- samples ---------------------------------------------------------------------------------------
 def sampled_documents(source: str, seed: int, rows: int, length: int) -> Iterator[str]:
-    """At temperature 1, so that the distribution is the model's own; rows at a time, of `length` tokens at most."""
+    """Sample documents of at most `length` tokens at temperature 1, the model's own distribution, `rows` at a time."""
     from surgery.core.device import choose_device
     from surgery.training import models as opening
 

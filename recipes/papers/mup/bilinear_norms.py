@@ -38,6 +38,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
 
 
 def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> Any:
+    """Return a small GPT-2 with a bilinear mixer, or with its own attention."""
     config, plan = make_config(WIDTH, vocabulary, SIZES), None
     if attention is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -49,6 +50,7 @@ def model_of(attention: dict[str, Any] | None, vocabulary: int, seed: int) -> An
 
 
 def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: bool) -> Any:
+    """Train a model at a base rate (log2) and return it."""
     told = {"kind": "lm", "trains": ["all"], "rate": rate, "length": SIZES.length, "batch": SIZES.rows}
     told |= {"tokens": steps * SIZES.rows * SIZES.length, "optimiser": {"base_width": WIDTH}}
     stage = parse_healing_recipe({"stages": [told]}).stages[0]
@@ -71,7 +73,7 @@ def trained(model: Any, ids: Tensor, rate: float, steps: int, seed: int, flat: b
 
 @torch.no_grad()
 def held_out(model: Any, ids: Tensor) -> float:
-    """Nats per character, over windows side by side."""
+    """Return the loss in nats per character over adjacent windows."""
     rows = ids[: len(ids) // SIZES.length * SIZES.length].view(-1, SIZES.length)
     return float(model.eval()(rows, labels=rows, use_cache=False).loss)
 
@@ -79,6 +81,7 @@ def held_out(model: Any, ids: Tensor) -> float:
 def rows(
     text: str, held: str, seeds: int, steps: int, log2_rates: list[float], only: str, flat: bool
 ) -> Iterator[dict[str, Any]]:
+    """Return the result rows of all forms and rates."""
     words = sorted(set(text))
     number = {c: i for i, c in enumerate(words)}
     ids, held_ids = (torch.tensor([number[c] for c in t if c in number]) for t in (text, held))

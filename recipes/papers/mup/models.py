@@ -1,5 +1,6 @@
-"""The models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths, every linear of their layers structured,
-and the rates that a recipe would give their parameters."""
+"""Models of recipes/papers/mup/run.py: GPT-2 decoders of one depth and several widths whose layers have structured linears, and the
+learning rates that a recipe assigns to their parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from surgery.training.optim import make_groups
 from surgery.training.pretrain.initialize import RESIDUAL_ROLES, make_model, plan_new_model
 from surgery.training.recipe import parse_healing_recipe
 
-BASE = 64  # the width whose rate the base rate is
+BASE = 64  # width at which rates equal the base rate
 
 
 @dataclass(frozen=True)
 class SweepSizes:
-    """What all runs have in common. head: the size of a head, so that wider models have more heads."""
+    """Settings that all runs share. head: dimension of an attention head, so wider models have more heads."""
 
     layers: int = 2
     head: int = 32
@@ -37,13 +38,17 @@ class SweepSizes:
 
     @property
     def log2_rates(self) -> list[float]:
+        """Return log2 of the base rates."""
         first, last, step = self.rates
         return [first + i * step for i in range(round((last - first) / step) + 1)]
 
 
 def structure_keys(name: str, width: int) -> dict[str, Any] | None:
-    """Keys of a recipe. Ranks grow as the square root of the width, as the paper's do, so fans of cores grow less than
-    those of the layers they are in, which is what the rules differ by."""
+    """Return the recipe keys of a structure at a width.
+
+    Ranks grow as the square root of the width, as in the paper, so fan-ins of cores grow slower than those of their layers; this is
+    where the rules differ.
+    """
     root = round(width**0.5)
     return {
         "dense": None,
@@ -58,6 +63,7 @@ STRUCTURE_NAMES = ("dense", "btt", "monarch", "low_rank", "mlr")
 
 
 def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
+    """Return the GPT-2 config of a width."""
     from transformers import GPT2Config
 
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -70,6 +76,7 @@ def make_config(width: int, vocabulary: int, sizes: SweepSizes) -> Any:
 
 
 def make_gpt2(name: str, width: int, vocabulary: int, sizes: SweepSizes, seed: int) -> Any:
+    """Return a GPT-2 with structured linears."""
     config, keys = make_config(width, vocabulary, sizes), structure_keys(name, width)
     plan = None
     if keys is not None:
@@ -89,7 +96,7 @@ def added_paths(plan: Any) -> Iterator[str]:
 
 
 def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
-    """In place of the low-rank linears."""
+    """Replace low-rank linears by multi-level low-rank ones."""
     for path, module in list(model.named_modules()):
         if isinstance(module, StructuredLinear):
             linear = MLRLinear(module.in_features, module.out_features, config, bias=True)
@@ -100,7 +107,7 @@ def install_mlr(model: Any, config: MLRLinearConfig, silent: set[str]) -> None:
 
 # -- rates ------------------------------------------------------------------------------------------------
 def make_stage(sizes: SweepSizes, rule: str, structured: float = 1.0) -> Any:
-    """The stage of a recipe that is such a run at a base rate of one; structured: base rate of the cores."""
+    """Return the recipe stage of a run at base rate 1. structured: base rate of the cores."""
     keys: dict[str, Any] = {"kind": "lm", "trains": ["all"], "rate": 1.0, "rates": {"structured": structured}}
     keys |= {"length": sizes.length, "batch": sizes.rows, "rows": sizes.rows}
     keys |= {"tokens": sizes.steps * sizes.rows * sizes.length, "optimiser": {"base_width": BASE, "rates": rule}}
@@ -109,7 +116,7 @@ def make_stage(sizes: SweepSizes, rule: str, structured: float = 1.0) -> Any:
 
 
 def rate_factors(model: Any, stage: Any) -> dict[str, float]:
-    """Parameter -> its rate: the groups that a recipe would make."""
+    """Return parameter -> learning rate, as a recipe would group them."""
     groups = make_groups(model, {name for name, _ in model.named_parameters()}, stage)
     return {name: group.rate for group in groups for name in group.names}
 

@@ -1,5 +1,5 @@
-"""Does the best base rate stay where it is as models grow? Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), from our
-own runs: GPT-2 decoders of one depth and several widths, every linear of their layers structured, trained on characters.
+"""Does the best base learning rate stay the same as models grow? Figure 2b of Qiu et al. 2024 ("Compute Better Spent"), from our
+own runs: GPT-2 decoders of one depth and several widths, with structured linears in every layer, trained on characters.
 
 python -m surgery.recipes.papers.mup.run run --text FILE --out runs.jsonl [--structure btt ..] [--width 64 ..]
 python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
@@ -7,8 +7,8 @@ python -m surgery.recipes.papers.mup.run show runs.jsonl .. [--plot mup.png]
     mup      every core at the rate of its own fan-in (surgery/training/optim.py): rate * c * 64 / fan_in
     dense    every core at the rate that muP gives the dense layer in its place: rate * 64 / in
 
-Both begin with the same numbers, and c makes them alike at the base width, 64: see `even`. A stack of runs (all rates, seeds and rules of one structure and width) trains at once;
-what lies in the file already is not run again.
+Both start from the same parameters, and c makes their rates equal at the base width 64 (`matching_core_rate`). All rates, seeds
+and rules of one structure and width train at once as a stack; runs that the file already contains are not repeated.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ RULES = ("mup", "dense")
 
 # -- data -------------------------------------------------------------------------------------------------
 def make_data_config(text: str) -> DataConfig:
+    """Return the data settings of a text file."""
     return DataConfig.model_validate({"sources": text, "packing": "stream", "validation": 0.05})
 
 
 class CachedEncoder(TextEncoder):
-    """Every seed reads the same text in another order; its tokens are made once."""
+    """Text encoder that caches the tokens of each list of documents."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer)
@@ -64,7 +65,7 @@ class CachedEncoder(TextEncoder):
 
 
 def stack_examples(data: TrainingData, steps: int, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """(steps, rows, T), in the order in which the training loop reads them."""
+    """Return input_ids and labels of the first steps on the device, (steps, rows, T)."""
     examples = [example for example, _ in zip(data.examples(0), range(steps * rows))]
     return {
         name: torch.stack([e[name] for e in examples]).unflatten(0, (steps, rows)).to(device)
@@ -75,6 +76,8 @@ def stack_examples(data: TrainingData, steps: int, rows: int, device: torch.devi
 # -- runs -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SweepRun:
+    """One training run; its fields identify it in the result file."""
+
     structure: str
     width: int
     rule: str
@@ -83,12 +86,15 @@ class SweepRun:
 
 
 def list_runs(name: str, width: int, sizes: SweepSizes) -> list[SweepRun]:
-    rules = RULES[:1] if name == "dense" else RULES  # of dense layers the rules say the same
+    """Return the runs of one structure and width."""
+    rules = RULES[:1] if name == "dense" else RULES  # both rules coincide for dense layers
     every = ((rule, seed, rate) for rule in rules for seed in range(sizes.seeds) for rate in sizes.log2_rates)
     return [SweepRun(name, width, *which) for which in every]
 
 
 class Sweep:
+    """Trains stacks of runs on one text."""
+
     def __init__(self, text: str, sizes: SweepSizes, device: torch.device, graph: bool = True):
         self.sizes, self.device, self.graph = sizes, device, graph
         config = make_data_config(text)
@@ -102,7 +108,7 @@ class Sweep:
         self.held_out = {n: torch.stack([e[n] for e in held]).to(device) for n in ("input_ids", "labels")}
 
     def train(self, runs: list[SweepRun]) -> list[dict[str, Any]]:
-        """All at once: of one structure and width."""
+        """Train the runs at once and return a result row for each."""
         began, sizes = time.perf_counter(), self.sizes
         name, width, vocabulary = runs[0].structure, runs[0].width, len(self.tokenizer)
         models = {seed: make_gpt2(name, width, vocabulary, sizes, seed) for seed in {run.seed for run in runs}}
@@ -142,13 +148,13 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def estimate_memory(width: int, sizes: SweepSizes) -> float:
-    """GB that one run of a stack takes, about: activations, and four times its numbers."""
+    """Return the estimated memory of one run in GB."""
     activations = sizes.rows * sizes.length * sizes.layers * width * 60
     return 4 * (activations + 4 * 12 * sizes.layers * width**2) / 1e9
 
 
 def split_into_stacks(runs: list[SweepRun], memory: float, sizes: SweepSizes) -> Iterator[list[SweepRun]]:
-    """Of about one size, one seed after the other, so that an interruption leaves whole seeds."""
+    """Divide runs into stacks that fit in the memory."""
     if runs:
         runs = sorted(runs, key=lambda r: r.seed)
         count = -(-len(runs) // max(1, int(memory / estimate_memory(runs[0].width, sizes))))

@@ -1,4 +1,4 @@
-"""What recipes/papers/mup/run.py found: where the best base rate lies at every width, as a table and a plot."""
+"""Results of recipes/papers/mup/run.py: the best base rate at every width, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Losses = dict[float, dict[int, float]]  # log2 of the base rate -> seed -> held-
 
 @dataclass(frozen=True)
 class BestRate:
-    """log2_rate: of the lowest loss, between the rates tried; error: standard error over the seeds; edge: it is the
-    lowest or highest rate tried, so that the best may lie beyond."""
+    """Best base rate (log2), its standard error over seeds, the lowest mean loss. edge: whether it lies at an end of the
+    grid.
+    """
 
     log2_rate: float
     error: float
@@ -24,7 +25,7 @@ class BestRate:
 
 
 def load_losses(paths: list[Path]) -> dict[tuple[str, str, int], Losses]:
-    """By structure, rule and width; a run that diverged has an infinite loss. A run found twice counts once."""
+    """Return (structure, rule, width) -> losses by rate and seed."""
     found: dict[tuple[str, str, int], Losses] = defaultdict(lambda: defaultdict(dict))
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     for row in sorted((json.loads(line) for line in lines), key=_order):
@@ -39,7 +40,9 @@ def _order(row: dict[str, Any]) -> tuple[bool, str, bool]:
 
 
 def find_best(losses: Losses) -> BestRate:
-    """Of the mean over seeds; its error from the seeds one by one."""
+    """Return the best rate: vertex of a parabola through the lowest mean loss and its neighbors; the error is over
+    seeds.
+    """
     rates, means, seeds = mean_losses(losses)
     each = [parabola_vertex(rates, [losses[r][seed] for r in rates]) for seed in seeds]
     where, lowest = parabola_vertex(rates, means), min(means)
@@ -47,14 +50,14 @@ def find_best(losses: Losses) -> BestRate:
 
 
 def mean_losses(losses: Losses) -> tuple[list[float], list[float], set[int]]:
-    """(rates, means over the seeds that were run at all of them, those seeds)"""
+    """Return (rates, ascending; mean losses; seeds), over the seeds that were run at every rate."""
     rates = sorted(losses)
     seeds = set.intersection(*(set(losses[r]) for r in rates))
     return rates, [sum(losses[r][s] for s in seeds) / max(1, len(seeds)) for r in rates], seeds
 
 
 def parabola_vertex(rates: list[float], losses: list[float]) -> float:
-    """Of the parabola through the lowest loss and its neighbours; the rate itself where one of them is missing."""
+    """Return the vertex of a parabola through the lowest loss and its neighbors; the rate itself at an end of the grid."""
     i = losses.index(min(losses))
     if i in (0, len(rates) - 1) or not math.isfinite(losses[i - 1] + losses[i + 1]):
         return rates[i]
@@ -64,14 +67,14 @@ def parabola_vertex(rates: list[float], losses: list[float]) -> float:
 
 
 def standard_error(values: list[float]) -> float:
+    """Return the standard error of a mean."""
     mean = sum(values) / len(values)
     spread = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
     return math.sqrt(spread / len(values)) if len(values) > 1 else math.nan
 
 
 def table_rows(found: dict[tuple[str, str, int], Losses]) -> list[dict[str, Any]]:
-    """One a structure and rule: the best rate at every width, how far it moved from the first to the last, and what the
-    last width loses at the first one's best rate."""
+    """Return the rows of the table."""
     table = []
     for structure, rule in dict.fromkeys((s, r) for s, r, _ in found):
         widths = sorted(w for s, r, w in found if (s, r) == (structure, rule))
@@ -86,7 +89,7 @@ def table_rows(found: dict[tuple[str, str, int], Losses]) -> list[dict[str, Any]
 
 
 def interpolate_loss(losses: Losses, log2_rate: float) -> float:
-    """The mean loss at a rate, between those tried in a straight line."""
+    """Return the mean loss at a rate, interpolated linearly between measured rates."""
     rates, means, _ = mean_losses(losses)
     at = dict(zip(rates, means))
     below = max((r for r in rates if r <= log2_rate), default=rates[0])
@@ -96,6 +99,7 @@ def interpolate_loss(losses: Losses, log2_rate: float) -> float:
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
+    """Return the table in Markdown."""
     widths = sorted({w for row in table for w in row["bests"]})
     lines = ["| structure | rates | " + " | ".join(map(str, widths)) + " | moved | lost |"]
     lines.append("|" + " --- |" * (len(widths) + 4))
@@ -124,6 +128,7 @@ def _pair(value: float, error: float, sign: str = "") -> str:
 
 
 def show(paths: list[Path], plot: Path | None) -> None:
+    """Print the table and write the plot."""
     found = load_losses(paths)
     print(markdown(table_rows(found)))
     if plot is not None:
@@ -131,7 +136,7 @@ def show(paths: list[Path], plot: Path | None) -> None:
 
 
 def draw(found: dict[tuple[str, str, int], Losses], path: Path) -> None:
-    """Loss against base rate, a line a width; structures across, rules down; a dot at each best."""
+    """Draw loss against base rate, one panel per structure and rule."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,11 @@
-"""The table of docs/quality.md: perplexity after converting every linear of the layers, structure by structure and
-step by step, without training.
+"""Table of docs/quality.md: perplexity after converting every linear of the layers, by structure and method, without training.
 
 python -m surgery.recipes.papers.quality.linears SRC --calibration FILE --text FILE [--keep 0.75 --keep 0.5] [--json OUT]
 
     plain        no calibration text: Frobenius norm
-    whitened     closed form in the metric of the inputs, every layer on its own, one share for all
-    ALS          and alternating least squares
-    everything   and sequential calibration, the outputs' curvature, the budget spread over layers and roles
+    whitened     closed form in the metric of the inputs, each layer separately, the same share of parameters everywhere
+    ALS          the same with alternating least squares
+    everything   the same with sequential calibration, curvature of the outputs, and a budget allocated over layers and roles
 """
 
 from __future__ import annotations
@@ -47,19 +46,20 @@ CLOSED_FORM = ("low_rank", "pivoted_low_rank")  # the whitened form is the optim
 
 
 def structure_steps(structure: str, steps: list[str]) -> list[str]:
-    """auto chooses by calibrated error: with everything or not at all."""
+    """Return the methods that apply to a structure."""
     chosen = ["everything"] if structure == "auto" else steps
     return [s for s in chosen if not (s == "ALS" and structure in CLOSED_FORM)]
 
 
 def measure_checkpoint(folder: str, options: EvalOptions, device: torch.device) -> SuiteResult:
+    """Measure a checkpoint's perplexity."""
     return ppl.measure(*load(folder, device, "float32", False), options)
 
 
 def convert_and_measure(
     source: str, recipe: dict[str, Any], options: EvalOptions, base: SuiteResult, device: Any
 ) -> dict[str, Any]:
-    """One conversion, measured and thrown away."""
+    """Convert, measure, and delete the conversion."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -110,6 +110,7 @@ def main() -> None:
 
 
 def format_line(found: dict[str, Any]) -> str:
+    """Format a result as a line."""
     place = " ".join(str(found.get(k, "")) for k in ("structure", "step", "keep"))
     if "refused" in found:
         return f"{place}: {found['refused']}"

@@ -1,10 +1,9 @@
-"""The tables of attention in docs/quality.md: perplexity after giving every attention a mixer, before any training, and
-what the live cache holds.
+"""Tables of attention in docs/quality.md: perplexity after replacing every attention by a mixer, before training, and cache size.
 
 python -m surgery.recipes.papers.quality.mixers SRC --calibration FILE --text FILE [--recipe ssd ..] [--set KEY=VALUE ..]
 
-    copied       an untrained mixer under the model's own projections
-    calibrated   started on the calibration text, the output projections fitted to it
+    copied       mixer initialized without data, with the model's own projections
+    calibrated   mixer initialized on the calibration text, output projections fitted to it
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ CHUNK_TOKENS = 1024
 
 @torch.no_grad()
 def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that the model's mixers, and softmax attention in their place, keep of one sequence of `length` tokens: of
-    states that random tokens went through in pieces, as a prefill does."""
+    """Return (bytes of all mixers' states after `length` tokens, bytes of softmax caches of the same layers)."""
     ours = softmax = 0
     for _, module in mixer_modules(model):
         shape, device = module.mixer.shape, next(model.parameters()).device
@@ -49,6 +47,8 @@ def live_cache(model: Any, length: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> MixerInputs:
+    """Return random inputs of a mixer."""
+
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(1, *sizes, device=device, dtype=dtype)
 
@@ -59,7 +59,7 @@ def random_inputs(shape: Any, tokens: int, device: torch.device, dtype: torch.dt
 def convert_and_measure(
     source: str, recipe: Any, options: EvalOptions, base: SuiteResult, device: Any, contexts: list[int]
 ) -> dict[str, Any]:
-    """One conversion, measured and thrown away."""
+    """Convert, measure, and delete the conversion."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -79,6 +79,7 @@ def convert_and_measure(
 
 
 def format_line(found: dict[str, Any]) -> str:
+    """Format a result as a line."""
     place = f"{found['recipe']} {found.get('start', '')}"
     if "refused" in found:
         return f"{place}: {found['refused']}"

@@ -1,10 +1,10 @@
-"""Multi-level low rank (MLR) as a linear: W = sum_l (+)_k left[l, k] right[l, k], k = 1 .. 2^(l - 1) diagonal blocks of rank r.
+"""Multi-level low-rank (MLR) linear: W = sum_l (+)_k left[l, k] right[l, k], k = 1 .. 2^(l - 1) diagonal blocks of rank r.
 
     l: level    k: block of the level    a, d: out, in over 2^(l - 1)    r: rank of a block        y_k += left (right x_k)
 
-(Parshakova et al. 2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices"; Kuang et al.
-2025, eq. 8, of which this is a case.) For training from scratch: it has no start from a given matrix, so it is no structure
-of recipes. Its rates follow from seeing the left factors of all levels as one layer, whose fan-in is all ranks together.
+(Parshakova et al. 2023, "Factor fitting, rank allocation, and partitioning in multilevel low rank matrices"; a special case of
+Kuang et al. 2025, eq. 8.) For training from scratch only: it has no projection of a given matrix, so recipes do not offer it.
+Its learning rates treat the left factors of all levels as one layer whose fan-in is the sum of all ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from surgery.structures.base import MuP, StructureConfig, StructuredLinear
 
 @dataclass(frozen=True)
 class MLRLinearConfig(StructureConfig):
-    """ranks: of a block, level after level."""
+    """Config of MLRLinear."""
 
     name: ClassVar[str] = "mlr"
     ranks: tuple[int, ...] = (4, 4, 4, 4)
 
 
 class MLRLinear(StructuredLinear):
-    """`weight` (k, r, a) and right (k, d, r) are of the first level, weight1, right1 .. of the next ones."""
+    """Multi-level low-rank linear."""
 
     @classmethod
     def shapes(cls, config: Any, out: int, in_: int) -> dict[str, tuple[int, ...]]:
@@ -57,7 +57,7 @@ class MLRLinear(StructuredLinear):
 
 
 def zero_output(linear: MLRLinear) -> None:
-    """Answering zero, with a gradient."""
+    """Set the left factors to zero, so that the layer's output is zero."""
     for name in linear.core_names():
         if name.startswith("weight"):
             nn.init.zeros_(getattr(linear, name))

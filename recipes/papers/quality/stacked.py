@@ -25,6 +25,8 @@ WARM_UP = 3  # steps before a graph is recorded, undone afterwards
 
 
 class StackedTraining:
+    """M training runs of one architecture with stacked parameters."""
+
     def __init__(
         self,
         models: list[nn.Module],
@@ -55,7 +57,7 @@ class StackedTraining:
 
     # -- forward ---------------------------------------------------------------------------------------
     def _loss(self, numbers: list[Tensor], ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean nats per token that counts, of one run."""
+        """Return one run's mean loss in nats per counted token."""
         _, next_BT = next_token_targets({"labels": labels_BT})
         parameters, length = dict(zip(self.names, numbers)), ids_BT.shape[1]
         given = {"attention_mask": self._mask(length), "use_cache": False}
@@ -63,18 +65,20 @@ class StackedTraining:
         return cross_entropy(answer.logits, next_BT) / (next_BT >= 0).sum()
 
     def _mask(self, length: int) -> Tensor:
-        """(1, 1, T, T), made here: what transformers makes of none takes numbers from the CPU, which no graph can."""
+        """Return the causal mask (1, 1, T, T); transformers' own construction copies from the CPU, which a CUDA graph
+        cannot contain.
+        """
         lowest = torch.full((1, 1, length, length), torch.finfo(torch.float32).min, device=self.device)
         return lowest.triu(1)
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """(M,); Triton knows nothing of vmap, so the references compute."""
+        """Return losses (M,). The reference implementations compute them, because Triton does not support vmap."""
         with use_kernels("reference"):
             return torch.vmap(self._loss)(self.leaves, batch["input_ids"], batch["labels"])
 
     @torch.no_grad()
     def evaluate(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """(M,), the mean over batches of equal size."""
+        """Return the mean losses (M,) over batches of equal size."""
         self.model.eval()
         found = torch.stack([self.losses(batch) for batch in batches]).mean(0)
         self.model.train()
@@ -82,7 +86,7 @@ class StackedTraining:
 
     # -- a step ----------------------------------------------------------------------------------------
     def step(self, batch: dict[str, Tensor], factor: float) -> Tensor:
-        """(M,) losses before it; factor: the schedule's, on all peaks."""
+        """Take a step and return the losses (M,) before it. factor: the schedule's factor on all peak rates."""
         self.factor.fill_(factor)
         if not self.use_graph:
             return self._step(batch).clone()
@@ -106,7 +110,7 @@ class StackedTraining:
 
     @torch.no_grad()
     def _adam_step(self, gradient_MN: Tensor) -> None:
-        """Adam (Kingma & Ba 2015) as torch's own computes it."""
+        """Adam (Kingma and Ba 2015) as in torch.optim."""
         (first, second), settings = self.optimiser.betas, self.optimiser
         self.steps += 1
         rates_MN = self.rates_MN * self.factor
@@ -116,7 +120,7 @@ class StackedTraining:
         self.flat_MN.sub_(rates_MN.mul_(self.mean_MN).div_(root_MN) / (1 - first**self.steps))
 
     def _record(self, batch: dict[str, Tensor]) -> None:
-        """The step as a CUDA graph; what the warming up changed is put back."""
+        """Capture the step as a CUDA graph, and undo what the warm-up changed."""
         self.static_inputs = {name: batch[name].clone() for name in ("input_ids", "labels")}
         kept_MN, stream = self.flat_MN.clone(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -1,4 +1,4 @@
-"""How fast a device converts: rates that explain seconds measured there, and conversions they predict.
+"""Throughput of a device during conversion: fit rates to measured seconds, and predict other conversions.
 
 seconds = products / (FLOP/s) + sum of n^3 of the eigenproblems / (n^3/s) + bytes passed between processes / (bytes/s)
 """
@@ -13,7 +13,7 @@ from surgery.recipes.papers.scale.work import SHAPES, CalibrationText, Conversio
 
 @dataclass(frozen=True)
 class MeasuredConversion:
-    """Seconds of the two parts of a conversion, all layers: of docs/performance.md, or by --measure."""
+    """Seconds of both parts of a conversion over all layers: from docs/performance.md, or measured here."""
 
     device: str
     shape: str
@@ -32,18 +32,23 @@ MEASUREMENTS = [
 
 @dataclass(frozen=True)
 class Rates:
+    """Throughputs: products in FLOP/s, roots in n^3/s, calls in 1/s."""
+
     products: float  # FLOP/s
     roots: float = 1e30  # n^3/s
     calls: float = 1e30  # 1/s
 
     def seconds(self, work: ConversionWork, link: float = 50e9) -> float:
+        """Return the seconds of some work. link: bytes/s between processes."""
         arithmetic = work.products / self.products + work.roots / self.roots + work.calls / self.calls
         return arithmetic + work.passed / link
 
 
 def fit_rates(rows: list[MeasuredConversion], root: float = 0.0) -> Rates:
-    """The rate of products, by least squares of relative errors; root: seconds of an eigenproblem of 1024, where that was
-    timed (on a CPU, of the small models that are tried there, it is too little to tell)."""
+    """Fit rates by least squares of relative errors.
+
+    root: seconds of an eigenproblem of size 1024 if measured (for the small models tried on a CPU it cannot be inferred).
+    """
     roots, known, wanted = Rates(1e30, 1024**3 / root, 1 / root) if root else Rates(1e30), [], []
     for row in rows:
         for work, seconds in zip(calibrated_work(SHAPES[row.shape], row.text), (row.budgets, row.conversion)):
@@ -54,14 +59,14 @@ def fit_rates(rows: list[MeasuredConversion], root: float = 0.0) -> Rates:
 
 
 def predict_seconds(row: MeasuredConversion, rates: Rates) -> tuple[float, float]:
+    """Return the predicted seconds of both parts."""
     budgets, conversion = (row.layers * rates.seconds(work) for work in calibrated_work(SHAPES[row.shape], row.text))
     return budgets, conversion
 
 
 # -- rates of this machine ---------------------------------------------------------------------------------------
 def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
-    """A random Llama of that shape, converted here; seconds of this process's processor, so that others' work does not
-    count."""
+    """Convert a random Llama of that shape; count this process's CPU seconds, so that other load does not matter."""
     import tempfile
     import time
     from contextlib import contextmanager
@@ -102,7 +107,7 @@ def measure_conversion(name: str, text: CalibrationText) -> MeasuredConversion:
 
 
 def check_rates(names: list[str], text: CalibrationText) -> list[str]:
-    """Rates from all but the last, which they predict."""
+    """Fit rates to all but the last conversion and predict the last."""
     rows = [measure_conversion(name, text) for name in names]
     rates = fit_rates(rows[:-1])
     lines = [f"{rates.products / 1e9:,.1f} GFLOP/s"]

@@ -1,8 +1,8 @@
-"""Arithmetic of a conversion, counted from a model's shape: products (FLOP) and eigenproblems (n^3), layer by layer, and how it is
-dealt out to processes, asked of what deals it out (surgery.calibration.partition, surgery.core.distributed).
+"""Count the arithmetic of a conversion from a model's shape: products (FLOP) and eigenproblems (n^3), by layer.
 
-n tokens, T window, D width, F of the MLP; an O x I matrix becomes BTT on a 4 x 4 grid of a x d blocks of rank s, half its numbers
-kept (recipe btt-half).
+Work is distributed over processes by the same code as in a conversion (surgery.calibration.partition, surgery.core.distributed).
+n tokens, T window, D width, F MLP width; an O x I matrix becomes BTT on a 4 x 4 grid of a x d blocks of rank s with half of its
+parameters (recipe btt-half).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from surgery.core.distributed import DistContext
 
 @dataclass(frozen=True)
 class LlamaShape:
+    """Shape of a Llama model."""
+
     layers: int
     width: int
     mlp: int
@@ -25,7 +27,7 @@ class LlamaShape:
     head: int = 128
 
     def stages(self) -> list[list[tuple[int, int]]]:
-        """(O, I) of the linears of a layer that read one input, in order."""
+        """Return (O, I) of a layer's linears, grouped by shared input, in order."""
         queries, keys, width, mlp = self.heads * self.head, self.groups * self.head, self.width, self.mlp
         return [
             [(queries, width), (keys, width), (keys, width)], [(width, queries)], [(mlp, width), (mlp, width)], [(width, mlp)],
@@ -33,10 +35,12 @@ class LlamaShape:
 
     @property
     def layer(self) -> int:
+        """Parameters of a layer's linears."""
         return sum(out * in_ for stage in self.stages() for out, in_ in stage)
 
     @property
     def params(self) -> int:
+        """Parameters of the model."""
         return self.layers * self.layer + self.vocabulary * self.width * (1 if self.tied else 2)
 
 
@@ -54,6 +58,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class CalibrationText:
+    """Size of the calibration text, in tokens."""
+
     tokens: int = 8192
     window: int = 1024
     sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
@@ -72,8 +78,11 @@ LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less ti
 
 @dataclass(frozen=True)
 class ConversionWork:
-    """products: FLOP; roots: n^3 of symmetric eigenproblems, in all, of those at least LARGE; calls: how many smaller ones;
-    passed: bytes between processes."""
+    """Arithmetic and communication.
+
+    products: FLOP; roots: sum of n^3 of symmetric eigenproblems of size at least LARGE_EIGENPROBLEM; calls: number of smaller ones;
+    passed: bytes between processes.
+    """
 
     products: float = 0.0
     roots: float = 0.0
@@ -85,26 +94,27 @@ class ConversionWork:
         return ConversionWork(*sums, self.passed + other.passed)
 
     def times(self, share: float) -> ConversionWork:
+        """Return this work multiplied by a factor."""
         return ConversionWork(self.products * share, self.roots * share, self.calls * share, self.passed)
 
 
 # -- counting ------------------------------------------------------------------------------------------------
 def forward_work(shape: LlamaShape, tokens: float, window: int, linears: int | None = None) -> ConversionWork:
-    """A layer on so many tokens; linears: numbers of those that run, attention with them."""
+    """Forward pass of a layer. linears: parameters that run; default: all, with attention."""
     return ConversionWork(
         tokens * (2 * (shape.layer if linears is None else linears) + 4 * window * shape.heads * shape.head)
     )
 
 
 def projection_work(out: int, in_: int) -> ConversionWork:
-    """Blocks whitened, their Gram matrices, 16 eigenproblems, cores."""
+    """Projection: whitened blocks, their Gram matrices, 16 eigenproblems, cores."""
     a, d = out / 4, in_ / 4
     size, products = min(a, d), 2 * out * in_ * (d + 2 * min(a, d))
     return ConversionWork(products, 16 * size**3) if size >= LARGE_EIGENPROBLEM else ConversionWork(products, calls=16)
 
 
 def sweep_work(out: int, in_: int) -> ConversionWork:
-    """surgery.structures.btt.sweep: C R and step C, W C - L (R C), least squares of both sides."""
+    """One ALS sweep (surgery.structures.btt): C R and step C, W C - L (R C), least squares of both sides."""
     a, d = out / 4, in_ / 4
     s = a * d / (2 * (a + d))
     return ConversionWork(
@@ -113,7 +123,9 @@ def sweep_work(out: int, in_: int) -> ConversionWork:
 
 
 def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
-    """Two targets, the better one swept; each candidate judged on held-out rows; the moved target and W C."""
+    """Fit of a matrix: two targets, sweeps of the better one, held-out error of each candidate, and W C of the shifted
+    target.
+    """
     product = 2 * out * in_ * in_
     judged = (2 + min(text.sweeps, 2)) * product
     whole = ConversionWork(judged + 2 * product + product) + projection_work(out, in_) + projection_work(out, in_)
@@ -123,12 +135,12 @@ def fit_work(out: int, in_: int, text: CalibrationText) -> ConversionWork:
 
 
 def total_cost(job: ConversionWork) -> float:
-    """For dealing out."""
+    """Return a scalar cost for load balancing."""
     return job.products + job.roots + job.calls
 
 
 def busiest_work(jobs: list[ConversionWork], processes: int) -> ConversionWork:
-    """What the busiest process does."""
+    """Return the work of the busiest process."""
     costs = [total_cost(job) for job in jobs]
     owners = DistContext(0, processes).assign_jobs(costs)
     loads = [[job for job, owner in zip(jobs, owners) if owner == rank] for rank in set(owners)]
@@ -136,14 +148,16 @@ def busiest_work(jobs: list[ConversionWork], processes: int) -> ConversionWork:
 
 
 def busiest_share(tokens: float, processes: int, most: int = MAX_SHARDS) -> float:
-    """The share of its tokens that the busiest process runs."""
+    """Return the share of tokens that the busiest process runs."""
     parts = max(1, min(most, int(tokens) // MIN_SHARD_TOKENS))
     return -(-parts // processes) / parts
 
 
 def moments_work(stage: list[tuple[int, int]], residual: bool) -> tuple[float, float]:
-    """(FLOP a token, numbers held) of a stage's second moments: C by its upper half; E[x0 x] and E[x0 x0] for outputs
-    wider than the input, else y and K of each output."""
+    """Return (FLOP per token, elements stored) of the second moments of a group of linears.
+
+    C by its upper half; E[x0 x^T] and E[x0 x0^T] for outputs wider than the input, otherwise y and K of each output.
+    """
     in_ = stage[0][1]
     narrow = [out for out, _ in stage if residual or out <= in_]
     wide = len(narrow) < len(stage)
@@ -154,7 +168,7 @@ def moments_work(stage: list[tuple[int, int]], residual: bool) -> tuple[float, f
 def calibrated_work(
     shape: LlamaShape, text: CalibrationText, processes: int = 1
 ) -> tuple[ConversionWork, ConversionWork]:
-    """(survey and quick trial, conversion) of a layer, of the busiest process."""
+    """Return (Fisher pass and quick trial, conversion) of a layer, for the busiest process."""
     few = max(text.window, text.fit // 4)
     survey = forward_work(shape, 4 * text.fit * busiest_share(text.fit, processes), text.window)
     trial = forward_work(
@@ -198,5 +212,5 @@ def calibrated_work(
 
 
 def data_free_work(shape: LlamaShape) -> ConversionWork:
-    """Of a layer."""
+    """Return the work of converting a layer without data."""
     return sum((projection_work(out, in_) for stage in shape.stages() for out, in_ in stage), ConversionWork())

@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(shape: str, device: torch.device, longest: int, ranks: DistContext | None = None) -> EvalModel:
-    """Random weights, the same in every process; the embedded checkpoint's tokenizer."""
+    """Return a model with random weights, equal in every process, and the embedded checkpoint's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
@@ -72,7 +72,7 @@ def random_model(shape: str, device: torch.device, longest: int, ranks: DistCont
 
 @torch.inference_mode()
 def time_bare_loop(eval_model: EvalModel, length: int, batches: int, rows: int, new: int) -> list[float]:
-    """Seconds of each batch of the model alone."""
+    """Return the seconds of each batch of the model alone."""
     ids_BT = torch.randint(5, 1000, (rows, length - new), device=eval_model.device)
     seconds = []
     for _ in range(batches):
@@ -83,7 +83,7 @@ def time_bare_loop(eval_model: EvalModel, length: int, batches: int, rows: int, 
 
 
 def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
-    """The sum waits for the device."""
+    """Run a batch; the sum waits for the device."""
     if new:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings).sum().item()
@@ -94,6 +94,7 @@ def _run_batch(model: Any, ids_BT: torch.Tensor, new: int) -> None:
 def time_suite(
     eval_model: EvalModel, name: str, length: int, samples: int, rows: int, data_root: Path | None
 ) -> dict[str, Any]:
+    """Time a suite."""
     suite, _, task = name.partition(":")
     options = EvalOptions(
         lengths=(length,),
@@ -114,7 +115,7 @@ def time_suite(
 def compare_with_bare_loop(
     eval_model: EvalModel, name: str, length: int, new: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The bare loop before and after the suite, for clocks move; shares are of the mean of both."""
+    """Time the bare loop before and after the suite, because clock rates drift; shares refer to the mean of both."""
     tokens = generation_tokens(eval_model.device) if new else BATCH_TOKENS.get(eval_model.device.type, 2**17)
     own = -(-arguments.samples // eval_model.ranks.count)
     rows = arguments.rows or max(1, min(own, tokens // length))
