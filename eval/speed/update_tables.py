@@ -2,7 +2,7 @@
 
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
 
-Several of one kind (some rivals each) count as one. kernels/tuning.json, which way is fastest where (kernels/tuning.py), from the first three; docs/performance.md between
+Several of one kind (some rivals each) count as one. kernels/tuning.json, which way is fastest where (kernels/tuning.py), from the first three; docs/measurements/performance.md between
 its <!-- bench --> marks, all of it. Run from a clone.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, TABLE = ROOT / "docs/performance.md", ROOT / "kernels/tuning.json"
+PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
