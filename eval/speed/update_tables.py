@@ -3,7 +3,7 @@
     python -m surgery.eval.speed.update_tables linear.json attention.json decode.json model.json
 
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by op and
-size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/performance.md. Run from a clone.
+size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. Run from a clone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, TABLE = ROOT / "docs/performance.md", ROOT / "kernels/tuning.json"
+PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 

@@ -1,7 +1,8 @@
-"""The pages are true: their ```bash and ```python blocks run, one after the other, in a folder of their own.
+"""Tests of the documentation: the ```bash and ```python blocks of every page run in order, in a folder per page.
 
-There `SRC` is the embedded checkpoint's first layers, `DATA` the small mirror of data sets, calibration.txt and heldout.txt are beginnings of its texts, and where a page begins with a
-converted checkpoint, `OUT` is one. Blocks marked ```console are shown only.
+In that folder `SRC` is the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
+heldout.txt are the first characters of the embedded texts. Pages in NEED_OUT also find a converted checkpoint, `OUT`. Blocks marked
+```console are not run; the pages of docs/measurements/ contain no others.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from surgery.planning.recipe import ConversionRecipe, Rule, load_recipe
 from surgery.structures import STRUCTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MEASURED: set[str] = set()  # pages whose commands take hours
-TAUGHT = [page for page in PAGES if page.name not in MEASURED]
+DOCS = ROOT / "docs"
+MEASUREMENTS = DOCS / "measurements"  # results, whose commands take hours
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TAUGHT = [page for page in PAGES if page.parent != MEASUREMENTS]
 NEED_OUT = {"benchmarks.md", "checkpoint.md", "evaluate.md", "finetune.md", "push.md", "report.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
@@ -97,7 +99,7 @@ def test_commands_run(page, desk, request):
         assert done.returncode == 0, f"{page.name}:\n{text}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_blocks_are_of_a_known_kind(page):
     assert {language for language, _ in blocks(page)} <= {"bash", "python", "console", "text", "yaml"}
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page))
@@ -108,15 +110,15 @@ def links(page: Path) -> list[str]:
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", link)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for link in links(page):
         target = (page.parent / link.partition("#")[0]).resolve()
-        assert target.exists() or target.name in MEASURED, f"{page.name} points at {link}"
+        assert target.exists(), f"{page.name} points at {link}"
 
 
 def test_the_readme_leads_to_every_page():
-    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(links(ROOT / "README.md"))
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES[1:]} <= set(links(ROOT / "README.md"))
     assert [language for language, _ in blocks(ROOT / "README.md")].count("text") == 1
 
 
@@ -124,14 +126,14 @@ def test_the_site_has_every_page_once():
     """mkdocs.yml; `mkdocs build --strict` itself needs an extra that is not installed here."""
     listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     groups = [[entry] if isinstance(entry, str) else next(iter(entry.values())) for entry in listed]
-    assert sorted(page for group in groups for page in group) == sorted(page.name for page in PAGES[1:]), (
-        "every page of docs/ is in mkdocs.yml's nav, once"
-    )
+    assert sorted(page for group in groups for page in group) == sorted(
+        page.relative_to(DOCS).as_posix() for page in PAGES[1:]
+    ), "every page of docs/ is in mkdocs.yml's nav, once"
 
 
 def test_pages_stay_within_the_site():
     for page in PAGES[1:]:
-        out = [link for link in links(page) if link.startswith("..")]
+        out = [link for link in links(page) if not (page.parent / link).resolve().is_relative_to(DOCS)]
         assert not out, f"{page.name}: {out} work on GitHub, not on the site; name the file instead"
 
 
