@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import model_class
+from surgery.checkpoint.meta_model import load_config, model_class
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.checkpoint.source import open_converted_checkpoint, read_config
 from surgery.checkpoint.tensor_names import load_complete
@@ -46,11 +46,9 @@ def check_dtype(dtype: str) -> None:
 
 def load_from_folder(folder: Path, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """(model, tokenizer)."""
-    from transformers import AutoConfig
-
     check_dtype(dtype)
     refuse_code(folder, str(folder), read_config(folder, str(folder)), trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, str(folder), trust_remote_code)
     cls = model_class(config, trust_remote_code)
     model = load_complete(cls, folder, str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
     return model.to(device).eval(), load_tokenizer(folder, trust_remote_code)

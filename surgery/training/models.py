@@ -9,7 +9,7 @@ from torch import nn
 
 from surgery.architectures.linears import find_linears
 from surgery.calibration.data import load_tokenizer
-from surgery.checkpoint.meta_model import build_unconverted_model, model_class
+from surgery.checkpoint.meta_model import build_unconverted_model, load_config, model_class
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD
@@ -33,10 +33,10 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
 
 def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """A causal language model on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
 
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    config = load_config(source.folder, source.name, trust_remote_code)
     cls = model_class(config, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not config.to_dict().get("auto_map"):
         raise SurgeryError(
