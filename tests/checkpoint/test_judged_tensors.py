@@ -87,7 +87,7 @@ def test_outside_d1_an_old_bert_is_loaded_for_comparison(checkpoints, tmp_path):
 
 def test_outside_d1_missing_tensors_of_a_source_are_refused(llama):
     change_tensors(llama, model__norm__weight=None)
-    with pytest.raises(SurgeryError, match="lacks tensor 'model.norm.weight'"):
+    with pytest.raises(SurgeryError, match=r"lacks tensor 'model.norm.weight'"):
         load_from_folder(llama, CPU, "float32", False)
 
 
