@@ -8,6 +8,7 @@ OUT                           the same folder, renamed once everything is in it
 
 from __future__ import annotations
 
+import glob
 import json
 import platform
 import shutil
@@ -26,9 +27,17 @@ from surgery.checkpoint.companions import in_subfolders
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import validate_report
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
-from surgery.checkpoint.source import CheckpointSource, open_checkpoint
+from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
+from surgery.checkpoint.table import SHIM_NAME
 from surgery.checkpoint.tensor_names import listed
-from surgery.checkpoint.writer import converted_config, copy_companions, write_checkpoint
+from surgery.checkpoint.writer import (
+    WORK_FILES,
+    converted_config,
+    copy_companions,
+    delivered_files,
+    known_work_files,
+    write_checkpoint,
+)
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import REST, Pieces, well_formed
 from surgery.conversion.preflight import check_disk_space, check_same_inputs, journal_fingerprint, load_calibration
@@ -48,7 +57,7 @@ from surgery.core.device import (
 )
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, write_json
+from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, refuse_unknown_files, write_json
 from surgery.core.journal import Journal, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
@@ -109,20 +118,22 @@ def _convert(
     batch = load_calibration(opened, meta_model, recipe, odd)
     ranks.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     partial = partial_path(out)
+    ranks.on_main(lambda: refuse_unknown_files(partial, known_work_files(opened)))
     place = choose_device(device)
     fingerprint = journal_fingerprint(opened, recipe, batch)
     check_same_inputs(ranks, fingerprint)
     with Journal(partial, fingerprint, resume, ranks) as journal, fast_float32_matmul(place):
         try:
             ranks.on_main(lambda: check_output_path(out, True))  # another conversion may have ended there meanwhile
-            report = Conversion(meta_model, plan, batch, partial, journal, place, progress, odd).run(began)
+            conversion = Conversion(meta_model, plan, batch, partial, journal, place, progress, odd)
+            report = conversion.run(began)
         except Interrupted:
             raise
         except SurgeryError:
             if journal.created and ranks.main:  # what is refused now will be refused again: there is nothing to resume
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        ranks.on_main(lambda: journal.move(out))
+        ranks.on_main(lambda: journal.move(out, conversion.delivered))
     return report
 
 
@@ -139,6 +150,7 @@ class Conversion:
         odd: list[str],
     ):
         self.odd = odd
+        self.delivered: set[str] = set()  # files of the result, of the process that writes it
         self.text_fit: TextFit | None = None
         self.meta_model, self.plan, self.recipe, self.batch = meta_model, plan, plan.recipe, batch
         self.partial, self.journal, self.device, self.progress = partial, journal, device, progress
@@ -195,8 +207,12 @@ class Conversion:
         report["hybrid"] = hybrid
         validate_report(json.loads(json.dumps(report)), str(self.partial / REPORT_NAME))
         write_json(self.partial / REPORT_NAME, report)
+        shim = {SHIM_NAME} if config.get("auto_map") != self.meta_model.source.config.get("auto_map") else set()
+        self.delivered = {*delivered_files(self.meta_model.source, weight_map), REPORT_NAME, *shim}
         for folder in (self.pieces, self.grams):
             shutil.rmtree(folder, ignore_errors=True)
+        refuse_unknown_files(self.partial, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
+        open_converted_checkpoint(str(self.partial))
         return report
 
     def _resolve_attention(self) -> dict[str, Any] | None:
