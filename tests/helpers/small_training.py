@@ -76,7 +76,7 @@ def student(tmp_path_factory):
 @pytest.fixture
 def without_curves(monkeypatch) -> None:
     """Drawing one takes a quarter of a short run's time; test_training_recipes.py has them drawn."""
-    monkeypatch.setattr("surgery.training.runner.draw", lambda lines, path: False)
+    monkeypatch.setattr("surgery.training.runner.draw_curve", lambda lines, path: False)
 
 
 def healing_recipe(texts: Path, *stages: dict[str, Any], **keys: Any) -> Any:
