@@ -19,13 +19,13 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.ssd.recurrent import StepInputs
 from surgery.kernels.tuning import is_fastest_mask_step
 from surgery.mixers.base import MixerInputs, MixerState
-from surgery.mixers.common.layers import Float32Linear, is_hooked
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import LinearMixer, one_token
 from surgery.mixers.masks.decay import DecayMask
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.ones import OnesMask
+from surgery.mixers.projections import Float32Linear, is_hooked
 
 ROWS_PER_PROGRAM, ROW_ELEMENTS = (
     8,

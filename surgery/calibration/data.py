@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surgery.calibration.moments import decoded
 from surgery.checkpoint.remote_code import refuse_code
+from surgery.core.digests import refuse_outside_files
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import read_json
 
@@ -194,6 +195,8 @@ def _stream_texts(
 
     # Of local files `datasets` keeps columns by path and mtime, and casts rows of changed files to them: nothing is kept here.
     local = "data_files" in options or Path(name).is_dir()
+    if Path(name).is_dir() and not options:
+        refuse_outside_files(Path(name))
     try:
         with tempfile.TemporaryDirectory() if local else nullcontext() as cache:
             rows = iter(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.meta_model import model_class
+from surgery.checkpoint import meta_model
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.tensor_names import load_complete
@@ -14,10 +14,8 @@ from surgery.checkpoint.tensor_names import load_complete
 
 def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """Load the transformers config of a checkpoint. Its remote code runs only with `trust_remote_code`."""
-    from transformers import AutoConfig
-
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
-    return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    return meta_model.load_config(source.folder, source.name, trust_remote_code)
 
 
 def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
@@ -27,5 +25,5 @@ def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_
     dtype: of the parameters; "auto" keeps the dtype of the checkpoint.
     Raises SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
     """
-    cls = model_class(load_config(source, trust_remote_code), trust_remote_code)
+    cls = meta_model.model_class(load_config(source, trust_remote_code), trust_remote_code)
     return load_complete(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.tensor_names import class_named, missing_and_unexpected, parameter_names, refuse_unlike
+from surgery.checkpoint.tensor_names import (
+    class_named,
+    missing_and_unexpected,
+    parameter_names,
+    refuse_below_linears,
+    refuse_other_shapes,
+    refuse_unlike,
+)
 from surgery.core.errors import SurgeryError
 
 
@@ -34,8 +41,9 @@ class MetaModel:
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         missing, unexpected = missing_and_unexpected(self.model, self.keys)
         refuse_unlike(type(self.model).__name__, missing, (), source.name)
+        refuse_below_linears(self.model, unexpected, source.name)
         self.unused = sorted({name for key in unexpected for name in (key, self.keys[key])})
-        self._check_shapes()
+        refuse_other_shapes(self.model, {key: source.tensors[name] for key, name in self.keys.items()}, source.name)
 
     def tensor_info(self, parameter: str) -> TensorInfo:
         """Return the location of a parameter's tensor; of a tied parameter, the location of its twin's."""
@@ -45,17 +53,6 @@ class MetaModel:
         raise SurgeryError(
             f"{self.source.name} has no tensor for parameter {parameter!r}, which its model class expects"
         )
-
-    def _check_shapes(self) -> None:
-        for name, parameter in self.model.state_dict().items():
-            if name not in self.keys:
-                continue
-            info = self.source.tensors[self.keys[name]]
-            if tuple(parameter.shape) != info.shape:
-                raise SurgeryError(
-                    f"{self.source.name}: tensor {info.name!r} has shape {list(info.shape)}, but config.json makes "
-                    f"{name!r} {list(parameter.shape)}; the config and the weights do not belong together"
-                )
 
     def module(self, path: str) -> nn.Module:
         """Return the module at `path`."""
@@ -109,13 +106,18 @@ def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
+    return load_config(source.folder, source.name, trust_remote_code)
+
+
+def load_config(folder: Any, name: str, trust_remote_code: bool) -> Any:
+    """The config of a checkpoint's folder; SurgeryError where transformers cannot use it. name: the checkpoint's, for errors."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config from the Hub can fail in any way
         raise SurgeryError(
-            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
 
 

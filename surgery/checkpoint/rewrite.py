@@ -7,11 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.companions import COPIED
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.writer import copy_companions, write_checkpoint
+from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
+from surgery.checkpoint.writer import copy_companions, delivered_files, known_work_files, write_checkpoint
 from surgery.core.errors import SurgeryError
-from surgery.core.files import acquire_lock, explain_disk_errors, partial_path, write_json
+from surgery.core.files import (
+    acquire_lock,
+    explain_disk_errors,
+    partial_path,
+    refuse_links_in,
+    refuse_unknown_files,
+    write_json,
+)
 from surgery.core.journal import JOURNAL_NAME, Journal
 
 REWRITE_KEY, LOCK_LABEL = "rewrite", "command"
@@ -31,26 +39,30 @@ def rewrite_checkpoint(
     """
     partial = partial_path(out)
     with explain_disk_errors(out):
-        _remove_leftovers(partial)
+        _remove_leftovers(partial, [*known_work_files(source), *COPIED, *extra_files])
         with Journal(partial, {REWRITE_KEY: source.fingerprint()}, resume=False, what=LOCK_LABEL) as journal:
             try:
                 (partial / "pieces").mkdir()
                 written = pieces(partial / "pieces")
-                write_checkpoint(partial, written, journal, {name for piece in written for name in read_header(piece)})
+                expected = {name for piece in written for name in read_header(piece)}
+                delivered = delivered_files(source, write_checkpoint(partial, written, journal, expected))
                 copy_companions(source, partial)
                 for name in extra_files:
                     if (source.folder / name).is_file():
                         shutil.copyfile(source.folder / name, partial / name)
+                        delivered.add(name)
                 write_json(partial / "config.json", config)
                 shutil.rmtree(partial / "pieces")
-                journal.move(out)
+                open_converted_checkpoint(str(partial))
+                journal.move(out, delivered)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
 
 
-def _remove_leftovers(partial: Path) -> None:
+def _remove_leftovers(partial: Path, known: list[str]) -> None:
     """Remove what a killed rewrite left behind; raise SurgeryError if the folder belongs to a conversion or training run."""
+    refuse_links_in(partial)
     if not partial.exists():
         return
     lock = acquire_lock(partial, LOCK_LABEL)
@@ -61,6 +73,7 @@ def _remove_leftovers(partial: Path) -> None:
                 f"{partial} holds an interrupted surgery convert or finetune. Continue it with --resume, "
                 "remove that folder, or choose another --out"
             )
+        refuse_unknown_files(partial, known)
         shutil.rmtree(partial)
     finally:
         lock.close()

@@ -1,17 +1,22 @@
 """Mapping of checkpoint tensors to parameters, and the refusal of checkpoints with missing or unexpected tensors.
 
-transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory. Here both
-are errors. A tied weight may be missing if its twin is present. Tensors that a model's class lists as ignorable
-(_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected.
+transformers only warns about such tensors: a missing norm weight becomes 1, a missing bias is uninitialized memory. Here missing
+tensors are errors. Unexpected tensors are errors in a converted checkpoint, whose table lists those that its source had
+(`unused`), and a warning in any other. A tied weight may be missing if its twin is present. Tensors that a model's class lists
+as ignorable (_keys_to_ignore_on_load_missing and _unexpected) may be missing or unexpected.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from surgery.checkpoint.table import QUANT_METHOD
 from surgery.core.errors import SurgeryError
+from surgery.core.files import is_disk_error
 
 SHOWN = 3  # names in a message
 # Buffers of earlier versions of transformers, which a checkpoint may still hold. See _adjust_missing_and_unexpected_keys there.
@@ -63,13 +68,51 @@ def missing_and_unexpected(model: Any, found: Iterable[str]) -> tuple[list[str],
 
 
 def refuse_incomplete(model: Any, tensors: Iterable[str], name: str, unused: Iterable[str] = ()) -> None:
-    """Raise SurgeryError unless the checkpoint `name` has exactly the tensors of `model`.
+    """SurgeryError unless the checkpoint `name` has exactly the tensors of `model`. unused: tensors that the source had
+    beyond its model's class, as the conversion wrote them down. tensors: names, or name -> TensorInfo, whose shapes must then
+    be the model's too."""
+    keys, unused, class_name = parameter_names(model, tensors, name), set(unused), type(model).__name__
+    missing, unexpected = missing_and_unexpected(model, keys)
+    if wrong := sorted(unused & model.state_dict().keys()):
+        raise SurgeryError(
+            f"{name}: the table in config.json lists {listed(wrong)} as unused, which {class_name} uses. Fetch or convert the "
+            "checkpoint again"
+        )
+    refuse_below_linears(model, {*unexpected, *unused}, name)
+    refuse_unlike(class_name, missing, unexpected, name, unused)
+    if isinstance(tensors, Mapping):
+        refuse_other_shapes(model, {key: tensors[tensor] for key, tensor in keys.items()}, name)
 
-    unused: extra tensors of the source, as recorded by the conversion.
-    """
-    refuse_unlike(
-        type(model).__name__, *missing_and_unexpected(model, parameter_names(model, tensors, name)), name, unused
+
+def refuse_other_shapes(model: Any, tensors: Mapping[str, Any], name: str) -> None:
+    """SurgeryError where a tensor has another shape than its parameter. tensors: parameter -> TensorInfo."""
+    for key, parameter in model.state_dict().items():
+        if key in tensors and tuple(parameter.shape) != tuple(tensors[key].shape):
+            raise _shape_error(name, tensors[key].name, tensors[key].shape, key, parameter.shape)
+
+
+def _shape_error(name: str, tensor: str, stored: Iterable[int], key: str, expected: Iterable[int]) -> SurgeryError:
+    return SurgeryError(
+        f"{name}: tensor {tensor!r} has shape {list(stored)}, but config.json makes {key!r} {list(expected)}; the config and "
+        "the weights do not belong together"
     )
+
+
+def refuse_below_linears(model: Any, unexpected: Iterable[str], name: str) -> None:
+    """SurgeryError where an unexpected tensor lies below a linear of the model: the linear computes something else than it
+    was stored for (scales of a quantization, cores of a structure, a bias)."""
+    from transformers.pytorch_utils import Conv1D
+
+    linears = {
+        path for path, m in model.named_modules() if isinstance(m, Conv1D) or hasattr(m, "in_features")
+    }  # torch's Linear and every stand-in have in_features
+    for tensor in sorted(unexpected):
+        parents = tensor.split(".")[:-1]
+        if any(".".join(parents[:depth]) in linears for depth in range(1, len(parents) + 1)):
+            raise SurgeryError(
+                f"{name} has tensor {tensor!r}, which belongs to a linear of {type(model).__name__} and is not used by it: its "
+                "config.json and its weights do not belong together. Fetch or convert the checkpoint again"
+            )
 
 
 def refuse_unlike(
@@ -89,12 +132,51 @@ def refuse_unlike(
 
 
 def load_complete(cls: Any, folder: Any, name: str, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return cls.from_pretrained(folder, **options). Raise SurgeryError if tensors are missing or unexpected."""
-    model, info = cls.from_pretrained(folder, **options, trust_remote_code=trust_remote_code, output_loading_info=True)
-    table = getattr(model.config, "quantization_config", None)
-    unexpected = [key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key)]
-    refuse_unlike(type(model).__name__, info["missing_keys"], unexpected, name, unused_of(table))
+    """cls.from_pretrained(folder, **options), refused where tensors are missing or have other shapes than the model's.
+    Unexpected tensors are refused in a converted checkpoint, and named in a warning in any other, as `convert` does."""
+    with explain_load_errors(name, cls.__name__):
+        model, info = cls.from_pretrained(
+            folder,
+            **options,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # refused below, with the shapes
+            output_loading_info=True,
+        )
+    for key, stored, expected in sorted(info["mismatched_keys"]):
+        raise _shape_error(name, key, stored, key, expected)
+    table, class_name = getattr(model.config, "quantization_config", None), type(model).__name__
+    unexpected = sorted(key for key in info["unexpected_keys"] if not _any(OLD_BUFFERS, key))
+    if _is_converted(table):
+        refuse_unlike(class_name, info["missing_keys"], unexpected, name, unused_of(table))
+        return model
+    refuse_unlike(class_name, info["missing_keys"], (), name)
+    refuse_below_linears(model, unexpected, name)
+    if unexpected:
+        warnings.warn(f"{name}: {class_name} does not use {listed(unexpected)}", UserWarning, stacklevel=2)
     return model
+
+
+@contextmanager
+def explain_load_errors(name: str, class_name: str) -> Iterator[None]:
+    """What transformers raises for a config or for weights that it cannot use, as SurgeryError."""
+    import torch
+
+    try:
+        yield
+    except (SurgeryError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a stranger's checkpoint fails in whatever way it likes
+        if is_disk_error(error):
+            raise
+        raise SurgeryError(
+            f"{name}: transformers cannot load it as {class_name} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}). Its config.json and its weights must belong together: fetch it again"
+        ) from None
+
+
+def _is_converted(table: Any) -> bool:
+    method = table.get("quant_method") if isinstance(table, dict) else getattr(table, "quant_method", None)
+    return method == QUANT_METHOD
 
 
 def unused_of(table: Any) -> list[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, file_digest, read_header, write_shard
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointSource
-from surgery.checkpoint.table import quantization_table
+from surgery.checkpoint.table import SHIM_NAME, quantization_table
 from surgery.core.errors import SurgeryError
-from surgery.core.files import is_disk_error, write_json
+from surgery.core.files import REPORT_NAME, is_disk_error, write_json
 from surgery.core.journal import Journal
 
 SHARD_BYTES = 5_000_000_000
@@ -42,6 +43,30 @@ def write_checkpoint(folder: Path, pieces: list[Path], journal: Journal, expecte
             {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
         )
     return weight_map
+
+
+WORK_FILES = (
+    "journal*.jsonl",
+    "lock",
+    "pieces/*.safetensors",
+    "curvature/*.safetensors",
+    "hidden-*",
+    "pieces/",
+    "curvature/",
+)
+RESULT_FILES = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "config.json", SHIM_NAME, REPORT_NAME)
+
+
+def known_work_files(source: CheckpointSource) -> list[str]:
+    """Patterns of what an interrupted command may leave in OUT.partial, see `refuse_unknown_files`."""
+    return [*WORK_FILES, *RESULT_FILES, *(escape(path.as_posix()) for path in source.companions())]
+
+
+def delivered_files(source: CheckpointSource, weight_map: dict[str, str]) -> set[str]:
+    """Names of the files of a written checkpoint: shards, index, config and what is copied from the source."""
+    shards = set(weight_map.values())
+    index = {SAFE_WEIGHTS_INDEX_NAME} if len(shards) > 1 else set()
+    return {*shards, *index, "config.json", *(path.as_posix() for path in source.companions())}
 
 
 def flat(groups: list[list[str]]) -> list[str]:

@@ -8,6 +8,7 @@ OUT                           OUT.partial, renamed when it is complete
 
 from __future__ import annotations
 
+import glob
 import json
 import platform
 import shutil
@@ -39,9 +40,17 @@ from surgery.checkpoint.report import (
     checked_report,
 )
 from surgery.checkpoint.safetensors_io import TensorSource, read_header, write_shard
-from surgery.checkpoint.source import CheckpointSource, open_checkpoint
+from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
+from surgery.checkpoint.table import SHIM_NAME
 from surgery.checkpoint.tensor_names import listed
-from surgery.checkpoint.writer import converted_config, copy_companions, write_checkpoint
+from surgery.checkpoint.writer import (
+    WORK_FILES,
+    converted_config,
+    copy_companions,
+    delivered_files,
+    known_work_files,
+    write_checkpoint,
+)
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.data_free import convert_layers_data_free
 from surgery.conversion.layer_shards import REST, Pieces, well_formed
@@ -62,7 +71,7 @@ from surgery.core.device import (
 )
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import Interrupted, SurgeryError
-from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, write_json
+from surgery.core.files import REPORT_NAME, explain_disk_errors, partial_path, refuse_unknown_files, write_json
 from surgery.core.journal import Journal, check_output_path
 from surgery.core.progress import Progress, Tick
 from surgery.core.version import __version__
@@ -126,6 +135,7 @@ def _convert(
     dist.on_main(lambda: check_disk_space(opened, plan, recipe, out))
     work_dir = partial_path(out)
     fingerprint = journal_fingerprint(opened, recipe, data)
+    dist.on_main(lambda: refuse_unknown_files(work_dir, known_work_files(opened)))
     check_same_inputs(dist, fingerprint)
     with Journal(work_dir, fingerprint, resume, dist) as journal, fast_float32_matmul(device):
         try:
@@ -133,14 +143,15 @@ def _convert(
             layout = plan.layout
             runner = LayerRunner(model, layout.layers, layout.head, device, scratch=work_dir, ranks=dist)
             ctx = ConversionContext(model, plan, plan.recipe, data, runner, work_dir, dist, device, progress)
-            report = Conversion(ctx, journal, text_notes).run(began)
+            conversion = Conversion(ctx, journal, text_notes)
+            report = conversion.run(began)
         except Interrupted:
             raise
         except SurgeryError:
             if journal.created and dist.main:  # the same input will be refused again: there is nothing to resume
                 shutil.rmtree(work_dir, ignore_errors=True)
             raise
-        dist.on_main(lambda: journal.move(out))
+        dist.on_main(lambda: journal.move(out, conversion.delivered))
     return report
 
 
@@ -152,6 +163,7 @@ class Conversion:
 
     def __init__(self, ctx: ConversionContext, journal: Journal, text_notes: list[str]):
         self.ctx, self.journal, self.text_notes = ctx, journal, text_notes
+        self.delivered: set[str] = set()  # files of the result, of the process that writes it
         self.text_fit: TextFit | None = None
         ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds: dict[str, float] = {}
@@ -203,8 +215,13 @@ class Conversion:
         with checked_report(str(work_dir / REPORT_NAME)):
             written = self._report(lines, hybrid, weight_map, began).to_dict()
         write_json(work_dir / REPORT_NAME, written)
+        source = ctx.model.source
+        shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
+        self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}
         for folder in (ctx.shards_dir, ctx.grams_dir):
             shutil.rmtree(folder, ignore_errors=True)
+        refuse_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
+        open_converted_checkpoint(str(work_dir))
         return written
 
     def _resolve_attention(self) -> dict[str, Any] | None:

@@ -95,8 +95,8 @@ class SequentialConverter:
         original_BTD, converted_BTD = rows_of(final_BTD, groups.original), rows_of(final_BTD, groups.converted[0])
         head = convert_head(self.ctx, self.budgets, original_BTD, converted_BTD)
         module = next(iter(head.modules.values()), None)
-        held_BTDs = (rows_of(x_BTD, groups.held_out) for x_BTD in (original_BTD, converted_BTD))
-        return held_out_score(self.ctx, *held_BTDs, module), head
+        held_BTDs = rows_of(original_BTD, groups.held_out), rows_of(converted_BTD, groups.held_out)
+        return held_out_score(self.ctx, *held_BTDs, head_module=module), head
 
     def convert_layer(self, call: LayerCall) -> Any:
         """Convert one layer, then run the original and the converted rows through it; returns the layer's output."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from surgery.core.errors import SurgeryError
 
@@ -72,6 +73,75 @@ def content_digest(place: Path) -> str:
     return files_digest(files_in(place)) if place.is_dir() else file_digest(place)
 
 
+def refuse_outside_files(folder: Path) -> None:
+    """SurgeryError where `datasets` would read files for a data set's folder that its content digest does not cover: data_files
+    or data_dir of the README that are hidden or lie elsewhere, a hidden settings file, links that lead out."""
+    from datasets.config import REPOYAML_FILENAME
+    from huggingface_hub import DatasetCard
+
+    if (folder / REPOYAML_FILENAME).exists():
+        raise SurgeryError(
+            f"{folder / REPOYAML_FILENAME} would choose the data files; surgery reads them from README.md only. Move its configs "
+            "to the head of README.md"
+        )
+    for name, path in _entries(folder):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in _homes(folder)):
+            raise SurgeryError(
+                f"{folder}: {name} is a link to {path.resolve()}, outside the data set's folder; put the file itself there"
+            )
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    try:  # by the parser that `datasets` has
+        configs = DatasetCard.load(readme, ignore_metadata_errors=True).data.to_dict().get("configs")
+    except Exception as error:  # of many kinds: YAML, encoding, types
+        reason = " ".join(str(error).split())[:200]
+        raise SurgeryError(f"the head of {readme} cannot be read ({type(error).__name__}: {reason})") from None
+    for config in configs if isinstance(configs, list) else [configs]:
+        for key in ("data_files", "data_dir") if isinstance(config, dict) else ():
+            for value in _texts(config.get(key)):
+                if not _is_inside(value):
+                    raise SurgeryError(
+                        f"{readme}: {key} names {value!r}; data files must be relative paths inside the data set's folder, not "
+                        "hidden, absolute, above it, or URLs. Put the file in the folder and name it there"
+                    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every path in a data_files entry: a text, a list, split -> path, or [{split, path}]."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "split":
+                yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _is_inside(path: str) -> bool:
+    parts = path.replace("\\", "/").split("/")
+    hidden = any(part.startswith(".") and part != "." for part in parts)  # ".." too
+    return not (hidden or os.path.isabs(path) or path.startswith(("~", "\\")) or ":" in path)
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(relative name, path) of all files and folders below, but hidden ones; links to folders are not followed."""
+    for here, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for name in (*inner, *names):
+            if not name.startswith("."):
+                path = Path(here, name)
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _homes(folder: Path) -> list[Path]:
+    """The folder, and the store that a snapshot of the Hub's cache links to."""
+    home = folder.resolve()
+    return [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+
+
 @contextmanager
 def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
     """Yield a cache folder for `datasets.load_dataset` whose name depends on the contents of local files or folders.
@@ -81,6 +151,9 @@ def arrow_cache(places: Sequence[Path]) -> Iterator[Path]:
     """
     import datasets
 
+    for place in places:
+        if place.is_dir():
+            refuse_outside_files(place)
     digest = _digest_of(places)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "surgery" / digest[:32]
     yield cache

@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import socket
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,7 +62,48 @@ def refuse_links_in(folder: Path, skipped: tuple[str, ...] = ()) -> None:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             refuse_link(Path(parent, name))
+        for name in files:
+            if not stat.S_ISREG(os.lstat(Path(parent, name)).st_mode):  # opening a FIFO would wait forever
+                raise SurgeryError(
+                    f"{Path(parent, name)} is no regular file; surgery works with regular files. Remove it"
+                )
         folders[:] = [name for name in folders if name not in skipped]
+
+
+def refuse_unknown_files(folder: Path, known: Iterable[str], kind: type[SurgeryError] = SurgeryError) -> None:
+    """Neither files nor folders may lie in a work folder but those that the command itself writes: all of it is delivered.
+    known: their paths in the folder, with the wildcards of fnmatch in each part; `name/**` is all below a folder. kind: of the
+    error."""
+    patterns = [pattern.split("/") for pattern in known]
+    for parent, folders, files in os.walk(folder):
+        for name in sorted(files):
+            parts = Path(parent, name).relative_to(folder).parts
+            if not any(_matches(parts, pattern) for pattern in patterns) and not name.startswith(".nfs"):
+                raise _unknown_error(Path(parent, name), kind)
+        for name in sorted(folders):
+            parts = Path(parent, name).relative_to(folder).parts
+            if not any(
+                (len(parts) < len(pattern) and _begins(parts, pattern))
+                or (_matches(parts, pattern) and pattern[-1] == "**")
+                for pattern in patterns
+            ):
+                raise _unknown_error(Path(parent, name), kind)
+
+
+def _unknown_error(path: Path, kind: type[SurgeryError]) -> SurgeryError:
+    return kind(f"{path} was not written by this command, and would be delivered with its result. Remove it")
+
+
+def _matches(parts: tuple[str, ...], pattern: list[str]) -> bool:
+    if pattern[-1] == "**":
+        return len(parts) >= len(pattern) and _begins(parts, pattern[:-1])
+    return len(parts) == len(pattern) and _begins(parts, pattern)
+
+
+def _begins(parts: tuple[str, ...], pattern: list[str]) -> bool:
+    return all(
+        fnmatch(part.removesuffix(".tmp"), wanted) or fnmatch(part, wanted) for part, wanted in zip(parts, pattern)
+    )
 
 
 def size_text(count: float) -> str:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
+from glob import escape
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from surgery.core.distributed import DistContext
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import (
     LOCK_NAME,
     acquire_lock,
@@ -28,6 +30,7 @@ from surgery.core.files import (
     partial_path,
     refuse_link,
     refuse_links_in,
+    refuse_unknown_files,
 )
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
@@ -103,6 +106,8 @@ class Journal:
         self.add("start", **self.fingerprint)
 
     def _read(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise SurgeryError(f"{path} is no regular file, and a journal is one. Remove it")
         if not path.is_file():
             return
         good = 0
@@ -151,9 +156,15 @@ class Journal:
         for lines in self.ranks.gather([line for line in self.entries if line["step"] == "piece"]):
             self.entries += [line for line in lines if self.find("piece", piece=line["piece"]) is None]
 
-    def move(self, out: Path) -> None:
-        """Rename the finished work folder to `out`, without the journal and the lock."""
+    def move(self, out: Path, delivered: Iterable[str]) -> None:
+        """Rename the finished work folder to `out`, without the journal and the lock.
+
+        delivered: the files that the command wrote for the result; any other file is refused, and the work kept.
+        """
         check_absent(out)
+        refuse_links_in(self.folder)
+        work = (*(path.name for path in self.files()), LOCK_NAME)
+        refuse_unknown_files(self.folder, {escape(name) for name in (*delivered, *work)}, Interrupted)
         for leftover in (*self.files(), self.folder / LOCK_NAME):
             leftover.unlink(missing_ok=True)
         os.replace(self.folder, out)

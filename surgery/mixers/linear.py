@@ -36,11 +36,12 @@ from surgery.mixers.base import (
     from_options,
 )
 from surgery.mixers.common.bidirectional import bidirectional_output, dense_output, zero_padding_writes
-from surgery.mixers.common.layers import Float32Linear, HeadNorm, OutputGate, ShortConvolution, autocast_disabled
 from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.window_hybrid import RingAndSinks, Tensors, WindowBuffer, local_attention
 from surgery.mixers.features.base import FEATURES
+from surgery.mixers.layers import HeadNorm, OutputGate, ShortConvolution
 from surgery.mixers.masks.base import MASKS, MaskInputs
+from surgery.mixers.projections import Float32Linear, autocast_disabled
 
 SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
 BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves

@@ -152,7 +152,9 @@ def write_result(
         if (work / name).is_file():
             shutil.copyfile(work / name, logs / name)
     if adapter:
-        shutil.copytree(work / ADAPTER, target / ADAPTER)
+        (target / ADAPTER).mkdir()
+        for name in adapter_digests(work):  # the files whose digests the last checkpoint holds, and no sub-folder
+            shutil.copyfile(work / ADAPTER / name, target / ADAPTER / name)
     return target
 
 

@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from surgery.core.errors import SurgeryError
-from surgery.core.files import explain_disk_errors, partial_path
+from surgery.core.files import explain_disk_errors, partial_path, refuse_unknown_files
 from surgery.core.journal import Journal, check_absent, check_output_path
 from surgery.core.progress import Progress
 from surgery.core.version import __version__
 from surgery.training import models as model_loading
+from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
-from surgery.training.logging import LOG_NAME, end_trackers
+from surgery.training.export import ADAPTER
+from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.recipe import HealingRecipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
 
+# What a run writes into its work folder; `surgery` and `wandb` are of trackers.
+WORK_FILES = (
+    *("journal*.jsonl", "lock", LOG_NAME, CURVE_NAME, f"{ADAPTER}/*"),
+    *(f"{name}/**" for name in ("checkpoints", BEST, "tokens", "surgery", "wandb", "healed", "healed.partial")),
+)
 RESUME_HINT = "run the same command with --resume"
 
 
@@ -63,6 +70,7 @@ def finetune(
     try:
         with explain_disk_errors(work, RESUME_HINT), ExitStack() as stack:
             if run.main:
+                refuse_unknown_files(work, WORK_FILES)
                 run.journal = stack.enter_context(_open_journal(source, recipe, work, resume))
                 check_absent(out)  # another run may have written it since check_run
             run.accelerator.wait_for_everyone()

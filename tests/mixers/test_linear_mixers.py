@@ -12,10 +12,10 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, MixerState, mixer_config
-from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import BIDIRECTIONAL_MASKS, SIGNED_MASKS, LinearAttention, LinearMixer, l2_normalize
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.projections import Float32Linear
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.5)
 ENCODER = replace(SHAPE, causal=False)

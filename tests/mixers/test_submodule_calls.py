@@ -17,10 +17,10 @@ from torch import nn
 
 from surgery.core.config import read_yaml
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
-from surgery.mixers.common.layers import is_hooked
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import LinearAttention
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.projections import is_hooked
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "convert"
 

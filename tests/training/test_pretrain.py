@@ -18,7 +18,7 @@ from surgery.structures import STRUCTURES
 from surgery.training.data.dataset import DataConfig, make_data
 from surgery.training.pretrain.initialize import zero_output
 from surgery.training.pretrain.model_config import load_config_keys
-from surgery.training.pretrain.pretrain import pretrain
+from surgery.training.pretrain.pretrain import _ensure_initial_checkpoint, pretrain
 from surgery.training.pretrain.recipe import load_pretrain_recipe, parse_pretrain_recipe, pretrain_folder
 from surgery.training.pretrain.tokenizer import TokenizerConfig, make_tokenizer
 
@@ -94,6 +94,16 @@ def test_an_interrupted_run_goes_on(text, tmp_path, monkeypatch):
     pretrain(small(text), tmp_path / "out", device="cpu", resume=True)
     assert read_losses(tmp_path / "out" / "training") == read_losses(tmp_path / "whole" / "training")
     assert not (tmp_path / "out.blank").exists()
+
+
+def test_outside_d4_files_planted_beside_the_initial_checkpoint(text, tmp_path):
+    blank, recipe = tmp_path / "out.blank", small(text)
+    _ensure_initial_checkpoint(recipe, blank)
+    _ensure_initial_checkpoint(recipe, blank)  # used again
+    (blank / "chat_template.jinja").write_text("x")
+    with pytest.raises(SurgeryError, match=r"chat_template.jinja was not written by this command"):
+        pretrain(recipe, tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_mixers_and_other_families(text, tmp_path):

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.masks.chunking import inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable
+from surgery.mixers.projections import Float32Linear
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
-from surgery.mixers.common.layers import Float32Linear
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
 from surgery.mixers.masks.chunking import inverse_softplus, upcast_inputs
 from surgery.mixers.masks.decay import Decay
@@ -30,6 +29,7 @@ from surgery.mixers.masks.gates import Gates
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
+from surgery.mixers.projections import Float32Linear
 
 MaskState = dict[str, Tensor]
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from contextlib import ExitStack
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from surgery.core.files import (
     exclusive_lock,
     explain_disk_errors,
     partial_path,
+    read_json,
     refuse_links_in,
+    refuse_unknown_files,
     write_json,
 )
 from surgery.core.progress import Progress, is_main_process
@@ -85,17 +88,17 @@ def pretrain(
 def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
     """Write OUT.blank in the main process, complete or not at all; the others wait. One left by an interrupted run of the same
     recipe is used again."""
-    wanted = json.dumps({"recipe": recipe_digest(recipe), "version": __version__})
-    marker = blank / MARKER_NAME
+    wanted = {"recipe": recipe_digest(recipe), "version": __version__}
     began = time.monotonic()
-    while not (marker.is_file() and marker.read_text(encoding="utf-8") == wanted):
+    while not _is_initial(blank, wanted):
         if is_main_process():
             shutil.rmtree(blank, ignore_errors=True)
             work = partial_path(blank)
             shutil.rmtree(work, ignore_errors=True)
             try:
                 write_initial_checkpoint(recipe, work)
-                (work / MARKER_NAME).write_text(wanted, encoding="utf-8")
+                files = sorted(path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file())
+                write_json(work / MARKER_NAME, {**wanted, "files": files})
                 os.replace(work, blank)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -105,6 +108,23 @@ def _ensure_initial_checkpoint(recipe: PretrainRecipe, blank: Path) -> None:
             )
         else:
             time.sleep(0.5)
+
+
+def _is_initial(blank: Path, wanted: dict[str, Any]) -> bool:
+    """Whether the checkpoint in `blank` was made for the recipe; SurgeryError where files were put there since, which would be
+    copied into the result."""
+    marker = blank / MARKER_NAME
+    try:
+        found = read_json(marker) if marker.is_file() else None
+    except SurgeryError:
+        return False
+    if not isinstance(found, dict) or {key: found.get(key) for key in wanted} != wanted:
+        return False
+    files = found.get("files")
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        return False
+    refuse_unknown_files(blank, {escape(name) for name in (*files, MARKER_NAME)})
+    return True
 
 
 def recipe_digest(recipe: PretrainRecipe) -> str:
