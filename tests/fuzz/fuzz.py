@@ -21,7 +21,12 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# Not this folder, where the package `fuzz` would be this file.
+sys.path[:] = [
+    str(ROOT),
+    str(ROOT / "tests"),
+    *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "tests/fuzz"),
+]
 sys.dont_write_bytecode = True
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 

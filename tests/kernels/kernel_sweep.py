@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # the checkout, tests/
 
 import torch
 
