@@ -60,6 +60,10 @@ except ImportError as error:
 '''
 
 
+# As written before, and by whom a checkpoint on the Hub may have been made.
+SHIM_TEXTS = (SHIM_TEXT, SHIM_TEXT.replace("surgery.modeling.auto_classes", "surgery.shims"))
+
+
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
     """Let `trust_remote_code=True` open the checkpoint without `import surgery`; adds to config. A model of
     remote code keeps its own: it wants both."""

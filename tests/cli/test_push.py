@@ -83,6 +83,50 @@ def test_paths_of_this_machine_stay_here(hub, pushed, out):
     }
 
 
+def test_outside_d8_an_edited_shim_is_refused(out):
+    shim, before = out / "surgery_shim.py", (out / "surgery_shim.py").read_text()
+    shim.write_text(before.replace("surgery.modeling.auto_classes", "surgery.shims"))
+    prepare_upload(str(out), "me/small", "mit")  # as it was written before
+    shim.write_text(before + "import os\n")
+    with pytest.raises(SurgeryError, match="not the text that surgery writes"):
+        prepare_upload(str(out), "me/small", "mit")
+
+
+def _without_an_entry(config):
+    config["quantization_config"]["modules"].popitem()
+
+
+def _with_an_entry(config):
+    modules = config["quantization_config"]["modules"]
+    modules["model.layers.0.mlp.no_proj"] = next(iter(modules.values()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_an_entry,
+        _with_an_entry,
+        lambda config: config.update(num_hidden_layers=config["num_hidden_layers"] + 1),
+        lambda config: next(iter(config["quantization_config"]["modules"].values())).update(bias=True),
+        lambda config: config.update(vocab_size=config["vocab_size"] + 8),
+    ],
+)
+def test_outside_d8_a_folder_that_no_loader_opens_is_refused(out, change):
+    config = json.loads((out / "config.json").read_text())
+    change(config)
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SurgeryError):
+        prepare_upload(str(out), "me/small", "mit")
+
+
+def test_outside_d8_code_of_a_tokenizer_that_is_not_there_is_refused(out):
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**config, "auto_map": {"AutoTokenizer": ["tokens.Mine", None]}}))
+    with pytest.raises(SurgeryError, match="tokens.py is not in the folder"):
+        prepare_upload(str(out), "me/small", "mit")
+
+
 def test_a_dry_run_sends_nothing_and_needs_no_token(hub, pushed, out):
     code, said, _ = pushed(out, "me/small", "--license", "mit", "--dry-run", token=None)
     assert code == 0 and not hub.repos

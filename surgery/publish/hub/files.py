@@ -95,7 +95,36 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
         found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
     for item in found:
         _check_secrets(item)
+    _check_code(source, {item.name: item for item in found})
     return _strip_file_paths(found)
+
+
+def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
+    """The shim is the text that surgery writes; code that a config names by auto_map lies in the folder."""
+    from surgery.modeling.auto_classes import SHIM_TEXTS
+
+    if SHIM_NAME in items and items[SHIM_NAME].content().replace("\r\n", "\n") not in SHIM_TEXTS:
+        raise SurgeryError(
+            f"{source.name}: {SHIM_NAME} is not the text that surgery writes, and it runs on the machine of whoever loads the "
+            "model; take it from a new conversion, or remove your changes"
+        )
+    for config, auto_map in named_code(source.folder, source.config).items():
+        for named in _texts(auto_map):
+            file = f"{named.partition('.')[0]}.py"
+            if "--" not in named and file not in items:
+                raise SurgeryError(
+                    f"{source.name}: auto_map in {config} names {named!r}, and {file} is not in the folder, so no loader can open "
+                    f"it; put {file} there, or remove that auto_map"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in the values of a config's entry."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _below(source: CheckpointSource) -> set[str]:
