@@ -17,6 +17,8 @@ from surgery.core.files import read_json
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja", "tekken.json"),
+    *("*.spm", "dict.txt", "entity_vocab.json", "prophetnet.tokenizer", "emoji.json", "*.bpe", "*.codes"),
+    *("byte_maps.json", "target_vocab.json", "word_pronunciation.json", "word_shape.json"),
     *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
 # In sub-folders: files of these types, in folders that hold no weights of another format.
@@ -62,6 +64,20 @@ MODULES = "modules.json"  # of sentence-transformers: the folders of its modules
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # of a file in a sub-folder, of such files, of folders in folders
 
 
+# Files of the folder itself that are written anew, or are about a training run, and are not missed.
+UNMISSED = (
+    *(
+        "config.json",
+        "*.index.json",
+        "surgery_report.json",
+        "training_log.json",
+        "trainer_state.json",
+        "*_results.json",
+    ),
+    *("requirements*.txt", "README*"),
+)
+
+
 class Found(NamedTuple):
     """files: relative to the folder, sorted; left: "name: why" of what might have been expected and is not copied."""
 
@@ -73,7 +89,7 @@ def in_subfolders(folder: Path) -> Found:
     """The small files of the sub-folders. Links are taken where they lead to a file of the folder or of the Hub's store;
     a link to a folder is not followed."""
     files: list[Path] = []
-    left: list[str] = []
+    left = _left_in_folder(folder)
     modules = module_folders(folder)
     for here in _folders(folder, folder, modules, left):
         name = here.relative_to(folder).as_posix()
@@ -97,6 +113,17 @@ def in_subfolders(folder: Path) -> Found:
             "model elsewhere"
         )
     return Found(sorted(files), left)
+
+
+def _left_in_folder(folder: Path) -> list[str]:
+    """The small files of the folder itself that COPIED does not name."""
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in SMALL and p.is_file() and not p.name.startswith("."))
+    known = (*COPIED, *UNMISSED)
+    return [
+        f"{name}: not a file that surgery knows as part of a model; copy it yourself if the model needs it"
+        for name in names
+        if not any(fnmatch(name, pattern) for pattern in known)
+    ]
 
 
 def _why_foreign(path: Path, entries: list[Path]) -> str:
@@ -129,9 +156,12 @@ def module_folders(folder: Path) -> set[str]:
     listed = read_json(path) if path.is_file() else []
     named = {str(m.get("path", "")) for m in listed if isinstance(m, dict)} if isinstance(listed, list) else set()
     return {
-        name
+        Path(name).as_posix()  # 2_Dense/ and ./2_Dense are 2_Dense
         for name in named
-        if name and not os.path.isabs(name) and ".." not in Path(name).parts and not name.startswith(".")
+        if name
+        and not os.path.isabs(name)
+        and ".." not in Path(name).parts
+        and not Path(name).as_posix().startswith(".")
     }
 
 
