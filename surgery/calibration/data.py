@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.moments import decoded
+from surgery.calibration.moments import decoded, encoding_of
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.core.digests import refuse_outside_files
 from surgery.core.errors import SurgeryError, suggestion
@@ -168,24 +168,44 @@ HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
 def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
-    """The documents of a file or of a Hub data set, streamed; notes (else warnings) tell how a file was decoded."""
+    """The documents of a file or of a Hub data set, streamed; notes (else the standard error) tell how a file was decoded."""
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
-            return _stream_texts(
-                path.suffix[1:].replace("jsonl", "json"), None, "train", None, {"data_files": str(path)}
-            )
+            kind = path.suffix[1:].replace("jsonl", "json")
+            if kind != "parquet" and _is_utf16(path):
+                return _stream_decoded(path, kind, notes)
+            return _stream_texts(kind, None, "train", None, {"data_files": str(path)})
         read, note = decoded(path)
-        if note and notes is None:
-            warnings.warn(note, UserWarning, stacklevel=2)
-        elif note and notes is not None:
-            notes.append(note)
+        _tell(note, notes)
         return iter([read])
     if not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]
     return _stream_texts(name, config or None, split or "train", column or None, {})
+
+
+def _tell(note: str | None, notes: list[str] | None) -> None:
+    if note and notes is None:
+        print(f"note: {note}", file=sys.stderr)
+    elif note and notes is not None:
+        notes.append(note)
+
+
+def _is_utf16(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return encoding_of(file.read(4096)) not in (None, "utf-8-sig")
+
+
+def _stream_decoded(path: Path, kind: str, notes: list[str] | None) -> Iterator[str]:
+    """A table in UTF-16 or UTF-32, by a copy in UTF-8."""
+    text, note = decoded(path)
+    _tell(note, notes)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        copy.write_text(text.removeprefix("\ufeff"), encoding="utf-8")
+        yield from _stream_texts(kind, None, "train", None, {"data_files": str(copy)})
 
 
 def _stream_texts(

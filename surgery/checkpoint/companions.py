@@ -19,6 +19,8 @@ from surgery.core.files import read_json
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("*_config.json", "config_*.json", "normalizer.json", "modules.json", "chat_template*", "*.jinja", "tekken.json"),
+    *("*.spm", "dict.txt", "entity_vocab.json", "prophetnet.tokenizer", "emoji.json", "*.bpe", "*.codes"),
+    *("byte_maps.json", "target_vocab.json", "word_pronunciation.json", "word_shape.json"),
     *("spiece*", "sentencepiece*", "bpe*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"),
 )
 # File types copied from subfolders, unless the subfolder holds weights of another format (FOREIGN).
@@ -64,6 +66,20 @@ MODULES = "modules.json"  # lists the module folders of sentence-transformers, w
 MAX_BYTES, MAX_FILES, MAX_DEPTH = 64 * 2**20, 1000, 2  # per file, files, nesting of folders
 
 
+# Files of the folder itself that are written anew, or are about a training run, and are not missed.
+UNMISSED = (
+    *(
+        "config.json",
+        "*.index.json",
+        "surgery_report.json",
+        "training_log.json",
+        "trainer_state.json",
+        "*_results.json",
+    ),
+    *("requirements*.txt", "README*"),
+)
+
+
 class Found(NamedTuple):
     """Files of the subfolders. files: sorted relative paths; left: "name: reason" for files that are not copied but might be expected."""
 
@@ -77,7 +93,7 @@ def in_subfolders(folder: Path) -> Found:
     A link to a file of the folder or of the Hub's cache counts as a file; a link to a folder is not followed.
     """
     files: list[Path] = []
-    left: list[str] = []
+    left = _left_in_folder(folder)
     modules = module_folders(folder)
     for here in _folders(folder, folder, modules, left):
         name = here.relative_to(folder).as_posix()
@@ -101,6 +117,17 @@ def in_subfolders(folder: Path) -> Found:
             "model elsewhere"
         )
     return Found(sorted(files), left)
+
+
+def _left_in_folder(folder: Path) -> list[str]:
+    """The small files of the folder itself that COPIED does not name."""
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in SMALL and p.is_file() and not p.name.startswith("."))
+    known = (*COPIED, *UNMISSED)
+    return [
+        f"{name}: not a file that surgery knows as part of a model; copy it yourself if the model needs it"
+        for name in names
+        if not any(fnmatch(name, pattern) for pattern in known)
+    ]
 
 
 def _why_foreign(path: Path, entries: list[Path]) -> str:
@@ -133,9 +160,12 @@ def module_folders(folder: Path) -> set[str]:
     listed = read_json(path) if path.is_file() else []
     named = {str(m.get("path", "")) for m in listed if isinstance(m, dict)} if isinstance(listed, list) else set()
     return {
-        name
+        Path(name).as_posix()  # 2_Dense/ and ./2_Dense are 2_Dense
         for name in named
-        if name and not os.path.isabs(name) and ".." not in Path(name).parts and not name.startswith(".")
+        if name
+        and not os.path.isabs(name)
+        and ".." not in Path(name).parts
+        and not Path(name).as_posix().startswith(".")
     }
 
 

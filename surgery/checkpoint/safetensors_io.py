@@ -186,7 +186,11 @@ def read_tensor(
         bad = int((~torch.isfinite(tensor)).sum())
         raise SurgeryError(
             f"tensor {info.name!r} in {info.file.name} holds {bad:,} NaN or Inf of {info.numel:,} values; "
-            "the source checkpoint is damaged"
+            + (
+                f"the finished piece {info.file} is damaged; remove that file, then run the same command with --resume"
+                if info.file.parent.name == "pieces"
+                else "the source checkpoint is damaged"
+            )
         )
     return tensor if dtype is None else tensor.to(dtype)
 

@@ -59,6 +59,13 @@ class CheckpointSource:
                     digest.update(file.read(min(4096, info.stop - start)))
         return digest.hexdigest()
 
+    def weights_digest(self) -> str:
+        """The commit of a Hub id, else the SHA-256 over the whole weight files."""
+        if self.revision is not None:
+            return self.revision
+        with source_errors(self.folder):
+            return files_digest((path.name, path) for path in {info.file for info in self.tensors.values()})
+
     def digest(self) -> str:
         """Return the SHA-256 over all files that determine the model's output: weights, config, tokenizer, templates, settings, code."""
         files = {info.file for info in self.tensors.values()} | {self.folder / name for name in self.companions()}

@@ -15,8 +15,9 @@ from surgery.checkpoint.rewrite import rewrite_checkpoint
 from surgery.checkpoint.safetensors_io import DTYPES, TensorSource, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
-from surgery.checkpoint.tensor_names import refuse_incomplete, unused_of
+from surgery.checkpoint.tensor_names import parameter_names, refuse_incomplete, unused_of
 from surgery.conversion.replacement import load_replacement_module
+from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.modeling.modules import SplitLinear, build_module
@@ -37,15 +38,32 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
     outputs = _output_projections(source, mixers)
     unused = unused_of(source.config["quantization_config"])
-    if not source.config.get("auto_map") or has_shims(source.config):  # else its class is code that is not run here
-        model = build_unconverted_model(source)
-        put_standins(model, table, mixers)
-        refuse_incomplete(model, source.tensors, converted, unused)
+    refuse_unopenable(source, converted)
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded"}
     config = _plain_config(source, folded, mixers, unused)
     rewrite_checkpoint(source, out, lambda place: _write_shards(source, table, set(folded), place, progress), config)
     return {"out": str(out), "modules": len(table)}
+
+
+def refuse_unopenable(source: CheckpointSource, name: str) -> None:
+    """SurgeryError unless the table, the tensors and their shapes are exactly those of the model that the config describes.
+    A class that is code of the checkpoint is not looked at."""
+    table, mixers = read_table(source.config, name), read_mixers(source.config, name)
+    if source.config.get("auto_map") and not has_shims(source.config):
+        return
+    model = build_unconverted_model(source)
+    put_standins(model, table, mixers)
+    refuse_incomplete(model, source.tensors, name, unused_of(source.config["quantization_config"]))
+    state = model.state_dict()
+    for parameter, tensor in parameter_names(model, source.tensors, name).items():
+        stored = source.tensors[tensor].shape
+        if parameter in state and tuple(state[parameter].shape) != tuple(stored):
+            raise SurgeryError(
+                f"{name}: tensor {tensor!r} has shape {list(stored)}, and {type(model).__name__} needs "
+                f"{list(state[parameter].shape)}: its config.json and its weights do not belong together. Fetch or convert "
+                "the checkpoint again"
+            )
 
 
 def _output_projections(source: CheckpointSource, mixers: dict[str, Any]) -> set[str]:

@@ -23,7 +23,7 @@ from surgery.checkpoint.report import (
     ModuleReport,
     _ReportModel,
 )
-from surgery.checkpoint.safetensors_io import file_digest, read_header
+from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
 from surgery.checkpoint.writer import flat, shard_name
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
@@ -140,9 +140,21 @@ class Pieces:
 
     def holds(self, file: Path, line: dict[str, Any], whole: bool) -> bool:
         """Whether the file has the tensors of the line's piece; whole: and no others."""
-        found = {name: info.shape for name, info in read_header(file).items()}
+        header = read_header(file)
+        found = {name: info.shape for name, info in header.items()}
         expected = self.expected(line)
+        if not all(self._has_stored_dtype(name, header[name].dtype) for name in expected.keys() & header.keys()):
+            return False
         return found == expected if whole else expected.items() <= found.items()
+
+    def _has_stored_dtype(self, name: str, dtype: str) -> bool:
+        """A copied tensor has the source's dtype; the numbers of a stand-in, that of the weight it stands for."""
+        source, base = self.meta_model.source.tensors, name
+        if name in source:
+            return dtype == source[name].dtype
+        while base and f"{base}.weight" not in source:
+            base = base.rpartition(".")[0]
+        return not base or dtype not in FLOAT_DTYPES or dtype == source[f"{base}.weight"].dtype
 
     # -- what an interrupted run left --------------------------------------------------------------
     def sound(self, lines: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ def journal_fingerprint(
 ) -> dict[str, Any]:
     return {
         "source": source.fingerprint(),
+        "weights_digest": source.weights_digest(),
         "recipe": recipe.model_dump_json(exclude={"description", "calibration"}),
         "version": __version__,
         "seed": recipe.seed,

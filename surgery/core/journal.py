@@ -34,6 +34,7 @@ from surgery.core.files import (
 )
 
 JOURNAL_NAME, CHECKSUM_KEY = "journal.jsonl", "crc32"
+ADDED = ("weights_digest", "data_digest")  # keys of a fingerprint that journals written before 0.1.0 lack
 FOREIGN = ("wandb",)  # subfolders of a work folder in which other programs create links
 
 
@@ -123,9 +124,9 @@ class Journal:
     def _check_fingerprint(self) -> None:
         start = self.entries[0] if self.entries else {}
         for key, value in self.fingerprint.items():
-            if start and start.get(key) != value:
+            if start and start.get(key) != value and not (key in ADDED and key not in start):
                 raise SurgeryError(
-                    f"{self.folder} was begun with another {key} ({_truncate(start.get(key))}, now {_truncate(value)}). "
+                    f"{self.folder} was begun with another {key.replace('_', ' ')} ({_truncate(start.get(key))}, now {_truncate(value)}). "
                     "Resume with the original settings, or remove that folder to start again"
                 )
 

@@ -60,6 +60,10 @@ except ImportError as error:
 '''
 
 
+# As written before, and by whom a checkpoint on the Hub may have been made.
+SHIM_TEXTS = (SHIM_TEXT, SHIM_TEXT.replace("surgery.modeling.auto_classes", "surgery.shims"))
+
+
 def write_shims(folder: Path, config: dict[str, Any], model: Any) -> None:
     """Write the shim file and the config's auto_map, so that `trust_remote_code=True` opens the checkpoint without `import surgery`.
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError
 from surgery.core.files import explain_disk_errors, partial_path, refuse_unknown_files
 from surgery.core.journal import Journal, check_absent, check_output_path
@@ -109,9 +110,23 @@ def check_run(out: Path, name: str, recipe: HealingRecipe, teacher: str | None, 
             )
 
 
+def data_digest(recipe: HealingRecipe) -> dict[str, str]:
+    """Path -> digest of the names and contents of its files, of all local training and validation data of the stages. A Hub
+    data set is known by its id and revision, which are in the recipe."""
+    found: dict[str, str] = {}
+    for config in (stage_data_config(recipe, stage) for stage in recipe.stages):
+        held_out = config.validation if config is not None and not isinstance(config.validation, float) else ()
+        for source in (*config.sources, *held_out) if config is not None else ():
+            if source.path not in found and Path(source.path).exists():
+                found[source.path] = content_digest(Path(source.path))
+    return found
+
+
 def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
     fingerprint = {
         "source": source.fingerprint(),
+        "weights_digest": source.weights_digest(),
+        "data_digest": data_digest(recipe),
         "recipe": recipe.model_dump_json(exclude={"description", "log", "keep", "teacher"}),
         "version": __version__,
     }

@@ -176,9 +176,7 @@ def _read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SurgeryError(f"recipe file {path} does not exist")
     if path.stat().st_size > MAX_BYTES:
-        raise SurgeryError(
-            f"recipe file {path} has {path.stat().st_size:,} bytes, but a recipe has under a hundred lines."
-        )
+        raise SurgeryError(f"recipe file {path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
     try:
         data = read_yaml(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:

@@ -82,7 +82,7 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
 FRESH = """
 import sys
 import transformers
-from helpers.small import tiny_inputs, outputs_of
+from helpers.small import tiny_inputs, model_outputs
 import torch
 inputs = tiny_inputs("llama", 2)
 for folder in {refused!r}:
@@ -97,7 +97,7 @@ config = transformers.AutoConfig.from_pretrained({folder!r}, trust_remote_code=T
 assert type(config) is transformers.LlamaConfig
 model = transformers.AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
 assert type(model) is transformers.LlamaForCausalLM
-torch.save(outputs_of(model.eval(), inputs), {saved!r})
+torch.save(model_outputs(model.eval(), inputs), {saved!r})
 model.save_pretrained({again!r})
 print(*[name for name in sys.modules if name.startswith("surgery.")])
 """

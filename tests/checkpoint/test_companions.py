@@ -12,7 +12,7 @@ import pytest
 from helpers.small import make_recipe
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.companions import MAX_BYTES
+from surgery.checkpoint.companions import MAX_BYTES, in_subfolders, module_folders
 from surgery.checkpoint.source import open_checkpoint, open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
@@ -173,3 +173,22 @@ def test_4_1_a_converted_minilm_loads_in_sentence_transformers(tmp_path):
     before, after = (model.encode(texts, convert_to_tensor=True) for model in models)
     assert after.shape == before.shape and bool(((after.norm(dim=1) - 1).abs() < 1e-4).all())
     assert float((before * after).sum(1).min()) > 0.9
+
+
+def test_outside_d7_vocabularies_of_every_tokenizer_travel_and_others_are_named(checkpoints, tmp_path):
+    wanted = ("source.spm", "target.spm", "entity_vocab.json", "dict.txt", "prophetnet.tokenizer", "emoji.json")
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "source")
+    for name in (*wanted, "notes.txt"):
+        put(folder, name)
+    source = open_checkpoint(str(folder))
+    assert set(wanted) <= {path.name for path in source.companions()}
+    left = in_subfolders(folder).left
+    assert [line for line in left if line.startswith("notes.txt: ")] == left
+
+
+def test_outside_d7_a_module_named_with_a_slash_is_a_module(tmp_path):
+    paths = ("", "1_Pooling", "2_Dense/", "./3_Dense", "../out", ".git/")
+    put(tmp_path, "modules.json", json.dumps([{"path": path} for path in paths]))
+    put(tmp_path, "2_Dense/model.safetensors")
+    assert module_folders(tmp_path) == {"1_Pooling", "2_Dense", "3_Dense"}
+    assert Path("2_Dense/model.safetensors") in in_subfolders(tmp_path).files

@@ -88,10 +88,10 @@ from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained({str(converted("llama"))!r})
 print(*[name for name in ("recipe", "planning", "conversion") if f"surgery.{{name}}" in sys.modules])
 from peft import AutoPeftModelForCausalLM
-from helpers.small import outputs_of, tiny_inputs
+from helpers.small import model_outputs, tiny_inputs
 import torch
 model = AutoPeftModelForCausalLM.from_pretrained({str(tmp_path / "adapter")!r}).eval()
-torch.save(outputs_of(model, tiny_inputs("llama", 2)), {str(tmp_path / "logits.pt")!r})
+torch.save(model_outputs(model, tiny_inputs("llama", 2)), {str(tmp_path / "logits.pt")!r})
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr

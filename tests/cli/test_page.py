@@ -143,6 +143,14 @@ def test_results_that_are_none_are_refused(out, tmp_path):
         write_page(str(out), measured=tmp_path)
 
 
+def test_outside_d16_a_link_to_nothing_is_refused(out, tmp_path):
+    link = tmp_path / "page.html"
+    link.symlink_to(tmp_path / "gone" / "page.html")
+    with pytest.raises(SurgeryError, match="symbolic link"):
+        write_page(str(out), link)
+    assert link.is_symlink()
+
+
 def test_charts():
     assert ticks(0, 10, False) == [0, 2, 4, 6, 8, 10] and ticks(1, 1000, True) == [1, 10, 100, 1000]
     axis, log = Axis("x"), Axis("y", log=True)

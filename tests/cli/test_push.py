@@ -83,6 +83,68 @@ def test_paths_of_this_machine_stay_here(hub, pushed, out):
     }
 
 
+def test_outside_d8_paths_in_configs_and_templates(out):
+    config = json.loads((out / "config.json").read_text())
+    told = {
+        "_name_or_path": "models/alice/llama", "teacher": "/home/alice/teacher", "_from": "\\\\server\\alice\\model",
+        "base": "file:///home/alice/base", "data_dir": "..\\alice\\texts", "own": "C:\\Users\\alice\\x", "label": "/m/09l8g",
+        "think": "/think", "hub": "org/name",
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps({**config, **told}))
+    (out / "special_tokens_map.json").write_text(json.dumps({"base": "/home/alice/x", "eos_token": "</s>"}))
+    (out / "chat_template.jinja").write_text("{# from /home/alice/t.jinja #}{{ '/think' }}<|/x|>")
+    items = {item.name: item.content() for item in prepare_upload(str(out), "me/small", "mit").items}
+    names = ("config.json", "special_tokens_map.json", "chat_template.jinja")
+    assert not [name for name in names if "alice" in items[name]]
+    cleaned = json.loads(items["config.json"])
+    assert [cleaned[key] for key in ("label", "think", "hub")] == ["/m/09l8g", "/think", "org/name"]
+    assert cleaned["teacher"] == "teacher" and items["chat_template.jinja"] == "{# from t.jinja #}{{ '/think' }}<|/x|>"
+
+
+def test_outside_d8_an_edited_shim_is_refused(out):
+    shim, before = out / "surgery_shim.py", (out / "surgery_shim.py").read_text()
+    shim.write_text(before.replace("surgery.modeling.auto_classes", "surgery.shims"))
+    prepare_upload(str(out), "me/small", "mit")  # as it was written before
+    shim.write_text(before + "import os\n")
+    with pytest.raises(SurgeryError, match="not the text that surgery writes"):
+        prepare_upload(str(out), "me/small", "mit")
+
+
+def _without_an_entry(config):
+    config["quantization_config"]["modules"].popitem()
+
+
+def _with_an_entry(config):
+    modules = config["quantization_config"]["modules"]
+    modules["model.layers.0.mlp.no_proj"] = next(iter(modules.values()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_an_entry,
+        _with_an_entry,
+        lambda config: config.update(num_hidden_layers=config["num_hidden_layers"] + 1),
+        lambda config: next(iter(config["quantization_config"]["modules"].values())).update(bias=True),
+        lambda config: config.update(vocab_size=config["vocab_size"] + 8),
+    ],
+)
+def test_outside_d8_a_folder_that_no_loader_opens_is_refused(out, change):
+    config = json.loads((out / "config.json").read_text())
+    change(config)
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SurgeryError):
+        prepare_upload(str(out), "me/small", "mit")
+
+
+def test_outside_d8_code_of_a_tokenizer_that_is_not_there_is_refused(out):
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**config, "auto_map": {"AutoTokenizer": ["tokens.Mine", None]}}))
+    with pytest.raises(SurgeryError, match=r"tokens\.py is not in the folder"):
+        prepare_upload(str(out), "me/small", "mit")
+
+
 def test_a_dry_run_sends_nothing_and_needs_no_token(hub, pushed, out):
     code, said, _ = pushed(out, "me/small", "--license", "mit", "--dry-run", token=None)
     assert code == 0 and not hub.repos

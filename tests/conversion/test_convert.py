@@ -15,7 +15,8 @@ from helpers import killing, random_llama
 from helpers.small import make_recipe, run_python, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 
-from surgery.checkpoint.safetensors_io import read_header
+from surgery.checkpoint.safetensors_io import DTYPES, read_header
+from surgery.checkpoint.source import CheckpointSource
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
@@ -119,6 +120,56 @@ def test_a_journal_of_something_else_is_refused(deep, tmp_path, checkpoints, mon
             convert(str(other_source), other, tmp_path / "out", resume=True)
     assert bytes_of(partial_path(tmp_path / "out") / "pieces") == before
     convert(str(source), recipe, tmp_path / "out", resume=True)
+
+
+def test_outside_d9_a_source_changed_inside_a_tensor_is_refused(deep, tmp_path, monkeypatch):
+    """Also where neither end of any tensor changed."""
+    source = tmp_path / "source"
+    shutil.copytree(deep[0], source)
+    recipe, add = make_recipe(structure="low_rank"), Journal.add
+
+    def crash(self, step, **what):
+        if step == "piece":
+            raise Crash
+        add(self, step, **what)
+
+    monkeypatch.setattr(Journal, "add", crash)
+    with pytest.raises(Crash):
+        convert(str(source), recipe, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(CheckpointSource, "fingerprint", lambda self: "the sampled bytes are the same")
+    journal = partial_path(tmp_path / "out") / "journal.jsonl"
+    start = {**json.loads(journal.read_text().splitlines()[0]), "source": "the sampled bytes are the same"}
+    start.pop("crc32")
+    journal.unlink()
+    whole = Journal(partial_path(tmp_path / "out"), {}, True)
+    whole.add(**start)
+    file = next(source.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(SurgeryError, match="begun with another weights digest"):
+        convert(str(source), recipe, tmp_path / "out", resume=True)
+
+
+def test_outside_d11_a_piece_of_another_dtype_is_not_used(deep, tmp_path):
+    from surgery.checkpoint.meta_model import MetaModel
+    from surgery.checkpoint.source import open_checkpoint
+    from surgery.conversion.layer_shards import Pieces
+    from surgery.planning.plan import make_plan
+
+    meta_model = MetaModel(open_checkpoint(str(deep[0])), False)
+    layer = "model.layers.0"
+    units = {name: layer if name.startswith(f"{layer}.") else "rest" for name in meta_model.keys}
+    pieces = Pieces(meta_model, make_plan(meta_model, make_recipe(structure="low_rank", layers="1:")), units, tmp_path)
+    line = {"piece": layer, "table": {}}
+    stored = meta_model.source.tensors
+    tensors = {n: torch.zeros(shape, dtype=DTYPES[stored[n].dtype]) for n, shape in pieces.expected(line).items()}
+    save_file(tensors, tmp_path / "same.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].double()}, tmp_path / "other.safetensors")
+    assert pieces.holds(tmp_path / "same.safetensors", line, True)
+    assert not pieces.holds(tmp_path / "other.safetensors", line, True)
 
 
 def test_the_same_seed_gives_the_same_bytes(deep, tmp_path):

@@ -261,7 +261,7 @@ def test_the_command_and_a_run_without_a_teacher(text, teacher, tmp_path, capsys
         "stages: [{kind: distill, length: 32, batch: 2, rows: 2, tokens: 256, rate: 1e-4, trains: [all]}]\n"
     )
     common = ("--recipe", recipe, "--data", text)
-    assert "8 rows of 32 tokens" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", "--top-k", 4)
+    assert "8 sequences of 32 tokens" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", "--top-k", 4)
     assert "finish it with --resume" in said("teacher-cache", EMBEDDED, *common, "--out", tmp_path / "c", code=2)
     use = ("--set", f"teacher.cache={tmp_path / 'c'}", "--track", "none")
     assert "distill: 4 steps" in said("finetune", EMBEDDED, *common, *use, "--out", tmp_path / "healed")

@@ -45,7 +45,17 @@ SECRET_PATTERN = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{60,}|\bsk-[A-Za-z0-9_-]{32,}"
     rb"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}/|[A-Za-z]:[\\/])")
+LOCAL_PATH_PATTERN = re.compile(r"^(?:/|~|\.{1,2}[\\/]|[A-Za-z]:[\\/]|\\\\[\w.$-]+\\|file://)")
+# A folder of a person or of a machine's own, whether it exists here or not; a label like /m/09l8g is none of these.
+HOME_PATTERN = re.compile(
+    r"^(?:file://[\w.-]*)?(?:/(?:home|Users|root|mnt|media|scratch|workspace|Volumes)/[^/]|~/|[A-Za-z]:[\\/]|/[A-Za-z]:[\\/])"
+    r"|^\\\\[\w.$-]+\\[^\\]|^file://"
+)
+
+# A path of a person's folder within a chat template, in which a slash may stand before anything else.
+HOME_IN_TEMPLATE = re.compile(
+    r"(?<![\w:/.<\\-])(?:(?:file://)?/(?:home|Users|root)/[\w.@+-]+(?:/[\w.@+-]+)*|[A-Za-z]:\\Users\\[\w.@+\\-]+)"
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,36 @@ def collect_files(source: CheckpointSource, measured: Path | None = None) -> lis
         found = [item for item in found if not item.name.startswith("eval/")] + _eval_files(measured)
     for item in found:
         _check_secrets(item)
+    _check_code(source, {item.name: item for item in found})
     return _strip_file_paths(found)
+
+
+def _check_code(source: CheckpointSource, items: dict[str, UploadFile]) -> None:
+    """The shim is the text that surgery writes; code that a config names by auto_map lies in the folder."""
+    from surgery.modeling.auto_classes import SHIM_TEXTS
+
+    if SHIM_NAME in items and items[SHIM_NAME].content().replace("\r\n", "\n") not in SHIM_TEXTS:
+        raise SurgeryError(
+            f"{source.name}: {SHIM_NAME} is not the text that surgery writes, and it runs on the machine of whoever loads the "
+            "model; take it from a new conversion, or remove your changes"
+        )
+    for config, auto_map in named_code(source.folder, source.config).items():
+        for named in _texts(auto_map):
+            file = f"{named.partition('.')[0]}.py"
+            if "--" not in named and file not in items:
+                raise SurgeryError(
+                    f"{source.name}: auto_map in {config} names {named!r}, and {file} is not in the folder, so no loader can open "
+                    f"it; put {file} there, or remove that auto_map"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in the values of a config's entry."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _below(source: CheckpointSource) -> set[str]:
@@ -142,6 +181,7 @@ def _check_secrets(item: UploadFile) -> None:
 
 
 # Files that surgery, accelerate, peft and matplotlib write about a run: any text in them may quote a path of the machine.
+TEMPLATES = ("*.jinja", "*/*.jinja", "chat_template*")
 TOLD = (REPORT_NAME, PAGE_NAME, "training/*.jsonl", "adapter/README.md", "eval/results.json", "eval/table.md")
 # Configs of the model and its tokenizer: their texts are labels, tokens and templates, and only some keys hold paths.
 CONFIGS = (
@@ -149,6 +189,7 @@ CONFIGS = (
     "*_config.json",
     "config_*.json",
     "modules.json",
+    "special_tokens_map.json",
     "adapter/adapter_config.json",
     "*/*config.json",
 )
@@ -184,6 +225,10 @@ def _strip_file_paths(items: list[UploadFile]) -> list[UploadFile]:
 
 
 def _cleaned_item(item: UploadFile, data: Any, found: set[str]) -> UploadFile:
+    if item.path is not None and matches_any(item.name, TEMPLATES):
+        before = item.path.read_bytes().decode("utf-8", "surrogateescape")
+        after = HOME_IN_TEMPLATE.sub(_last_part_of_match, before)
+        return item if after == before else UploadFile(item.name, text=after)
     told = matches_any(item.name, TOLD)
     if item.path is None or not (told or data is not None):
         return item
@@ -254,9 +299,13 @@ def cleaned_config(value: Any, key: str = "") -> Any:
 
 
 def _is_config_path(text: str, key: str) -> bool:
+    if key.endswith("name_or_path") and "\n" not in text and (text.count("/") > 1 or "\\" in text):
+        return True  # a relative path: an id of the Hub is org/name
     if not _is_local(text):
         return False
-    return bool(PATH_KEYS.search(key)) or (text.count("/") > 1 and len(text) < 4096 and os.path.exists(text))
+    return bool(PATH_KEYS.search(key) or HOME_PATTERN.match(text)) or (
+        text.count("/") > 1 and len(text) < 4096 and os.path.exists(text)
+    )
 
 
 def local_paths(data: Any, everywhere: bool, key: str = "") -> Iterator[str]:
@@ -281,5 +330,5 @@ def cut_paths(text: str, found: Iterable[str] = ()) -> str:
                 text = re.sub(rf"{re.escape(written)}(?:/{inside}+)*", _last_part_of_match, text)
     roots = {*ROOTS, *(name for name in os.listdir("/") if re.fullmatch(r"\w+", name))} if os.sep == "/" else set(ROOTS)
     posix = rf"(?:file://)?/(?:{'|'.join(sorted(roots))})/{inside}+|~/{inside}+|file:///{inside}+"
-    windows = r"[A-Za-z]:\\(?:[^\s\"'`<>|;,]+)"
+    windows = r"[A-Za-z]:\\(?:[^\s\"'`<>|;,]+)|\\\\[\w.$-]+\\(?:[^\s\"'`<>|;,]+)"
     return re.sub(rf"(?<![\w:/.<\\-])(?:{posix}|{windows})", _last_part_of_match, text)

@@ -231,6 +231,9 @@ class TrainingData:
             self.config.model_copy(update=changed), self.tokenizer, self.length, self.seed, side
         )
         found = [example for example, _ in zip(validation_data.examples(), range(self.config.validation_examples))]
+        if not found and self.config.packing == "stream":  # the share of a short text is shorter than a row: padded
+            padded = self.config.model_copy(update={"packing": "documents"})
+            return TrainingData(padded, self.tokenizer, self.length, self.seed, self.side).validation()
         if not found:
             raise SurgeryError(
                 f"data: a share of {self.config.validation} for validation holds no document. Give a larger share, or "
