@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.markup import escape
 
 import surgery
@@ -91,7 +92,8 @@ def test_a_pinned_checkpoint_is_loaded(monkeypatch, tmp_path):
     from surgery.checkpoint import source
 
     asked = []
-    loaded = SimpleNamespace(config=None), {"missing_keys": [], "unexpected_keys": []}
+    loaded = torch.nn.Identity(), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    loaded[0].config = None
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(
             auto, "from_pretrained", lambda name, **how: asked.append((name, how["revision"])) or loaded
