@@ -27,7 +27,7 @@ from surgery.eval.long_context.story_needles import StoryNeedles
 ROOT = Path(__file__).resolve().parents[2]
 MIRROR = ROOT / "eval" / "mirror"
 TINY = ROOT / "recipes" / "tiny" / "checkpoint"
-STORIES = Path("/work/shared/models/stories260K")
+STORIES = ROOT.parent / "shared/models/stories260K"
 
 
 def jsonl(path: str):
