@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,6 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.batching import score_in_batches
 from surgery.eval.suite import EvalMetric, EvalModel, EvalOptions, Sample, Suite, SuiteResult, register, stable_id
 from surgery.eval.text import note_text, resolve_text
-
-
-@dataclass(frozen=True)
-class CosineSummary:
-    """Mean cosine similarity over sentences, its standard error, and the lowest value."""
-
-    cosine: float
-    se: float
-    worst: float
-    sentences: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON data."""
-        return asdict(self)
 
 
 def load_sentences(text: str, count: int, words: int = 6) -> list[str]:
@@ -61,13 +46,6 @@ def embed_sentences(model: Any, tokenizer: Any, sentences: list[str], tick: Any 
         found.append(torch.nn.functional.normalize(mean_BD, dim=-1).cpu())
         tick(len(mean_BD))
     return torch.cat(found)
-
-
-def summarize_cosine(converted_ND: Tensor, original_ND: Tensor) -> CosineSummary:
-    """Summarize the cosine similarity of normalized embeddings, row by row."""
-    each_N = (converted_ND * original_ND).sum(-1).double()
-    se = float(each_N.std() / len(each_N) ** 0.5)
-    return CosineSummary(float(each_N.mean()), se, float(each_N.min()), len(each_N))
 
 
 COSINE = EvalMetric("cosine", "mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import inspect
 import re
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.moments import decoded, encoding_of
 from surgery.checkpoint.remote_code import refuse_code
 from surgery.core.digests import refuse_outside_files
 from surgery.core.errors import SurgeryError, suggestion
@@ -49,10 +49,6 @@ class CalibrationSet:
 
     def fit_inputs(self) -> dict[str, Tensor]:
         return {k: v[: self.n_fit] for k, v in self.inputs.items()}
-
-    def doubled_inputs(self) -> dict[str, Tensor]:
-        """Once for the original layers, once for the converted."""
-        return {k: torch.cat([v, v]) for k, v in self.inputs.items()}
 
     def mask(self) -> Tensor | None:
         """Real tokens (rows, T), where the inputs are padded."""
@@ -167,6 +163,43 @@ CALIBRATION_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".
 HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
+def detect_encoding(start: bytes) -> str | None:
+    """Return UTF-16 or UTF-32 as a byte order mark or the places of zero bytes say; None if the bytes may be UTF-8."""
+    for mark, name in MARKS:
+        if start.startswith(mark):
+            return name
+    if len(start) < 8 or 0 not in start:
+        return None
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    share = max(even, odd) / max(1, len(start) // 2)
+    return ("utf-16-le" if odd > even else "utf-16-be") if share > 0.2 and min(even, odd) < max(even, odd) / 4 else None
+
+
+# The longer mark first: that of UTF-32 begins with that of UTF-16.
+MARKS = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16")),
+    *((codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
+)
+UNREADABLE = 0.1  # fraction of undecodable characters above which a file is refused
+
+
+def decode_text(path: Path) -> tuple[str, str | None]:
+    """Return (text, note or None) of a file in UTF-8, UTF-16 or UTF-32. Raises SurgeryError if it is none of these."""
+    data = path.read_bytes()
+    name = detect_encoding(data[:4096])
+    if name is not None:
+        note = None if name == "utf-8-sig" else f"{path} is {name.upper()}, not UTF-8, and was read as that"
+        return data.decode(name, errors="replace"), note
+    text = data.decode("utf-8", errors="replace")
+    bad = text.count("\ufffd") - data.count("\ufffd".encode())
+    if bad > UNREADABLE * len(text):
+        raise SurgeryError(
+            f"{path} is not text in UTF-8: {bad:,} of {len(text):,} characters cannot be read; save it as UTF-8 "
+            "(for example: iconv -f LATIN1 -t UTF-8)"
+        )
+    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
+
+
 def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
     """The documents of a file or of a Hub data set, streamed; notes (else the standard error) tell how a file was decoded."""
     path = Path(text)
@@ -176,7 +209,7 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
             if kind != "parquet" and _is_utf16(path):
                 return _stream_decoded(path, kind, notes)
             return _stream_texts(kind, None, "train", None, {"data_files": str(path)})
-        read, note = decoded(path)
+        read, note = decode_text(path)
         _tell(note, notes)
         return iter([read])
     if not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES:
@@ -195,12 +228,12 @@ def _tell(note: str | None, notes: list[str] | None) -> None:
 
 def _is_utf16(path: Path) -> bool:
     with open(path, "rb") as file:
-        return encoding_of(file.read(4096)) not in (None, "utf-8-sig")
+        return detect_encoding(file.read(4096)) not in (None, "utf-8-sig")
 
 
 def _stream_decoded(path: Path, kind: str, notes: list[str] | None) -> Iterator[str]:
     """A table in UTF-16 or UTF-32, by a copy in UTF-8."""
-    text, note = decoded(path)
+    text, note = decode_text(path)
     _tell(note, notes)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)

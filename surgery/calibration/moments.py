@@ -10,9 +10,7 @@ so the best unconstrained matrix is K C^-1, and its structured stand-in is the p
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,43 +22,6 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.structures import Metric
 from surgery.structures.metric import add_moment_, inner_product
-
-
-def encoding_of(start: bytes) -> str | None:
-    """UTF-16 or UTF-32 by its mark, or UTF-16 by where its zero bytes stand; None where it may be UTF-8."""
-    for mark, name in MARKS:
-        if start.startswith(mark):
-            return name
-    if len(start) < 8 or 0 not in start:
-        return None
-    even, odd = start[::2].count(0), start[1::2].count(0)
-    share = max(even, odd) / max(1, len(start) // 2)
-    return ("utf-16-le" if odd > even else "utf-16-be") if share > 0.2 and min(even, odd) < max(even, odd) / 4 else None
-
-
-# The longer mark first: that of UTF-32 begins with that of UTF-16.
-MARKS = (
-    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16")),
-    *((codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
-)
-UNREADABLE = 0.1  # share of characters that are no UTF-8, from which a file is no text
-
-
-def decoded(path: Path) -> tuple[str, str | None]:
-    """(text, a note or None): UTF-8, or UTF-16 and UTF-32 where the bytes say so; SurgeryError for what is none of them."""
-    data = path.read_bytes()
-    name = encoding_of(data[:4096])
-    if name is not None:
-        note = None if name == "utf-8-sig" else f"{path} is {name.upper()}, not UTF-8, and was read as that"
-        return data.decode(name, errors="replace"), note
-    text = data.decode("utf-8", errors="replace")
-    bad = text.count("\ufffd") - data.count("\ufffd".encode())
-    if bad > UNREADABLE * len(text):
-        raise SurgeryError(
-            f"{path} is not text in UTF-8: {bad:,} of {len(text):,} characters cannot be read; save it as UTF-8 "
-            "(for example: iconv -f LATIN1 -t UTF-8)"
-        )
-    return text, f"{path}: {bad:,} of {len(text):,} characters are not UTF-8 and were replaced" if bad else None
 
 
 # -- moments ---------------------------------------------------------------------------------------

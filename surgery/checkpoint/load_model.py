@@ -15,7 +15,7 @@ from surgery.checkpoint.tensor_names import load_complete
 def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """Load the transformers config of a checkpoint. Its remote code runs only with `trust_remote_code`."""
     refuse_code(source.folder, source.name, source.config, trust_remote_code)
-    return meta_model.load_config(source.folder, source.name, trust_remote_code)
+    return meta_model.load_config(source, trust_remote_code)
 
 
 def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:

@@ -35,7 +35,7 @@ class MetaModel:
 
     def __init__(self, source: CheckpointSource, trust_remote_code: bool = False):
         self.source, self.trust_remote_code = source, trust_remote_code
-        self.config = _load_config(source, trust_remote_code)
+        self.config = load_config(source, trust_remote_code)
         self.model = _build_on_meta(self.config, source, trust_remote_code)
         self.keys = _parameter_keys(self.model, source)
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
@@ -91,7 +91,7 @@ def build_unconverted_model(source: CheckpointSource) -> Any:
 
 def bare_model(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
     """Build the model of a config on meta, without reading any tensor."""
-    return _build_on_meta(_load_config(source, trust_remote_code), source, trust_remote_code)
+    return _build_on_meta(load_config(source, trust_remote_code), source, trust_remote_code)
 
 
 def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -105,19 +105,15 @@ def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def _load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
-    return load_config(source.folder, source.name, trust_remote_code)
-
-
-def load_config(folder: Any, name: str, trust_remote_code: bool) -> Any:
-    """The config of a checkpoint's folder; SurgeryError where transformers cannot use it. name: the checkpoint's, for errors."""
+def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
+    """Load the transformers config of a checkpoint. Raises SurgeryError if transformers cannot use it."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config from the Hub can fail in any way
         raise SurgeryError(
-            f"{name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{source.name}: transformers cannot use its config.json ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.core.digests import hash_file
 from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import atomic_write, parse_json
 
@@ -278,12 +279,8 @@ def write_shard(path: Path, entries: Iterable[TensorSource]) -> str:
 
 
 def file_digest(path: Path) -> str | None:
-    """Return the SHA-256 of a file as hex digits, or None if it cannot be read."""
-    digest = hashlib.sha256()
+    """Read a file and return its SHA-256 as hex digits, or None if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            while block := file.read(CHUNK_BYTES):
-                digest.update(block)
+        return hash_file(path)
     except OSError:
         return None
-    return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,10 +53,6 @@ class ConversionContext:
     def shards_dir(self) -> Path:
         """The folder of the layer shards: one file for each finished layer, and one for all other tensors."""
         return self.work_dir / "pieces"
-
-    def with_plan(self, plan: Plan) -> ConversionContext:
-        """Return a copy with another plan."""
-        return replace(self, plan=plan)
 
 
 @dataclass(frozen=True)

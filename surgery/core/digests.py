@@ -29,20 +29,26 @@ HEX = re.compile(r"[0-9a-f]{64}")
 _known: dict[str, tuple[list[int], str]] = {}  # resolved path -> (signature, digest)
 
 
+def hash_file(path: str | Path) -> str:
+    """Read the whole file and return its SHA-256 as hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes as hex digits."""
+    """Return the SHA-256 of a file as hex digits; a file whose digest is known and that has not changed is not read again."""
     place = os.path.realpath(path)
     signature = _signature(place)
     found = _remembered(place, signature)
     if found is not None:
         return found
-    began, digest = time.time(), hashlib.sha256()
-    with open(place, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+    began, digest = time.time(), hash_file(place)
     if _signature(place) == signature and began - max(signature[3:]) / 1e9 > SETTLED:
-        _remember(place, signature, digest.hexdigest())
-    return digest.hexdigest()
+        _remember(place, signature, digest)
+    return digest
 
 
 def files_digest(files: Iterable[tuple[str, Path]]) -> str:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, read_header, read_tensor, write_shard
+from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
 from surgery.core.files import checksum, read_json, write_json
 from surgery.training.sharded_tensors import MaybeSharded, copy_full_, full_tensor
-from surgery.training.teacher_cache.index import file_sha256
 
 STATE_NAME, EMA_KEY, CHECKSUM_KEY = "state.json", "ema", "crc32"
 WEIGHTS, DIGEST = "weights.safetensors", "sha256"
@@ -128,7 +128,7 @@ class CheckpointManager:
         self._write_tensors(partial / "optimiser.safetensors", train_state.states())
         self.wait()
         if self.rank == 0:
-            record = {**position.__dict__, "python": _python_rng(), DIGEST: file_sha256(partial / WEIGHTS)}
+            record = {**position.__dict__, "python": _python_rng(), DIGEST: hash_file(partial / WEIGHTS)}
             write_json(partial / STATE_NAME, {**record, CHECKSUM_KEY: checksum(record)})
             _rename_durably(partial, target)
             self._prune()
@@ -171,7 +171,7 @@ class CheckpointManager:
     def weights(self, folder: Path) -> dict[str, TensorInfo]:
         """Return every trained parameter by name. Raises SurgeryError if the file does not match its SHA-256."""
         path = folder / WEIGHTS
-        if not path.is_file() or file_sha256(path) != _read_state(folder).get(DIGEST):
+        if not path.is_file() or hash_file(path) != _read_state(folder).get(DIGEST):
             raise _damaged_error(path)
         return read_header(path)
 

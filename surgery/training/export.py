@@ -22,6 +22,7 @@ from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, 
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.device import device_name
+from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, write_json
 from surgery.core.version import __version__
@@ -30,7 +31,6 @@ from surgery.training.checkpoints import TrainPosition
 from surgery.training.distributed.accelerator import precision_name, sharding_name
 from surgery.training.logging import CURVE_NAME, LOG_NAME
 from surgery.training.recipe import HealingRecipe
-from surgery.training.teacher_cache.index import file_sha256
 from surgery.training.validation import perplexity
 
 
@@ -212,7 +212,7 @@ def _append_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def adapter_digests(work: Path) -> dict[str, str]:
     """Return file name -> SHA-256 for the files in WORK/adapter; empty without an adapter."""
-    return {path.name: file_sha256(path) for path in sorted((work / ADAPTER).glob("*")) if path.is_file()}
+    return {path.name: hash_file(path) for path in sorted((work / ADAPTER).glob("*")) if path.is_file()}
 
 
 def publish_result(target: Path, out: Path, work: Path) -> None:

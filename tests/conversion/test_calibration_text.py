@@ -11,9 +11,8 @@ import torch
 from cli.test_tiny import FOLDER as TINY
 from helpers.small import make_recipe
 
-from surgery.calibration.data import document_stream
+from surgery.calibration.data import decode_text, detect_encoding, document_stream
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.calibration.moments import decoded, encoding_of
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint as open_checkpoint
 from surgery.conversion.context import ConversionContext
@@ -47,7 +46,7 @@ ENCODED = {
 def test_4_5_utf_16_is_read_as_that_with_a_note(tmp_path, name, capsys):
     path = tmp_path / "text.txt"
     path.write_bytes(ENCODED[name])
-    text, note = decoded(path)
+    text, note = decode_text(path)
     assert text == TEXT
     assert (note is None) == name.startswith("utf-8") and (note is None or f"{path} is UTF-" in note)
     notes: list[str] = []
@@ -63,12 +62,12 @@ def test_4_5_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(random.Random(0).randbytes(5000))
     with pytest.raises(SurgeryError, match=r"text\.txt is not text in UTF-8: .* cannot be read; save it as UTF-8"):
-        decoded(path)
+        decode_text(path)
     path.write_bytes(TEXT.encode() + "für".encode("latin-1"))
-    assert decoded(path)[1] == f"{path}: 1 of {len(TEXT) + 3:,} characters are not UTF-8 and were replaced"
+    assert decode_text(path)[1] == f"{path}: 1 of {len(TEXT) + 3:,} characters are not UTF-8 and were replaced"
     path.write_bytes((TEXT + "\ufffd").encode())  # a replacement character that the text itself holds
-    assert decoded(path) == (TEXT + "\ufffd", None)
-    assert encoding_of(b"") is None and encoding_of(b"a\0b") is None
+    assert decode_text(path) == (TEXT + "\ufffd", None)
+    assert detect_encoding(b"") is None and detect_encoding(b"a\0b") is None
 
 
 # -- fields ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.moments import encoding_of
+from surgery.calibration.data import detect_encoding
 from surgery.core.digests import arrow_cache
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.training.data.documents import DatasetTable, Side, TextFiles, files_identity, is_held_out
@@ -67,7 +67,7 @@ def _find_files(path: Path) -> tuple[str, list[Path]]:
     if "text" in kinds:
         for file in files:
             with open(file, "rb") as opened:
-                name = encoding_of(opened.read(4096))
+                name = detect_encoding(opened.read(4096))
             if name not in (None, "utf-8-sig"):
                 raise SurgeryError(
                     f"data source {file} is {str(name).upper()}, and texts to train on are UTF-8; convert it, for example: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surgery.checkpoint.safetensors_io import TensorInfo, read_header
 from surgery.checkpoint.source import is_shard_name
+from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
@@ -77,16 +77,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 def is_intact(folder: Path, shard: dict[str, Any]) -> bool:
     """Return whether the shard file has the size and SHA-256 that the index gives."""
     path = folder / shard["file"]
-    return path.is_file() and path.stat().st_size == shard["bytes"] and file_sha256(path) == shard["sha256"]
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(2**22):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return path.is_file() and path.stat().st_size == shard["bytes"] and hash_file(path) == shard["sha256"]
 
 
 def open_shard(folder: Path, shard: dict[str, Any], length: int, top_k: int) -> dict[str, TensorInfo]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, read_tensor, write_shard
+from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
 from surgery.core.files import exclusive_lock, explain_disk_errors, refuse_links_in, write_json
 from surgery.core.progress import Progress
@@ -31,7 +32,6 @@ from surgery.training.teacher_cache.index import (
     FORMAT,
     INDEX_NAME,
     VERSION,
-    file_sha256,
     is_intact,
     open_shard,
     read_index,
@@ -158,7 +158,7 @@ class _TargetWriter:
             "input_ids": torch.stack([example["input_ids"] for example in some]).to(torch.int32),
         }
         write_shard(self.out / file, [TensorSource.from_tensor(name, tensor) for name, tensor in tensors.items()])
-        size, digest = (self.out / file).stat().st_size, file_sha256(self.out / file)
+        size, digest = (self.out / file).stat().st_size, hash_file(self.out / file)
         return {"file": file, "first": first, "count": len(some), "bytes": size, "sha256": digest}
 
 
