@@ -193,6 +193,7 @@ MIXERS: Registry[Mixer] = Registry("mixer", "surgery.mixers")
 
 
 def mixer_config(data: dict[str, Any]) -> MixerConfig:
-    """{"mixer": "mlr", "ranks": [32, 16]} -> MLR(...)."""
+    """Return the config of a mapping: {"mixer": "mlr", "ranks": [32, 16]} -> MLR(...)."""
     data = dict(data)
-    return from_options(MIXERS.config_type(str(data.pop("mixer", ""))), data)
+    config: MixerConfig = from_options(MIXERS.config_type(str(data.pop("mixer", ""))), data)
+    return config

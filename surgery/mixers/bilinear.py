@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, Mixer, MixerCost, MixerInputs, MixerState
-from surgery.mixers.common.kv_layout import append_slots, gather_slots, last_slots, left_pad, make_kv_layout
+from surgery.mixers.common.kv_layout import append_slots, last_slots, left_pad, make_kv_layout
+from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
 from surgery.structures import linalg
 from surgery.structures.base import MuP
@@ -297,7 +298,7 @@ class Bilinear(Mixer):
         terms = self.terms(padded, new)
         mask = padded.mask_BHTS if state is None else None
         out = attend(terms, new["values"], layout, self.shape, mask, padded.dropout)
-        out = out if back is None else gather_slots(out, back, 2)
+        out = out if back is None else gather_rowwise(out, back, 2)
         if state is None:
             return out, None
         slots = layout.slots if count_B is None else int(layout.end_B.max())

@@ -1,5 +1,7 @@
-"""What recipes put around a linear-type mixer: a short convolution before it, a norm and a gate behind it. The
-convolution and the gate start as the identity, so that adding them to a converted model changes nothing."""
+"""Optional layers of the linear attention mixer: short convolution of its inputs, norm and gate of its outputs.
+
+The convolution and the gate are initialised as the identity: adding them to a converted model does not change its outputs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from surgery.mixers.projections import InputDtypeLinear
 
 
 class ShortConvolution(nn.Module):
-    """y_t = sum_w weight[w] x_(t - width + 1 + w), a causal filter for each channel (Mamba-2; Gated DeltaNet, without
-    their activation, which no weight could make the identity). It remembers the last width - 1 inputs."""
+    """Causal depthwise convolution, y_t = sum_w weight[w] x_(t - width + 1 + w), per channel.
+
+    As in Mamba-2 and Gated DeltaNet, but without their activation, which would prevent an initialisation as the identity.
+    The state is the last width - 1 inputs.
+    """
 
     def __init__(self, channels: int, width: int):
         super().__init__()
@@ -23,7 +28,10 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(weight_CW)
 
     def forward(self, x_BTC: Tensor, past_BWC: Tensor, unpadder: Unpadder) -> tuple[Tensor, Tensor]:
-        """(y in the dtype of x, the past after these tokens); the past and all sums in float32 or more."""
+        """Return (y_BTC in the dtype of x, state (B, width - 1, C) after these tokens).
+
+        x_BTC: unpadded tokens. past_BWC: state before them. State and sums are float32 or float64.
+        """
         all_BSC = torch.cat([past_BWC, x_BTC.to(torch.promote_types(x_BTC.dtype, past_BWC.dtype))], dim=1)
         weight_C1W = self.weight.to(all_BSC.dtype).unsqueeze(1)
         y_BCT = F.conv1d(all_BSC.mT, weight_C1W, groups=weight_C1W.shape[0])
@@ -31,19 +39,20 @@ class ShortConvolution(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMS norm over the V numbers of each head, with a weight for each."""
+    """RMS norm over the V dims of each head, with a weight per head and dim."""
 
     def __init__(self, heads: int, values: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, values))
 
     def forward(self, x_BTHV: Tensor) -> Tensor:
+        """Return x / rms(x) * weight, (B, T, H, V)."""
         scale_BTH1 = (x_BTHV.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         return x_BTHV * scale_BTH1 * self.weight.to(x_BTHV.dtype)
 
 
 class OutputGate(nn.Module):
-    """y = 2 sigmoid(W x) * y for each head (values 1) or each number of it (values V). W = 0 at the start: times 1."""
+    """Output gate, y <- 2 sigmoid(W x) y, per head (values=1) or per dim (values=V). Initially W = 0, which multiplies by 1."""
 
     def __init__(self, dim: int, heads: int, values: int):
         super().__init__()
@@ -52,5 +61,6 @@ class OutputGate(nn.Module):
         nn.init.zeros_(self.projection.weight)
 
     def forward(self, y_BTHV: Tensor, x_BTD: Tensor) -> Tensor:
-        gate_BTX = self.projection(x_BTD)
-        return y_BTHV * (2 * gate_BTX.unflatten(-1, (self.heads, -1)).to(y_BTHV.dtype).sigmoid())
+        """Return the gated outputs (B, T, H, V). x_BTD: hidden states."""
+        gate_BTHV: Tensor = self.projection(x_BTD).unflatten(-1, (self.heads, -1))
+        return y_BTHV * (2 * gate_BTHV.to(y_BTHV.dtype).sigmoid())

@@ -27,11 +27,11 @@ from surgery.mixers.common.kv_layout import (
     KVLayout,
     append_all_slots,
     drop_full_mask,
-    gather_slots,
     last_slots,
     left_pad,
     make_kv_layout,
 )
+from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
     attend,
@@ -156,7 +156,7 @@ class MLRAttention(Mixer):
         else:
             mask = padded.mask_BHTS if state is None else None
             out = self.attend_terms(self.terms(padded.q_BHTK, keys), values, layout, mask, padded.dropout)
-        out = out if back is None else gather_slots(out, back, 2)
+        out = out if back is None else gather_rowwise(out, back, 2)
         return out, None if state is None else self._next_state(layout, keys, values, count_B)
 
     def attend_terms(

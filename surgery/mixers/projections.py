@@ -1,5 +1,4 @@
-"""Linear layers that mixers own: computed in float32, or in the dtype of their input; and what a fused kernel must ask before
-it reads their parameters instead of calling them."""
+"""Linear layers of mixers, computed in float32 or in the dtype of their input, and two checks of how they may be called."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of half precision with a float32 result, torch 2.8
+MM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # torch.mm(bfloat16, bfloat16, out_dtype=float32), torch 2.8
 
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[None]:
-    """No autocast: sums over thousands of tokens stay in float32 when a trainer casts every product to bfloat16."""
-    usual = device.type in ("cpu", "cuda")  # of others torch is asked, which it cannot trace when it compiles
-    known = usual or torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+    """Return a context without autocast, so that sums over thousands of tokens stay in float32 in mixed-precision training."""
+    is_common = device.type in ("cpu", "cuda")  # torch.compile cannot trace is_autocast_available, so it is called last
+    has_autocast = is_common or torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
 
 
 class Float32Linear(nn.Linear):
@@ -43,7 +42,8 @@ class Float32Linear(nn.Linear):
             parts.append((weight_OD - first_OD).to(torch.bfloat16))
         out_NO = sum(torch.mm(x_ND, part_OD.mT, out_dtype=torch.float32) for part_OD in parts)
         out_NO = out_NO if self.bias is None else out_NO + self.bias.to(torch.float32)
-        return out_NO.unflatten(0, x_BTD.shape[:-1])
+        out_BTO: Tensor = out_NO.unflatten(0, x_BTD.shape[:-1])
+        return out_BTO
 
 
 class InputDtypeLinear(nn.Linear):
@@ -58,9 +58,11 @@ class InputDtypeLinear(nn.Linear):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its class's forward: forward hooks, a replaced `forward`
-    (accelerate's offloading), or parameters that are not in memory now (on the meta device). A fused kernel that reads
-    parameters directly must not bypass such a module."""
+    """Return whether a call of the module does more than its class's `forward`.
+
+    That is so with forward hooks, with a replaced `forward` (accelerate's offloading), or with parameters that are not in
+    memory now (on the meta device). A fused kernel that reads parameters directly must not bypass such a module.
+    """
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -21,12 +21,12 @@ from surgery.mixers.base import MIXERS, AttentionShape, Mixer, MixerConfig, Mixe
 from surgery.mixers.common.kv_layout import (
     KVLayout,
     append_all_slots,
-    gather_slots,
     last_slots,
     left_pad,
     make_kv_layout,
     token_positions,
 )
+from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
     attend,
@@ -118,7 +118,7 @@ class WindowAttention(Mixer):
                 seen = self._behind_sinks(state, *seen)
             t_BT = s_BS[:, layout.slots - layout.queries :]
             out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, padded.dropout)
-        out = out if back is None else gather_slots(out, back, 2)
+        out = out if back is None else gather_rowwise(out, back, 2)
         return out, None if state is None else self._next_state(state, layout, keys, values, padded)
 
     def _behind_sinks(
@@ -172,7 +172,9 @@ class WindowAttention(Mixer):
         held = (sink_1S < state.seen_B[:, None])[:, None, :, None]
         for name, new in (("keys", padded.k_BGTK), ("values", padded.v_BGTV)):
             old = state.tensors[f"sink_{name}"].to(new.dtype)
-            tensors[f"sink_{name}"] = torch.where(held, old, gather_slots(new, new_BS, 2)) if self.config.sinks else old
+            tensors[f"sink_{name}"] = (
+                torch.where(held, old, gather_rowwise(new, new_BS, 2)) if self.config.sinks else old
+            )
         return MixerState(layout.end_B, tensors)
 
     def dense(self, inputs: MixerInputs) -> Tensor:

@@ -252,8 +252,8 @@ def reason(message):
 
 REASONS = {
     "position bias": "position bias",
-    "delay the linear part": "windows are causal",
-    "needs kernel scores": "the delta rule has an order",
+    "need causal attention": "windows are causal",
+    "depends on the order of tokens": "the delta rule has an order",
 }
 TABLE_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "gpt_neox", "bert", "vit", "t5",

@@ -289,7 +289,7 @@ def test_steps_into_rooms(monkeypatch):
 @pytest.mark.parametrize("form", ["sliding", "nested"])
 @pytest.mark.parametrize("heads, groups", [(8, 2), (4, 4)])
 def test_steps_at_size(form, heads, groups):
-    """bfloat16, a long cache in a room that is filled, given up and made anew."""
+    """bfloat16 and a long cache, whose buffer is filled and then replaced by a larger one."""
     torch.manual_seed(0)
     length, steps = 3000, 120
     config = MLR(ranks=PAPER, extents=tuple(2048 >> i for i in range(7)), form=form)
@@ -365,7 +365,7 @@ def test_old_states_stay_as_they_were():
     assert other[0, 0, -1, 0] == 7 and torch.equal(other[:, :, :-1], before[3])
 
 
-def test_a_room_is_little_more_than_what_is_in_it():
+def test_a_buffer_is_little_larger_than_its_contents():
     states, _ = grown(3200, 1, 5000)
-    assert isinstance(states[-1].room[0], KVBuffer)
+    assert isinstance(states[-1].kv_buffer[0], KVBuffer)
     assert states[-1].untyped_storage().nbytes() <= 1.04 * states[-1].numel() * 4

@@ -53,7 +53,9 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
     """Normalised wherever that has a meaning, unless said."""
     if "normalise" not in options:
         phi = FEATURES[FEATURES.config_type(features)]
-        may = (phi.positive or phi.least > 0) and mask not in SIGNED_MASKS and options.get("scores") != "delta"
+        may = (
+            (phi.positive or phi.min_denominator > 0) and mask not in SIGNED_MASKS and options.get("scores") != "delta"
+        )
         options["normalise"] = may
     map_options = small(features)
     if features in ("favor", "lara") and not options["normalise"]:
@@ -168,7 +170,9 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     else:
         weights_HTT = linear * far_HTT + near * score_HTT.softmax(-1)
     if config.normalise:
-        weights_HTT = weights_HTT / weights_HTT.sum(-1, keepdim=True).clamp_min(mixer.feature_map.least or 1e-30)
+        weights_HTT = weights_HTT / weights_HTT.sum(-1, keepdim=True).clamp_min(
+            mixer.feature_map.min_denominator or 1e-30
+        )
     return (weights_HTT @ v_HTV)[None]
 
 
@@ -442,14 +446,14 @@ def test_how_recipes_write_it():
         ({"mask": "gate"}, "unknown mask 'gate'; did you mean 'gates'"),
         ({"mask": {"name": "decay", "gama": 1}}, "'decay' has no option 'gama'"),
         ({"features": "hedgehogs"}, "unknown feature map 'hedgehogs'; did you mean 'hedgehog'"),
-        ({"scores": "dela"}, "scores 'dela'; valid: kernel, delta"),
-        ({"gate": True}, "gate True; valid: None, head, value"),
-        ({"chunk": 0}, "chunk 0 must be 1 or more"),
-        ({"window": -1}, "window -1 must be 0 or more"),
-        ({"mask": 3}, "mask 3 is no mask"),
-        ({"features": "favor"}, "favor with queries: scaled divides each query"),
+        ({"scores": "dela"}, r"scores must be one of kernel, delta \(got 'dela'\)"),
+        ({"gate": True}, r"gate must be one of None, head, value \(got True\)"),
+        ({"chunk": 0}, r"chunk must be 1 or more \(got 0\)"),
+        ({"window": -1}, r"window must be 0 or more \(got -1\)"),
+        ({"mask": 3}, r"mask must be the name of a mask .* \(got 3\)"),
+        ({"features": "favor"}, "favor with queries: scaled divides the features of each query"),
         ({"normalise": True}, "identity scores may be negative"),
-        ({"normalise": True, "features": "elu", "scores": "delta"}, "the delta rule's scores may be negative"),
+        ({"normalise": True, "features": "elu", "scores": "delta"}, "scores: delta may be negative"),
         ({"normalise": True, "features": "elu", "mask": "fourier"}, "a fourier mask may be negative"),
     ],
 )
@@ -459,9 +463,11 @@ def test_refusals(options, said):
 
 
 def test_refused_shapes():
-    with pytest.raises(SurgeryError, match="window 4 and sinks 0 delay the linear part"):
+    with pytest.raises(SurgeryError, match="window 4 and sinks 0 need causal attention"):
         LinearMixer.check_config(LinearAttention(window=4), ENCODER)
-    with pytest.raises(SurgeryError, match="4 query heads cannot share 3"):
+    with pytest.raises(
+        SurgeryError, match=r"query heads \(4\) must be a multiple of the number of key/value heads \(3\)"
+    ):
         LinearMixer.check_config(LinearAttention(), replace(SHAPE, groups=3))
 
 

@@ -234,7 +234,7 @@ def test_tokens_beyond_the_last_block_are_refused():
     mask = make_mask(config)
     rows = random_rows(mask, "kernel", 12, [0], [12])
     _, state = run_in_pieces(mask, rows, [0, 12], 4)
-    with pytest.raises(SurgeryError, match=r"token 13 .* 3 blocks of 4 tokens .* count=4 .* toeplitz_blocks"):
+    with pytest.raises(SurgeryError, match=r"13 tokens, .* 3 blocks of 4 tokens .* count=4 .* toeplitz_blocks"):
         mask.step(random_rows(mask, "kernel", 1, [12], [1]), state)
 
 

@@ -277,7 +277,7 @@ def weighed(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixe
         window = fit[i]
         goal_HNV = unpadded_tokens(window.target_BHTV.float(), window)
         for s, variant in enumerate(copies):
-            for p, out_BHTV in enumerate(variant.weighed(window.inputs, WEIGHTS)):
+            for p, out_BHTV in enumerate(variant.outputs_by_linear_weight(window.inputs, WEIGHTS)):
                 off_HNV = unpadded_tokens(out_BHTV.float(), window) - goal_HNV
                 wrong_SPH[s, p] += off_HNV.square().sum((1, 2), dtype=torch.float64).cpu()
     wrong_SPH = wrong_SPH.nan_to_num(nan=torch.inf)

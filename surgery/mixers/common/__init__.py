@@ -1,1 +1,1 @@
-"""Parts that several mixers share."""
+"""Code shared by several mixers: padding, key/value caches, softmax attention, hybrids with a window, packed documents."""

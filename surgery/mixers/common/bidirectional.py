@@ -1,4 +1,4 @@
-"""Rows read through a mask: O = (A . M) V by the definition, and in both directions."""
+"""Linear attention O = (A . M) V by the definition, and bidirectional attention with a causal mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgery.mixers.masks.delta_rule import dense_scores
 
 
 def dense_output(mask: Mask, rows: MaskInputs) -> Tensor:
-    """out_BGJTV with A and M written out."""
+    """Return out_BGJTV by the definition, with A and M (B, G, J, T, T) formed explicitly."""
     m_BGJTT = mask("dense", rows.start_B, rows.v_BGTV.shape[2], rows.signals)
     return torch.einsum(
         "bgjts,bgsv->bgjtv", dense_scores(rows.q_BGJTF, rows.k_BGTF, rows.beta_BGT) * m_BGJTT, rows.v_BGTV
@@ -22,7 +22,7 @@ def dense_output(mask: Mask, rows: MaskInputs) -> Tensor:
 
 
 def zero_padding_writes(rows: MaskInputs, written: tuple[str, ...]) -> MaskInputs:
-    """Tokens past count_B write nothing."""
+    """Return the rows with k, v, beta and the signals named in `written` set to 0 for tokens past count_B (padding)."""
     real_BT = torch.arange(rows.v_BGTV.shape[2], device=rows.count_B.device) < rows.count_B.unsqueeze(1)
     return replace(
         rows,
@@ -34,16 +34,19 @@ def zero_padding_writes(rows: MaskInputs, written: tuple[str, ...]) -> MaskInput
 
 
 def bidirectional_output(
-    read: Callable[[MaskInputs], Tensor], mask: Mask, rows: MaskInputs, unpadder: Unpadder
+    causal: Callable[[MaskInputs], Tensor], mask: Mask, rows: MaskInputs, unpadder: Unpadder
 ) -> Tensor:
-    """A causal mask for bidirectional attention: the tokens before and with each one, those after and with it in the
-    reversed sequence (which is read from position 0 too), less the token itself, which both have."""
+    """Return out_BGJTV of bidirectional attention with a causal mask: a forward and a backward pass.
+
+    The backward pass is the causal one on the reversed sequence, which also begins at position 0. Both passes contain
+    the diagonal t = s, which is subtracted once.
+    """
     back = reverse_inputs(rows, unpadder)
-    return read(rows) + unpadder.reverse(read(back) - diagonal_output(mask, back), dim=3)
+    return causal(rows) + unpadder.reverse(causal(back) - diagonal_output(mask, back), dim=3)
 
 
 def reverse_inputs(rows: MaskInputs, unpadder: Unpadder) -> MaskInputs:
-    """The rows the other way round."""
+    """Return the rows with the tokens of each row in reverse order."""
     return replace(
         rows,
         q_BGJTF=unpadder.reverse(rows.q_BGJTF, dim=3),
@@ -55,12 +58,14 @@ def reverse_inputs(rows: MaskInputs, unpadder: Unpadder) -> MaskInputs:
 
 
 def diagonal_output(mask: Mask, rows: MaskInputs) -> Tensor:
-    """The diagonal's share, M_tt A_tt v_t (B, G, J, T, V): M of sequences of one token each, at their positions."""
+    """Return the term of the diagonal, M_tt A_tt v_t (B, G, J, T, V)."""
     batch, length = rows.v_BGTV.shape[0], rows.v_BGTV.shape[2]
     position_BT = rows.start_B.unsqueeze(1) + torch.arange(length, device=rows.start_B.device)
     signals = {name: t.flatten(0, 1).unsqueeze(1) for name, t in rows.signals.items()}
-    m_XGJ = mask("dense", position_BT.flatten(), 1, signals)[..., 0, 0]
-    m_BGJT1 = m_XGJ.expand(batch * length, -1, -1).unflatten(0, (batch, length)).permute(0, 2, 3, 1).unsqueeze(-1)
+    m_XGJ: Tensor = mask("dense", position_BT.flatten(), 1, signals)[..., 0, 0]  # every token as a sequence of length 1
+    m_BGJT1: Tensor = (
+        m_XGJ.expand(batch * length, -1, -1).unflatten(0, (batch, length)).permute(0, 2, 3, 1).unsqueeze(-1)
+    )
     value_BGTV = rows.v_BGTV if rows.beta_BGT is None else rows.v_BGTV * rows.beta_BGT.unsqueeze(-1)
     score_BGJT1 = (rows.q_BGJTF * rows.k_BGTF.unsqueeze(2)).sum(-1, keepdim=True)
     return m_BGJT1 * score_BGJT1 * value_BGTV.unsqueeze(2)

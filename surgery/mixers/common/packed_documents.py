@@ -1,10 +1,11 @@
-"""Packed documents: several in a row, none of which may see another. A mixer gets each as a row of its own.
+"""Packed documents: several documents in one row, without attention between them. A mixer gets each as its own row.
 
-    documents = Documents.from_borders(border_BT)                 border: where a document begins behind another
+    documents = PackedDocuments.from_borders(border_BT)           border: True at the first token of a document
     out_BHTV = documents.mix(mixer.mix, inputs)
 
-As transformers has it, a document begins where position_ids do not go on by one; only, that is, where the mask keeps
-it from the token before: padded batches have such positions too. D documents of a group, U slots of the longest.
+As in transformers, a document begins where position_ids do not increase by one. Padded batches have such positions
+too, so the attention mask must also hide the preceding token.
+D documents of a group, U slots (the length of the longest document in the group).
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from surgery.mixers.base import MixerInputs
 
 
 def mask_to_bool(mask: Tensor) -> Tensor:
-    """True where a boolean or additive mask lets a token be seen."""
+    """Return a boolean mask (True: visible) for a boolean or additive mask."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
-    """border_BT (bool) of a call without a cache; None where positions say nothing."""
+    """Return border_BT (bool), the borders of packed documents in a call without a cache.
+
+    mask: boolean or additive mask (B, 1, T, S), a FlexAttention BlockMask, a padding mask (B, T) or None. Returns None if
+    the arguments cannot describe packed documents: no position_ids (B, T), a single token, or a padding mask.
+    """
     B, T = x_BTD.shape[:2]
     given = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == T
-    if not given or T == 1 or (isinstance(mask, Tensor) and mask.dim() == 2):  # which says all that there is to say
+    if not given or T == 1 or (isinstance(mask, Tensor) and mask.dim() == 2):  # a (B, T) mask hides padding only
         return None
     restart_BT = (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(x_BTD.device).expand(B, T - 1)
     if isinstance(mask, Tensor):
@@ -43,7 +48,10 @@ def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BT
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """Documents laid out together. index_DU: the token of each slot, among all B T; real_DU: None where none is empty."""
+    """Documents of similar length, padded to one batch.
+
+    index_DU: index among the B T tokens of the call for each slot. real_DU: False for padding slots; None without padding.
+    """
 
     index_DU: Tensor
     real_DU: Tensor | None
@@ -51,7 +59,11 @@ class DocumentGroup:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """number_BT counts the documents of a row; back_N: the slot of each of the B T tokens among those of all groups."""
+    """Documents of one call, in groups of similar length.
+
+    number_BT: number of the document in its row, per token. back_N: slot of each of the B T tokens among the slots of all
+    groups.
+    """
 
     number_BT: Tensor
     groups: tuple[DocumentGroup, ...]
@@ -59,7 +71,7 @@ class PackedDocuments:
 
     @classmethod
     def from_borders(cls, border_BT: Tensor) -> PackedDocuments | None:
-        """None where every row is one document. Reads the borders back from the device."""
+        """Return the documents, or None if every row is one document. Synchronizes with the device."""
         B, T = border_BT.shape
         begins_BT = border_BT.cpu()
         if not bool(begins_BT.any()):
@@ -69,60 +81,66 @@ class PackedDocuments:
         length_D = torch.diff(start_D, append=torch.tensor([B * T]))
         groups, slots = [], torch.empty(B * T, dtype=torch.long)
         before = 0
-        for which in _group_by_length(length_D):
-            slot_U = torch.arange(int(length_D[which].max()))
-            real_DU = slot_U < length_D[which, None]
-            index_DU = start_D[which, None] + slot_U.minimum(length_D[which, None] - 1)
+        for group in _group_by_length(length_D):
+            slot_U = torch.arange(int(length_D[group].max()))
+            real_DU = slot_U < length_D[group, None]
+            index_DU = start_D[group, None] + slot_U.minimum(length_D[group, None] - 1)
             slots[index_DU[real_DU]] = before + real_DU.flatten().nonzero().flatten()
             before += real_DU.numel()
-            everything = bool(real_DU.all())
+            no_padding = bool(real_DU.all())
             groups.append(
-                DocumentGroup(index_DU.to(border_BT.device), None if everything else real_DU.to(border_BT.device))
+                DocumentGroup(index_DU.to(border_BT.device), None if no_padding else real_DU.to(border_BT.device))
             )
         return cls(border_BT.cumsum(1), tuple(groups), slots.to(border_BT.device))
 
     def mix(self, mix: Callable[[MixerInputs], tuple[Tensor, Any]], inputs: MixerInputs) -> Tensor:
-        """out_BHTV of a mixer that sees one document a row."""
+        """Return out_BHTV of `mix`, called on batches with one document per row."""
         B, T = self.number_BT.shape
         outs = []
         for group in self.groups:
             out_DHUV, _ = mix(_gather_group(group, inputs))
             outs.append(out_DHUV.transpose(1, 2).flatten(0, 1))
-        out_NHV = torch.cat(outs).index_select(0, self.back_N)
-        return out_NHV.unflatten(0, (B, T)).transpose(1, 2)
+        out_BTHV: Tensor = torch.cat(outs).index_select(0, self.back_N).unflatten(0, (B, T))
+        return out_BTHV.transpose(1, 2)
 
 
 @dataclass
 class DocumentMemo:
-    """What one layer found out about a call's mask and positions, for the layers that follow. is_plain: None if nobody
-    has looked."""
+    """Result of analysing the mask and positions of a call, computed by the first layer and reused by the others.
+
+    documents: the packed documents, or None. is_plain: whether the mask is only causal, padding and documents; None if
+    not computed yet. The memo is an attribute of the mask tensor, or of position_ids if there is no mask.
+    """
 
     documents: PackedDocuments | None
     is_plain: bool | None = None
 
     @staticmethod
     def recall(mask: Any, position_ids: Any) -> DocumentMemo | None:
-        whose, versions, known = getattr(position_ids if mask is None else mask, "surgery_known", (None, None, None))
-        mine = whose is (None if mask is None else position_ids) and versions == _versions(mask, position_ids)
-        return known if mine else None
+        """Return the memo stored for these arguments, or None if there is none or they were changed in place since."""
+        owner = position_ids if mask is None else mask
+        memo: DocumentMemo | None
+        positions, versions, memo = getattr(owner, "surgery_document_memo", (None, None, None))
+        is_current = positions is (None if mask is None else position_ids) and versions == _versions(mask, position_ids)
+        return memo if is_current else None
 
     def remember(self, mask: Any, position_ids: Any) -> DocumentMemo:
-        """On the mask, or where there is none on the positions, if changes of theirs would be noticed."""
+        """Store the memo on its owner and return it. Positions of inference mode get none: they count no changes."""
         if mask is not None:
-            mask.surgery_known = (position_ids, _versions(mask, position_ids), self)
+            mask.surgery_document_memo = (position_ids, _versions(mask, position_ids), self)
         elif _versions(position_ids) != [-1]:
-            position_ids.surgery_known = (None, _versions(mask, position_ids), self)
+            position_ids.surgery_document_memo = (None, _versions(mask, position_ids), self)
         return self
 
 
 def _versions(*tensors: Any) -> list[int]:
-    """They count changes in place, which tensors of inference mode do not."""
+    """Return each tensor's count of in-place changes; -1 for tensors of inference mode, which have no count."""
     return [t._version if isinstance(t, Tensor) and not t.is_inference() else -1 for t in tensors]
 
 
 def _group_by_length(length_D: Tensor) -> list[Tensor]:
-    """Numbers of documents to be laid out together: all, or where that would more than double the tokens, those whose
-    lengths are within a power of two."""
+    """Return groups of document indices: one group, or groups with lengths in (2^(n-1), 2^n] if padding all documents to
+    the longest would more than double the tokens."""
     if len(length_D) * int(length_D.max()) <= 2 * int(length_D.sum()):
         return [torch.arange(len(length_D))]
     size_D = torch.tensor([(n - 1).bit_length() for n in length_D.tolist()])
@@ -130,15 +148,16 @@ def _group_by_length(length_D: Tensor) -> list[Tensor]:
 
 
 def _gather_group(group: DocumentGroup, inputs: MixerInputs) -> MixerInputs:
-    """A slot that is empty holds some token's numbers."""
+    """Return the inputs of one group, one document per row. Padding slots repeat the document's last token."""
     index_N, shape = group.index_DU.flatten(), tuple(group.index_DU.shape)
 
     def rows(x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, index_N).unflatten(0, shape)
+        x_DU: Tensor = x.flatten(0, 1).index_select(0, index_N).unflatten(0, shape)
+        return x_DU
 
     q, k, v = (rows(x.transpose(1, 2)).transpose(1, 2) for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
     real_DU = group.real_DU
     if inputs.valid_BT is not None:
-        there_DU = rows(inputs.valid_BT)
-        real_DU = there_DU if real_DU is None else real_DU & there_DU
+        valid_DU = rows(inputs.valid_BT)
+        real_DU = valid_DU if real_DU is None else real_DU & valid_DU
     return replace(inputs, q_BHTK=q, k_BGTK=k, v_BGTV=v, x_BTD=rows(inputs.x_BTD), valid_BT=real_DU, mask_BHTS=None)

@@ -1,17 +1,17 @@
-"""Softmax attention whose score is a sum of terms, each seen inside its own extent.
+"""Softmax attention with a score that is a sum of terms, each limited to pairs within its own extent.
 
     S[t, s] = scaling sum_l [near_l(t, s)] (q_l[t] . k_l[s] + bias_l)            out = softmax(cap(S) + mask) V
 
-near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested). Positions are counted in each row over its
-real tokens. Rows are packed: padding comes first, so that distances between slots are distances between positions
-in every row, and a query meets only the slots in reach. Scores and weights are float32 or wider.
+near_l: |t - s| < extent (sliding), or t // extent = s // extent (nested), with positions counted over the real tokens of
+a row. Rows are left-padded (kv_layout.py), so that products are computed only for slots within reach. Scores and weights
+are float32 or float64.
 B batch, T queries, S key slots, H = G J heads, K key dim, V value dim, C queries of one pass, R rank of a term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,15 @@ from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape, MixerInputs
 from surgery.mixers.common.kv_layout import KVLayout, positions_from_mask, token_positions
 
-QUERIES_PER_PASS = 512  # of one pass: what bounds the score matrices held at once
+QUERIES_PER_PASS = 512  # bounds the score matrices in memory
 
 
 class ScoreTerm(NamedTuple):
-    """One summand of the score. `k` holds the last slots only, at least those that `extent` reaches; None: all.
-    scale: a factor on the products with each key, for each head, at the slots of `k`."""
+    """One summand of the score.
+
+    q: queries of rank R. k: keys of the last slots, at least those within `extent` tokens (None: all slots).
+    form: "sliding" or "nested". bias: added within the extent, per head. scale: factor on q . k, per head and slot of k.
+    """
 
     q_BGJTR: Tensor
     k_BGSR: Tensor
@@ -38,7 +41,7 @@ class ScoreTerm(NamedTuple):
 
 
 def within_extent(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor:
-    """Whether two positions are inside one extent."""
+    """Return whether positions t and s are within the extent (broadcast). form: "sliding" or "nested"."""
     if extent is None:
         return torch.ones_like(t == s)
     if form == "nested":
@@ -47,8 +50,9 @@ def within_extent(form: str, extent: int | None, t: Tensor, s: Tensor) -> Tensor
 
 
 def group_heads(q_BHTK: Tensor, groups: int) -> Tensor:
-    """q_BGJTK: query heads beside those that share their keys."""
-    return q_BHTK.unflatten(1, (groups, -1))
+    """Return q_BGJTK: axis H split into key/value heads G and the J query heads that share each."""
+    q_BGJTK: Tensor = q_BHTK.unflatten(1, (groups, -1))
+    return q_BGJTK
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -59,8 +63,10 @@ def upcast(x: Tensor) -> Tensor:
 def weighted_values(
     score_BGJCS: Tensor, allowed: Tensor | None, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
-    """softmax(cap(scaling S) + mask) V with dropout p of the weights. A query that may see nothing averages the
-    values, any number rather than NaN."""
+    """Return softmax(cap(scaling S) + mask) V (B, G, J, C, V), with dropout p on the weights.
+
+    A query without any visible key gets the mean of the values instead of NaN.
+    """
     score = score_BGJCS * shape.scaling
     if shape.softcap is not None:
         score = shape.softcap * torch.tanh(score / shape.softcap)
@@ -71,7 +77,8 @@ def weighted_values(
     if allowed is not None:
         score = score.masked_fill(~allowed, least)
     weights = F.dropout(torch.softmax(score, -1), p)
-    return (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
+    out_BGJCV: Tensor = (weights.flatten(2, 3) @ v_BGSV).unflatten(2, weights.shape[2:4])
+    return out_BGJCV
 
 
 @dispatched
@@ -83,27 +90,35 @@ def attend(
     mask: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """out_BHTV. The first term has no extent of its own: every pair that the module allows has it."""
+    """Return out_BHTV of softmax attention over the sum of the terms, with dropout p.
+
+    terms[0] must have no extent: it applies to all pairs that causality and the module's window allow.
+    """
     terms = [term._replace(q_BGJTR=upcast(term.q_BGJTR), k_BGSR=upcast(term.k_BGSR)) for term in terms]
     values = upcast(v_BGSV)
     out = run_in_passes(
-        lambda start, stop: _attend_pass(terms, values, layout, shape, mask, p, start, stop), layout.queries
+        lambda start, stop: _attend_pass(terms, values, layout, shape, mask=mask, p=p, start=start, stop=stop),
+        layout.queries,
     )
     return out.flatten(1, 2).to(v_BGSV.dtype)
 
 
-def run_in_passes(one: Callable[[int, int], Tensor], queries: int) -> Tensor:
-    """out_BGJTV of all queries, a bounded number at a time; backward computes each pass anew."""
-    again = torch.is_grad_enabled() and queries > QUERIES_PER_PASS
+def run_in_passes(attend_pass: Callable[[int, int], Tensor], queries: int) -> Tensor:
+    """Return out_BGJTV of attend_pass(start, stop) over all queries, QUERIES_PER_PASS at a time.
+
+    With several passes, each is recomputed in the backward pass (activation checkpointing).
+    """
+    recompute = torch.is_grad_enabled() and queries > QUERIES_PER_PASS
     spans = [(start, min(start + QUERIES_PER_PASS, queries)) for start in range(0, queries, QUERIES_PER_PASS)]
-    return torch.cat([checkpoint(one, *span, use_reentrant=False) if again else one(*span) for span in spans], 3)
+    outs = [checkpoint(attend_pass, *span, use_reentrant=False) if recompute else attend_pass(*span) for span in spans]
+    return torch.cat(outs, 3)
 
 
 def dense_attention(terms: list[ScoreTerm], inputs: MixerInputs, shape: AttentionShape) -> Tensor:
-    """What `attend` computes, by the definition: a sequence from its start, its padding where it is."""
+    """Return out_BHTV of `attend` by the definition, for sequences from their start with padding anywhere."""
     position_BT, valid_BS = token_positions(inputs)
     t, s = position_BT.unsqueeze(-1), position_BT.unsqueeze(1)
-    score: Any = 0.0
+    score = torch.zeros((), device=t.device)
     for term in terms:
         product = torch.einsum("bgjtr,bgsr->bgjts", upcast(term.q_BGJTR), upcast(term.k_BGSR))
         product = product if term.scale_BGJS is None else product * term.scale_BGJS.to(product.dtype)[..., None, :]
@@ -116,7 +131,7 @@ def dense_attention(terms: list[ScoreTerm], inputs: MixerInputs, shape: Attentio
 def dense_weighted_values(
     score: Tensor, allowed: Tensor, valid_BS: Tensor | None, inputs: MixerInputs, shape: AttentionShape
 ) -> Tensor:
-    """out_BHTV of whole scores."""
+    """Return out_BHTV of scores (B, G, J, T, T). allowed: visible pairs (B, T, T); valid_BS: False at padding."""
     allowed = allowed if valid_BS is None else allowed & valid_BS[:, None, :]
     mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -score.shape[-1] :]
     out = weighted_values(score, allowed[:, None, None], upcast(inputs.v_BGTV), shape, mask, inputs.dropout)
@@ -128,11 +143,13 @@ def _attend_pass(
     v_BGSV: Tensor,
     layout: KVLayout,
     shape: AttentionShape,
-    mask: Any,
+    *,
+    mask: Tensor | None,
     p: float,
     start: int,
     stop: int,
 ) -> Tensor:
+    """Return out_BGJCV of the queries start .. stop - 1; p: dropout."""
     low, high = layout.reach(start, stop, shape.window, shape.causal)
     first = layout.slots - layout.queries
     t_BC1 = layout.positions(first + start, first + stop).unsqueeze(-1)
@@ -150,12 +167,12 @@ def _attend_pass(
             part = part * inside_BCS[:, None, None]
         score = add_score_slice(score, part, near_low - low)
     allowed_BCS = _allowed(t_BC1, layout.positions(low, high).unsqueeze(1), layout, shape)
-    cut = None if mask is None else mask[..., start:stop, low:high]
-    return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, cut, p)
+    mask = None if mask is None else mask[..., start:stop, low:high]
+    return weighted_values(score, allowed_BCS[:, None, None], v_BGSV[:, :, low:high], shape, mask, p)
 
 
 def add_score_slice(score: Tensor, part: Tensor, at: int) -> Tensor:
-    """score + part from slot `at` on; in place where no gradient needs the old one."""
+    """Return score with `part` added from slot `at` on; in place if no gradient needs the old score."""
     if score.shape == part.shape:
         return score + part
     if part.requires_grad or score.requires_grad:
@@ -165,13 +182,16 @@ def add_score_slice(score: Tensor, part: Tensor, at: int) -> Tensor:
 
 
 def _term_score(term: ScoreTerm, layout: KVLayout, start: int, stop: int, low: int, high: int) -> Tensor:
-    """q . k of queries start .. stop and slots low .. high, all heads of a group at once."""
+    """Return the scaled q . k (B, G, J, C, S) of queries start .. stop - 1 and slots low .. high - 1."""
     missing = layout.slots - term.k_BGSR.shape[2]
     q = term.q_BGJTR[:, :, :, start:stop]
-    product = (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(2, q.shape[2:4])
+    product: Tensor = (q.flatten(2, 3) @ term.k_BGSR[:, :, low - missing : high - missing].mT).unflatten(
+        2, q.shape[2:4]
+    )
     if term.scale_BGJS is None:
         return product
-    return product * term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)
+    scale: Tensor = term.scale_BGJS[..., None, low - missing : high - missing].to(product.dtype)
+    return product * scale
 
 
 def _allowed(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape) -> Tensor:
@@ -183,11 +203,14 @@ def _allowed(t: Tensor, s: Tensor, layout: KVLayout, shape: AttentionShape) -> T
     return allowed
 
 
-# -- the library's own attention, for scores without structure -----------------------------------------------------
+# -- torch's fused attention, for scores without structure ---------------------------------------------------------
 def sdpa_attn_mask(
     layout: KVLayout, shape: AttentionShape, valid_BS: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """The library's mask with the module's window and the real slots in it; None where `causal` says everything."""
+    """Return the attn_mask of F.scaled_dot_product_attention: the given mask combined with window, causality and padding.
+
+    Returns None if the `is_causal` flag is enough. valid_BS: False at padding; mask: boolean or additive, or None.
+    """
     windowed = shape.window is not None and layout.slots > shape.window
     later = shape.causal and layout.slots > layout.queries > 1
     if not (layout.holes or windowed or later or valid_BS is not None):
@@ -205,7 +228,7 @@ def sdpa_attn_mask(
 def sdpa_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
-    """out_BHTV, bit by bit what transformers computes: torch's fused attention, or its eager formula under a cap."""
+    """Return out_BHTV with the same bits as transformers: torch's fused attention, or its eager formula with a softcap."""
     length, heads = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGSK.shape[1]
     causal = shape.causal and mask is None and length > 1
     if shape.softcap is not None:
@@ -225,7 +248,7 @@ def sdpa_attention(
 
 
 def _eager_attention(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Any, p: float
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, shape: AttentionShape, mask: Tensor | None, p: float
 ) -> Tensor:
     heads = q_BHTK.shape[1] // k_BGSK.shape[1]
     weights = torch.matmul(q_BHTK, k_BGSK.repeat_interleave(heads, 1).mT) * shape.scaling

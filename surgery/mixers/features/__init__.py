@@ -1,1 +1,1 @@
-"""Feature maps of kernel scores, one file for each kind."""
+"""Feature maps phi of kernel scores A = phi(Q) phi(K)^T, one file for each kind."""

@@ -1,6 +1,6 @@
-"""Feature maps phi of kernel scores A = phi(Q) phi(K)^T. One file for each kind.
+"""Protocol of the feature maps phi of kernel scores A = phi(Q) phi(K)^T.
 
-A map may be learned, random (drawn from a seed, kept as a buffer so that a checkpoint is whole) or fixed.
+A map is learned, random or fixed. Random projections are drawn from a seed and saved in the checkpoint as buffers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from surgery.mixers.base import AttentionShape, MethodModule
 
 
 class FeatureMap(MethodModule):
-    """phi of queries and of keys; both take positions because some (cosFormer) depend on them."""
+    """Base class of feature maps. Positions are arguments because some maps (cosFormer) depend on them.
+
+    positive: whether phi(q) . phi(k) >= 0 always, so that scores can be normalised. min_denominator: for maps that are
+    positive only in expectation, the lower bound of the denominator in normalised attention (0: none).
+    """
 
     config_type: ClassVar[type]
-    positive: ClassVar[bool] = True  # whether phi(q) . phi(k) >= 0, so that it can be normalised
-    least: ClassVar[float] = 0.0  # a map that is positive only in expectation: the least denominator to divide by
+    positive: ClassVar[bool] = True
+    min_denominator: ClassVar[float] = 0.0
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -26,20 +30,20 @@ class FeatureMap(MethodModule):
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
-        """F, the number of features."""
+        """Return F, the number of features."""
         return shape.key
 
     @classmethod
     def macs(cls, config: Any, shape: AttentionShape) -> int:
-        """Multiply-accumulates for a token: all its queries and keys."""
+        """Return multiply-accumulates per token for all queries and keys."""
         return 0
 
     def queries(self, q_BHTK: Tensor, position_BT: Tensor) -> Tensor:
-        """q_BHTF"""
+        """Return the features of queries, (B, H, T, F)."""
         raise NotImplementedError
 
     def keys(self, k_BGTK: Tensor, position_BT: Tensor) -> Tensor:
-        """k_BGTF"""
+        """Return the features of keys, (B, G, T, F)."""
         raise NotImplementedError
 
 

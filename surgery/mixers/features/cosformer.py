@@ -1,8 +1,8 @@
-"""cosFormer: A_ts = relu(q_t) . relu(k_s) cos(pi/2 (t - s) / length).
+"""cosFormer feature map: A_ts = relu(q_t) . relu(k_s) cos(pi/2 (t - s) / length).
 
-Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", eqs. 9-12: the cosine of a difference is two products,
-so phi(x_t) = [relu(x) cos(theta_t), relu(x) sin(theta_t)], theta_t = pi/2 t / length.
-From position `length` on theta stays at pi/2, where the paper's weights would turn negative.
+Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", eqs. 9-12. The cosine of a difference is a sum of two
+products, so phi(x_t) = [relu(x) cos(theta_t), relu(x) sin(theta_t)], theta_t = pi/2 t / length. From position `length` on,
+theta stays at pi/2; the weights of the paper would become negative there.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from surgery.mixers.features.base import FEATURES, FeatureMap
 
 @dataclass(frozen=True)
 class CosFormer:
-    """length: M of the paper, the longest context to tell distances in; tokens beyond it look equally far."""
+    """Config of cosFormer. length: M of the paper, the longest context in tokens; later tokens get equal weights."""
 
     name: ClassVar[str] = "cosformer"
     length: int = 4096
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise SurgeryError(f"cosformer: length {self.length} must be 1 or more tokens, for example length: 4096")
+            raise SurgeryError(f"cosformer: length must be 1 or more tokens (got {self.length}); for example 4096")
 
 
 @FEATURES.register(CosFormer)
 class CosFormerMap(FeatureMap):
-    """F = 2 K."""
+    """cosFormer map with F = 2 K features."""
+
+    config: CosFormer
 
     @classmethod
     def features(cls, config: Any, shape: AttentionShape) -> int:
@@ -52,6 +54,6 @@ class CosFormerMap(FeatureMap):
     def _weighted(self, x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         share_BT = position_BT.clamp(0, self.config.length).to(x_BHTK.dtype) / self.config.length
         theta_B1T1 = (0.5 * math.pi * share_BT)[:, None, :, None]
-        # Rounding makes cos(pi/2) a little negative; a score must not be.
+        # cos(pi/2) is slightly negative after rounding, and scores must not be.
         x_BHTK = F.relu(x_BHTK)
         return torch.cat([x_BHTK * theta_B1T1.cos().clamp_min(0), x_BHTK * theta_B1T1.sin()], dim=-1)

@@ -1,8 +1,7 @@
-"""The softmax feature map: phi(x) = [softmax(W x), softmax(-W x)], W learned.
+"""Hedgehog feature map: phi(x) = [softmax(W x), softmax(-W x)] with a learned W per head.
 
-Zhang et al. 2024, "The Hedgehog & the Porcupine", section 4.2 (both signs; the softmax over the features keeps the
-spikes of attention), as in LoLCATs (Zhang et al. 2025, section 3.1). W starts as the identity: heads of a group share
-one at the start and part later.
+Zhang et al. 2024, "The Hedgehog & the Porcupine", section 4.2 (both signs; the softmax over features keeps attention
+spiky), as in LoLCATs (Zhang et al. 2025, section 3.1). W is initialised as the identity.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Hedgehog:
 
 @FEATURES.register(Hedgehog)
 class HedgehogMap(FeatureMap):
-    """F = 2 K. query_HKK, key_GKK: W of each head, rows are features."""
+    """Hedgehog map with F = 2 K features. query_HKK, key_GKK: W per head; rows are features."""
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: Hedgehog, shape: AttentionShape):
         super().__init__(config, shape)
         self.query_HKK = nn.Parameter(torch.eye(shape.key).repeat(shape.heads, 1, 1))
         self.key_GKK = nn.Parameter(torch.eye(shape.key).repeat(shape.groups, 1, 1))

@@ -1,19 +1,21 @@
-"""LARA: random features from several proposals N(mu_c, I), weighted for each query; phi(q) . phi(k) estimates exp(q . k).
+"""LARA feature map: random features from several proposals N(mu_c, I), weighted for each query.
+
+phi(q) . phi(k) estimates exp(q . k).
 
     phi(k)_c = xi(k, w_c)     phi(q)_c = alpha_c(q) N(w_c; 0, I) / N(w_c; mu_c, I) xi(q, w_c)
     xi(x, w) = exp(w . x - |x|^2 / 2)     w_c = mu_c + a fixed draw
 
 Zheng et al. 2022, "Linear Complexity Randomized Self-attention Mechanism", section 4.2 (self-normalised multiple
-importance sampling). Two things differ. The paper pools mu_c from all queries and keys, which a causal mixer cannot;
-here they are parameters. And its alpha = balance + r(q) - mean r can be negative; ours is the mean of the balance
-heuristic and r(q) = softmax(mu . q), which also sums to 1 over the proposals, so that estimates stay unbiased.
+importance sampling), with two differences. The paper pools mu_c from all queries and keys, which is not causal; here mu_c
+are parameters. The paper's alpha = balance + r(q) - mean r can be negative; here alpha is the mean of the balance
+heuristic and r(q) = softmax(mu . q). It also sums to 1 over the proposals, so estimates stay unbiased.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -25,7 +27,11 @@ from surgery.mixers.features.random_draws import draw_gaussian, project_groups
 
 @dataclass(frozen=True)
 class Lara:
-    """features: proposals, a draw each. spread: standard deviation of the centres at the start. queries: see Favor."""
+    """Config of LARA.
+
+    features: number of proposals, with one draw each. spread: initial standard deviation of the centres mu. queries: see
+    `Favor`. seed: of the centres and draws.
+    """
 
     name: ClassVar[str] = "lara"
     features: int = 64
@@ -39,23 +45,24 @@ class Lara:
 
 @FEATURES.register(Lara)
 class LaraMap(FeatureMap):
-    """mu_GCK, draw_GCK: of a key/value group, as q and k must share them."""
+    """LARA map. mu_GCK, draw_GCK: centres and draws of each key/value head, shared by queries and keys."""
 
+    config: Lara
     draw_GCK: Tensor
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: Lara, shape: AttentionShape):
         super().__init__(config, shape)
         size = (shape.groups, config.features, shape.key)
         self.mu_GCK = nn.Parameter(config.spread * draw_gaussian(config.seed, *size))
         self.register_buffer("draw_GCK", draw_gaussian(config.seed + 1, *size))
 
     @classmethod
-    def features(cls, config: Any, shape: AttentionShape) -> int:
+    def features(cls, config: Lara, shape: AttentionShape) -> int:
         """Return F, the number of features."""
         return config.features
 
     @classmethod
-    def macs(cls, config: Any, shape: AttentionShape) -> int:
+    def macs(cls, config: Lara, shape: AttentionShape) -> int:
         """Return multiply-accumulates per token for all queries and keys."""
         return (2 * shape.heads + shape.groups) * config.features * shape.key
 
@@ -63,7 +70,7 @@ class LaraMap(FeatureMap):
         """Return the features of queries, (B, H, T, F)."""
         mu_GCK, draw_GCK = self.mu_GCK.to(q_BHTK.dtype), self.draw_GCK.to(q_BHTK.dtype)
         w_GCK = mu_GCK + draw_GCK
-        # log N(w_c; mu_d) up to what all d share; its diagonal is the proposal that w_c came from.
+        # log N(w_c; mu_d) up to a term that is the same for all d; on the diagonal, the proposal that w_c is drawn from.
         density_GCD = w_GCK @ mu_GCK.mT - mu_GCK.square().sum(-1).unsqueeze(-2) / 2
         own_GC = density_GCD.diagonal(dim1=-2, dim2=-1)
         balance_GC = (own_GC - density_GCD.logsumexp(-1)).exp()

@@ -1,7 +1,7 @@
-"""Feature maps without parameters: the identity, 1 + elu, relu.
+"""Feature maps without parameters: identity, 1 + elu, relu.
 
-identity: linear attention on q and k themselves, A = q . k (RetNet, Mamba-2, the delta rule); may be negative.
-1 + elu: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 7.   relu: Kasai et al. 2021 without its matrix.
+identity: A = q . k, as in RetNet, Mamba-2 and the delta rule; scores may be negative.
+1 + elu: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 7. relu: Kasai et al. 2021, without its learned matrix.
 """
 
 from __future__ import annotations

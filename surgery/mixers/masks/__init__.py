@@ -1,1 +1,1 @@
-"""Structured masks M of O = (A . M) V, one file for each kind."""
+"""Structured masks M of linear attention O = (A . M) V, one file for each kind."""

@@ -1,9 +1,9 @@
-"""The masks M of linear-type attention, O = (A . M) V (Guo et al. 2025, "Log-Linear Attention", section 2).
+"""Protocol of the masks M of linear attention, O = (A . M) V (Guo et al. 2025, "Log-Linear Attention", section 2).
 
-A mask has three faces that agree to rounding: `dense` (the definition), `chunked` (training, prefill) and `step`
-(a token at a time with a bounded state). It sees tokens as `MaskInputs`: packed to the front, padding behind them, each
-row with its own position, so that masks that are not invariant under shifts are right for every row.
-Leading axes B, G, J: a tensor that does not differ over the J query heads of a group has 1 there.
+A mask has three implementations that agree up to rounding: `dense` (the definition, quadratic), `chunked` (training and
+prefill) and `step` (one token with a state). Tokens come as `MaskInputs`: real tokens first in each row, padding behind
+them, and the absolute position of each row's first token, because some masks depend on absolute positions.
+A tensor that is the same for all J query heads of a group may have size 1 in axis J.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from surgery.core.registry import Registry
 from surgery.mixers.base import AttentionShape, MethodModule
 
+MaskState = dict[str, Tensor]  # state of a mask by name, float32, batch first
+Signals = dict[str, Tensor]  # tensors (B, T, ..) that a mask computes from the hidden states, by name
+
 
 @dataclass
 class MaskInputs:
-    """q reads at the position where k, v are written. Tokens past count_B (padding) write nothing: their k, v, beta
-    and every signal that is written are 0; what they read is any number.
+    """Inputs of a mask for one call. Token t is written to the state before query t reads it.
 
-    q_BGJTF, k_BGTF features; v_BGTV; beta_BGT of the delta rule or None (kernel scores).
-    start_B: position of each row's first token; signals: name -> what `Mask.signals` gave, (B, T, ..).
-    max_seen: a bound of start_B + count_B, known without asking the device; None: none is known.
+    q_BGJTF, k_BGTF: features of queries and keys. v_BGTV: values.
+    beta_BGT: step sizes of the delta rule, or None for kernel scores.
+    start_B: absolute position of each row's first token. count_B: number of real tokens per row; k, v, beta and the
+    written signals of later tokens must be 0, and outputs of those tokens are arbitrary.
+    signals: result of `Mask.signals`. max_seen: upper bound of start_B + count_B that needs no device synchronization, or
+    None if no bound is known.
     """
 
     q_BGJTF: Tensor
@@ -33,17 +39,20 @@ class MaskInputs:
     beta_BGT: Tensor | None
     start_B: Tensor
     count_B: Tensor
-    signals: dict[str, Tensor]
+    signals: Signals
     max_seen: int | None = None
 
 
 class Mask(MethodModule):
-    """One structured mask. `written_signals`: signals that belong to the written token (gates); others belong to the reader
-    (lambda, mixing rows). Parameters and signals are float32."""
+    """Base class of structured masks. Parameters and signals are float32.
+
+    written_signals: names of the signals that belong to the written token (gates); the others belong to the query.
+    has_bounded_state: False if a step needs all earlier keys and values.
+    """
 
     config_type: ClassVar[type]
-    written_signals: ClassVar[tuple[str, ...]] = ()
-    has_bounded_state: ClassVar[bool] = True  # False: a step needs all keys and values so far
+    written_signals: tuple[str, ...] = ()
+    has_bounded_state: ClassVar[bool] = True
 
     def __init__(self, config: Any, shape: AttentionShape):
         super().__init__()
@@ -51,33 +60,31 @@ class Mask(MethodModule):
 
     @classmethod
     def check_config(cls, config: Any, shape: AttentionShape, delta: bool) -> None:
-        """SurgeryError where the mask cannot serve (bidirectional, with the delta rule, ..); says why."""
+        """Raise SurgeryError if the mask cannot be used for this attention. delta: whether scores are the delta rule's."""
 
-    def signals(self, x_BTD: Tensor) -> dict[str, Tensor]:
-        """What the mask reads off the hidden states, (B, T, ..) each."""
+    def signals(self, x_BTD: Tensor) -> Signals:
+        """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         return {}
 
-    def empty_state(self, rows: int, features: int, values: int, device: Any) -> dict[str, Tensor]:
-        """The state of `rows` sequences before their first token: float32 tensors, batch first."""
+    def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
+        """Return the state of `rows` sequences before their first token."""
         raise NotImplementedError
 
-    def dense(self, start_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
-        """M_BGJTT of tokens at start .. start + length, lower triangular (G or J may be 1)."""
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
+        """Return M_BGJTT of `length` tokens from position start_B on (G or J may be 1); lower triangular if causal."""
         raise NotImplementedError
 
-    def chunked(
-        self, rows: MaskInputs, state: dict[str, Tensor] | None, chunk: int
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """(out_BGJTV, state after the rows' tokens, or None where None was given)."""
+    def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
+        """Return (out_BGJTV, state after the rows' tokens, or None without a state). chunk: tokens per chunk."""
         raise NotImplementedError
 
-    def step(self, rows: MaskInputs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same for one token a row (T = 1), without chunks."""
+    def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""
         raise NotImplementedError
 
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
-        """Numbers in the state after `length` tokens, per key/value head."""
+        """Return the number of elements in the state after `length` tokens, per key/value head."""
         raise NotImplementedError
 
 

@@ -1,17 +1,17 @@
-"""Dense block mixing in chunks (MHLA, Zhang et al. 2026; masks/blocks.py).
+"""Dense block mixing, M_ts = W[block(t), block(s)] with a learned matrix W per query head (MHLA, Zhang et al. 2026).
 
-    mixed     kernel scores: the sums of the blocks before are mixed once for each block, (T / block)^2 F V; what the
-              block has of its own stands beside them
-    passed    delta rule: every token turns every sum, so they stay apart and pass the chunks in order
+Rows of W are nonnegative and sum to one. If attention is causal, they sum over the blocks up to the query's, and s <= t
+holds inside a block too. W has `count` rows; longer sequences raise an error. In bidirectional attention W is full and
+sequences begin at position 0.
 
-A block is a whole number of chunks.      I blocks of the call, m chunks in a block, N = I m, A blocks from position 0
+The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block so far, under the delta rule after the transitions
+of all later tokens. Algorithms:
 
-M_ts = W[block(t), block(s)], a free matrix for each query head: dense block mixing (MHLA, Zhang et al. 2026).
+    mix         kernel scores: the sums of earlier blocks are mixed once per block, (T / block)^2 F V, and the block's own
+                tokens are added
+    mix_delta   delta rule: every token changes every sum, so the sums are kept separate and pass the chunks in order
 
-Rows of W are nonnegative and sum to one, over the blocks so far where attention is causal (s <= t inside a block too).
-W has `count` rows: what lies beyond is refused. In both directions W is full and sequences begin at position 0.
-
-The state is `blocks` (B, A, G, F, V): the sum of k v^T of every block reached, of the delta rule as carried by now.
+A block is a whole number of chunks. I blocks of the call, m chunks per block, N = I m chunks, A blocks from position 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus, upcast_inputs
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 from surgery.mixers.masks.semiseparable import apply_carry
@@ -36,18 +36,21 @@ from surgery.mixers.masks.semiseparable import apply_carry
 def blocks_from_zero(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int, chunk: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out_BGJTV, every block's sum (B, A, G, F, V) if they are to be kept), causal, of sequences that begin at position 0,
-    in float32 or wider (a kernel: or v's dtype)."""
+    """Return (out_BGJTV, sums of all blocks (B, A, G, F, V), or None unless `keep`) of causal block mixing.
+
+    Sequences begin at position 0. matrix_GJMM: W. block, chunk: tokens. The output is float32 or float64; kernels may return
+    v's dtype.
+    """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     zero_B = torch.zeros(len(v_BGTV), dtype=torch.int64, device=v_BGTV.device)
     rows = MaskInputs(q_BGJTF.to(wide), k_BGTF.to(wide), v_BGTV.to(wide), None, zero_B, zero_B, {})
-    out, sums_BAGFV = BlockChunks.from_inputs(rows, matrix_GJMM.to(wide), chunk, block).mix(rows.v_BGTV.new_zeros(0))
+    out, sums_BAGFV = BlockChunks.from_inputs(rows, matrix_GJMM.to(wide), chunk, block).mix(None)
     return out, sums_BAGFV if keep else None
 
 
 @dispatched
 def blocks_bidirectional(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix_GJMM: Tensor, block: int) -> Tensor:
-    """out_BGJTV of the same where W is full."""
+    """Return out_BGJTV of bidirectional block mixing, where W is full. Sequences begin at position 0."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     layout = ChunkLayout.unaligned(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
     sums_BGNFV = layout.to_chunks(k_BGTF.to(wide), 2).mT @ layout.to_chunks(v_BGTV.to(wide), 2)
@@ -57,19 +60,22 @@ def blocks_bidirectional(q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, matrix
 
 
 def pad_blocks(sums_BAGFV: Tensor, blocks: int) -> Tensor:
-    """With zeros for at least that many blocks."""
+    """Return the sums padded with zeros to at least `blocks` blocks."""
     missing = blocks - sums_BAGFV.shape[1]
     return F.pad(sums_BAGFV, (0, 0, 0, 0, 0, 0, 0, missing)) if missing > 0 else sums_BAGFV
 
 
 def scatter_to_block(here_B: Tensor, blocks: int, sum_BGFV: Tensor) -> Tensor:
-    """(B, A, G, F, V): each row's sum in its block, zeros in the others."""
+    """Return (B, A, G, F, V) with the sum of each row at block here_B and zeros at the other blocks."""
     here_BA = here_B.unsqueeze(1) == torch.arange(blocks, device=here_B.device)
     return torch.where(here_BA[..., None, None, None], sum_BGFV.unsqueeze(1), 0)
 
 
 def mixing_rows(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
-    """W's rows of these blocks, (B, G, J, I, A); blocks past the last have no tokens."""
+    """Return the rows of W for the blocks block_BI, (B, G, J, I, A), A = `blocks` columns.
+
+    A row past the end of W belongs to a block without tokens and repeats the last row.
+    """
     count = matrix_GJMM.shape[-1]
     rows_GJBIM = matrix_GJMM[:, :, block_BI.clamp_max(count - 1)]
     return F.pad(rows_GJBIM.movedim(2, 0), (0, max(blocks - count, 0)))[..., :blocks]
@@ -77,7 +83,10 @@ def mixing_rows(matrix_GJMM: Tensor, block_BI: Tensor, blocks: int) -> Tensor:
 
 @dataclass
 class BlockChunks:
-    """One call's chunks, (B, G, N, ..) each, and the rows of W for its blocks."""
+    """The chunks of one call, (B, G, N, ..) each, and the rows of W for its blocks.
+
+    per_block: chunks per block. block_BI: numbers of the blocks. weight_BGJIA: rows of W, see `mixing_rows`.
+    """
 
     layout: ChunkLayout
     per_block: int
@@ -97,21 +106,19 @@ class BlockChunks:
         weight_BGJIA = mixing_rows(matrix_GJMM, block_BI, int(block_BI.max()) + 1)
         return cls(layout, per_block, scores, layout.to_chunks(rows.v_BGTV, 2), block_BI, weight_BGJIA)
 
-    def initial_sums(self, sums_BAGFV: Tensor) -> Tensor:
-        """The sums of the state, with room for the call's blocks."""
-        if sums_BAGFV.dim() == 1:  # no state
+    def initial_sums(self, sums_BAGFV: Tensor | None) -> Tensor:
+        """Return the sums before the call, padded to all blocks of the call. sums_BAGFV None: no state."""
+        if sums_BAGFV is None:
             batch, groups, _, _, values = self.v_BGNCV.shape
             sums_BAGFV = self.v_BGNCV.new_zeros(batch, 0, groups, self.scores.write_xCF.shape[-1], values)
         return pad_blocks(sums_BAGFV, self.weight_BGJIA.shape[-1])
 
-    def mix(self, before: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BGJTV, every block's sum)."""
-        sums_BAGFV, row_B1 = (
-            self.initial_sums(before),
-            torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None],
-        )
+    def mix(self, before_BAGFV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (out_BGJTV, sums of all blocks) for kernel scores. before_BAGFV: sums before the call, None: no state."""
+        sums_BAGFV = self.initial_sums(before_BAGFV)
+        row_B1 = torch.arange(len(self.block_BI), device=self.block_BI.device)[:, None]
         chunk_BGImFV = (self.scores.write_xCF.mT @ self.v_BGNCV).unflatten(2, (-1, self.per_block))
-        # What a row brings of its first block comes before its chunks; other blocks of the call are new.
+        # The first block of a row may be partly in the state; that sum comes before the block's chunks.
         open_BGIFV = sums_BAGFV[row_B1, self.block_BI].transpose(1, 2)
         own_BGImFV = torch.cat([open_BGIFV.unsqueeze(3), chunk_BGImFV], 3).cumsum(3)
         sums_BAGFV = sums_BAGFV.index_put((row_B1, self.block_BI), own_BGImFV[:, :, :, -1].transpose(1, 2))
@@ -122,15 +129,16 @@ class BlockChunks:
         out = read_BGImJCF @ mixed_BGJIFV.transpose(2, 3).unsqueeze(3)
         near = (read_BGImJCF @ own_BGImFV[:, :, :, :-1].unsqueeze(4)).flatten(2, 3)
         near = near + self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3)
-        out = out.flatten(2, 3) + self._own()[..., None, None] * near
+        out = out.flatten(2, 3) + self._own_weights()[..., None, None] * near
         return self.layout.from_chunks(out.transpose(2, 3), 3), sums_BAGFV
 
-    def mix_delta(self, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The same."""
-        sums_BAGFV, out, own_BGNJ = self.initial_sums(before), [], self._own()
+    def mix_delta(self, before_BAGFV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (out_BGJTV, sums of all blocks) for the delta rule. before_BAGFV: sums before the call, None: no state."""
+        sums_BAGFV, out, own_BGNJ = self.initial_sums(before_BAGFV), [], self._own_weights()
         inside = own_BGNJ[..., None, None] * (self.scores.inner_xJCC @ self.v_BGNCV.unsqueeze(3))
         added_BGNFV = self.scores.write_xCF.mT @ self.v_BGNCV
-        keys_BGNCF: Tensor = self.scores.keys_xCF  # type: ignore[assignment]
+        keys_BGNCF = self.scores.keys_xCF
+        assert keys_BGNCF is not None  # the scores are the delta rule's
         blocks = self.weight_BGJIA.shape[-1]
         for n in range(self.layout.count):
             weight_BGJA = self.weight_BGJIA[:, :, :, n // self.per_block]
@@ -142,20 +150,20 @@ class BlockChunks:
             sums_BAGFV = sums_BAGFV + scatter_to_block(here_B, sums_BAGFV.shape[1], added_BGNFV[:, :, n])
         return self.layout.from_chunks(torch.stack(out, 3), 3), sums_BAGFV
 
-    def _own(self) -> Tensor:
-        """W[block, block] for every chunk, (B, G, N, J)."""
+    def _own_weights(self) -> Tensor:
+        """Return W[block, block] of the block of every chunk, (B, G, N, J)."""
         index = self.block_BI[:, None, None, :, None].expand(*self.weight_BGJIA.shape[:4], 1)
         own_BGJI = self.weight_BGJIA.gather(-1, index).squeeze(-1)
         return own_BGJI.transpose(2, 3).repeat_interleave(self.per_block, 2)
 
 
-MaskState = dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Blocks:
-    """block: tokens in a block; count: blocks. weights: learned, or frozen as they start. normalise: rows of W are a
-    softmax of what is learned, or softplus of it over its sum."""
+    """Config of dense block mixing.
+
+    block: tokens per block. count: number of blocks. weights: "learned", or "frozen" at their initial values.
+    normalise: rows of W are a softmax of the parameters, or their softplus divided by its sum.
+    """
 
     name: ClassVar[str] = "blocks"
     block: int = 64
@@ -166,20 +174,23 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.block < 1 or self.count < 1:
             raise SurgeryError(
-                f"blocks: {self.count} blocks of {self.block} tokens hold none; use say block=64, count=32"
+                f"blocks: block and count must be 1 or more (got block={self.block}, count={self.count}); for example "
+                "block=64, count=32"
             )
         for option, valid in (("weights", ("learned", "frozen")), ("normalise", ("softmax", "sum"))):
             if getattr(self, option) not in valid:
-                raise SurgeryError(f"blocks: {option}={getattr(self, option)!r} is neither of {valid}")
+                raise SurgeryError(f"blocks: {option} must be one of {valid} (got {getattr(self, option)!r})")
 
 
 @MASKS.register(Blocks)
 class BlocksMask(Mask):
-    """`weight_GJMM` is W before it is normalised; it starts falling linearly with the distance of blocks, as MHLA's."""
+    """Dense block mixing. weight_GJMM: W before normalisation; initially it falls linearly with the distance of blocks, as
+    in MHLA."""
 
+    config: Blocks
     weight_GJMM: Tensor
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: Blocks, shape: AttentionShape):
         super().__init__(config, shape)
         at_M = torch.arange(config.count)
         near_MM = 1 - (at_M.unsqueeze(1) - at_M).abs() / config.count
@@ -194,17 +205,17 @@ class BlocksMask(Mask):
         """Raise SurgeryError if the mask cannot serve this attention."""
         if delta and not shape.causal:
             raise SurgeryError(
-                "blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
-                "use scores: kernel, or a causal attention"
+                "blocks: bidirectional attention cannot use the delta rule, which depends on the order of tokens; "
+                "use scores: kernel"
             )
 
     @classmethod
-    def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
+    def state_size(cls, config: Blocks, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state after `length` tokens, per key/value head."""
         return -(-length // config.block) * features * values
 
     def matrix(self) -> Tensor:
-        """W_GJMM, zero above the diagonal where attention is causal."""
+        """Return W_GJMM, zero above the diagonal if attention is causal."""
         raw = self.weight_GJMM.to(torch.promote_types(self.weight_GJMM.dtype, torch.float32))
         hidden = torch.ones_like(raw, dtype=torch.bool).triu(1 if self.shape.causal else self.config.count)
         if self.config.normalise == "softmax":
@@ -214,29 +225,29 @@ class BlocksMask(Mask):
 
     @torch.no_grad()
     def initialize(self, matrix_GJMM: Tensor) -> None:
-        """Set W to the nonnegative matrix given, its rows normalised."""
+        """Set the parameters so that W is matrix_GJMM (nonnegative) with normalised rows."""
         self.weight_GJMM.copy_(self._raw(matrix_GJMM))
 
     def _raw(self, matrix: Tensor) -> Tensor:
         matrix = matrix.clamp_min(1e-12)
         return matrix.log() if self.config.normalise == "softmax" else inverse_softplus(matrix)
 
-    def _check(self, tokens: int) -> None:
+    def _check_length(self, tokens: int) -> None:
         block, count = self.config.block, self.config.count
         if tokens > block * count:
             raise SurgeryError(
-                f"blocks: token {tokens:,} lies beyond the {count} blocks of {block} tokens that W has rows for "
+                f"blocks: the sequence has {tokens:,} tokens, and W has {count} blocks of {block} tokens "
                 f"({block * count:,} tokens); convert with count={-(-tokens // block)} or more, or with "
-                "toeplitz_blocks, which has no last block"
+                "toeplitz_blocks, which has no maximum length"
             )
 
-    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
         return {"blocks": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
-        self._check(int(start_B.max()) + length)
+        self._check_length(int(start_B.max()) + length)
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.matrix()[:, :, block_BT.unsqueeze(2), block_BT.unsqueeze(1)].movedim(2, 0)
         return mask.tril() if self.shape.causal else mask
@@ -244,36 +255,36 @@ class BlocksMask(Mask):
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         end, furthest = torch.stack([rows.start_B + rows.count_B, rows.start_B]).amax(1).tolist()
-        self._check(end)
+        self._check_length(end)
         qkv, block = (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV), self.config.block
         if not self.shape.causal:
             return blocks_bidirectional(*qkv, self.matrix(), block), state
-        behind = 0 if state is None else state["blocks"].shape[1]
-        if rows.beta_BGT is None and furthest == behind == 0:
+        n_before = 0 if state is None else state["blocks"].shape[1]
+        if rows.beta_BGT is None and furthest == n_before == 0:
             out, sums_BAGFV = blocks_from_zero(*qkv, self.matrix(), block, chunk, state is not None)
         else:
-            out, sums_BAGFV = self._further(upcast_inputs(rows), state, chunk)
+            out, sums_BAGFV = self._mix_chunks(upcast_inputs(rows), state, chunk)
         if state is None or sums_BAGFV is None:
             return out, None
-        return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), behind)]}
+        return out, {"blocks": sums_BAGFV[:, : max(-(-end // block), n_before)]}
 
-    def _further(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor]:
-        grid = BlockChunks.from_inputs(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
-        before = grid.v_BGNCV.new_zeros(0) if state is None else state["blocks"].to(rows.v_BGTV.dtype)
-        return (grid.mix if rows.beta_BGT is None else grid.mix_delta)(before)
+    def _mix_chunks(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return (out_BGJTV, sums of all blocks) for rows at any position, with any scores."""
+        chunks = BlockChunks.from_inputs(rows, self.matrix().to(rows.v_BGTV.dtype), chunk, self.config.block)
+        before_BAGFV = None if state is None else state["blocks"].to(rows.v_BGTV.dtype)
+        return chunks.mix(before_BAGFV) if rows.beta_BGT is None else chunks.mix_delta(before_BAGFV)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
         rows, block = upcast_inputs(rows), self.config.block
         end = int((rows.start_B + rows.count_B).max())
-        self._check(end)
+        self._check_length(end)
         write_BGF1 = (rows.k_BGTF if rows.beta_BGT is None else rows.beta_BGT.unsqueeze(-1) * rows.k_BGTF).mT
         sums_BAGFV = apply_carry(rows, write_BGF1, pad_blocks(state["blocks"].to(write_BGF1.dtype), -(-end // block)))
         here_B = rows.start_B // block
         place = torch.arange(len(here_B), device=here_B.device), here_B
         sums_BAGFV = sums_BAGFV.index_put(place, sums_BAGFV[place] + write_BGF1 * rows.v_BGTV)
-        weight_BGJA = mixing_rows(self.matrix().to(write_BGF1.dtype), here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(
-            3
-        )
+        matrix_GJMM = self.matrix().to(write_BGF1.dtype)
+        weight_BGJA = mixing_rows(matrix_GJMM, here_B.unsqueeze(1), sums_BAGFV.shape[1]).squeeze(3)
         mixed_BGJFV = torch.einsum("bgja,bagfv->bgjfv", weight_BGJA, sums_BAGFV)
         return rows.q_BGJTF @ mixed_BGJFV, {"blocks": sums_BAGFV}

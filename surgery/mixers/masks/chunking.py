@@ -1,7 +1,7 @@
-"""What the masks share: arithmetic in float32 or more, and chunks of the time axis.
+"""Chunks of the time axis, and log-space sums of gates. Used by all masks.
 
-A `ChunkLayout` lays the tokens of every row on a grid of chunks: `Frame.unaligned` from the row's first token on, `Frame.block_aligned`
-so that chunks lie alike in all rows, each inside one block of absolute positions.
+`ChunkLayout.unaligned` cuts each row into chunks from its first token on. `ChunkLayout.block_aligned` aligns chunks to
+blocks of absolute positions, so that every chunk lies inside one block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from surgery.mixers.masks.base import MaskInputs
 
-# Numbers that a temporary of one span may hold; more is slower on a CPU, whose caches they leave.
+# Maximum elements of a temporary tensor per span. Larger ones are slower on a CPU, because they exceed its caches.
 SPAN_ELEMENTS = {"cpu": 2**19, "cuda": 2**28}
 
 
 def upcast_inputs(rows: MaskInputs) -> MaskInputs:
-    """With everything in float32, or float64 where the values are."""
+    """Return the rows with all tensors in float32, or float64 if the values are float64."""
     wide = torch.promote_types(rows.v_BGTV.dtype, torch.float32)
     return replace(
         rows,
@@ -33,8 +33,10 @@ def upcast_inputs(rows: MaskInputs) -> MaskInputs:
 
 
 def token_spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
-    """The tokens, some whole chunks at a time, so that temporaries of T x chunk numbers for each of the `per_group`
-    query heads of a group stay small."""
+    """Yield slices of the token axis, whole chunks each, that bound temporaries of T x chunk elements per query head.
+
+    per_group: query heads per key/value head.
+    """
     batch, groups, length, _ = v_BGTV.shape
     max_elements = SPAN_ELEMENTS.get(v_BGTV.device.type, SPAN_ELEMENTS["cuda"])
     span = max(1, max_elements // max(1, batch * groups * per_group * chunk**2)) * chunk
@@ -42,15 +44,15 @@ def token_spans(v_BGTV: Tensor, per_group: int, chunk: int) -> Iterator[slice]:
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y > 0."""
+    """Return x with softplus(x) = y, for y > 0."""
     return y + torch.log(-torch.expm1(-y))
 
 
 def segsum(gate_xC: Tensor) -> Tensor:
-    """log_xCC[t, s] = gate_s+1 + .. + gate_t where s <= t, -inf elsewhere.
+    """Return log_xCC with [t, s] = gate_s+1 + .. + gate_t for s <= t and -inf elsewhere.
 
-    Summed column by column, as in the SSD paper's `segsum`: differences of one long cumulative sum would lose the
-    small gates behind a large one.
+    Each column is summed separately, as in `segsum` of the SSD paper: differences of one cumulative sum would cancel
+    small gates after a large one.
     """
     size = gate_xC.shape[-1]
     square = torch.ones(size, size, dtype=torch.bool, device=gate_xC.device)  # [s, t]
@@ -59,16 +61,17 @@ def segsum(gate_xC: Tensor) -> Tensor:
 
 
 def log_decay_to_end(gate_xC: Tensor) -> Tensor:
-    """gate_s+1 + .. + gate_C-1: the last row of `segsum`."""
+    """Return gate_s+1 + .. + gate_C-1 for every s (x, C): the last row of `segsum`."""
     return F.pad(gate_xC[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
 
 @dataclass
 class ChunkLayout:
-    """N chunks of C slots for the T tokens of each row. Slots without a token are zeros.
+    """Layout of the T tokens of each row in N chunks of C slots; slots without a token hold zeros.
 
-    source_BM: the token in a slot, T where there is none; slot_BT: where token t lies; both None where the row's
-    tokens fill the slots in order. base_B: the block that the first slot belongs to.
+    length, count, chunk: T, N, C. base_B: number of the block that the first slot belongs to.
+    source_BM: token in each of the M = N C slots, T if empty. slot_BT: slot of each token. Both are None if the tokens
+    fill the slots in order.
     """
 
     length: int
@@ -86,11 +89,13 @@ class ChunkLayout:
 
     @classmethod
     def block_aligned(cls, start_B: Tensor, length: int, chunk: int, block: int) -> ChunkLayout:
-        """Each block of `block` positions takes up a whole number of chunks; one more block than tokens reach, so
-        that the place of the next token is there too."""
+        """Return chunks aligned to blocks of `block` positions, each block a whole number of chunks.
+
+        The layout extends to the block of the next token, the one after the last.
+        """
         stride = -(-block // chunk) * chunk
         first_B, base_B = start_B % block, start_B // block
-        if torch.compiler.is_compiling():  # asks the device nothing
+        if torch.compiler.is_compiling():  # the true maximum needs a device synchronization, which breaks the graph
             furthest = block - 1
         else:
             furthest = int(first_B.max()) if first_B.numel() else 0
@@ -107,21 +112,22 @@ class ChunkLayout:
         return replace(layout, source_BM=token_BM.masked_fill(outside_BM, length), slot_BT=slot_BT)
 
     def to_chunks(self, x: Tensor, dim: int) -> Tensor:
-        """(.., T, ..) -> (.., N, C, ..), axis `dim` >= 0 being T and axis 0 the rows."""
+        """Return x (B, .., T, ..) in chunks, (B, .., N, C, ..). dim: axis of T, not negative."""
         slots = self.count * self.chunk
         zeros = slots - self.length if self.source_BM is None else 1
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, zeros))
         if self.source_BM is not None:
-            x = _gather_rowwise(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
-        return x.unflatten(dim, (self.count, self.chunk))
+            x = index_rowwise(x.expand(len(self.source_BM), *x.shape[1:]), self.source_BM, dim)
+        chunks: Tensor = x.unflatten(dim, (self.count, self.chunk))
+        return chunks
 
     def from_chunks(self, x: Tensor, dim: int) -> Tensor:
-        """Back again: (.., N, C, ..) -> (.., T, ..), `dim` being N."""
+        """Return chunks (B, .., N, C, ..) as tokens, (B, .., T, ..). dim: axis of N."""
         x = x.flatten(dim, dim + 1)
-        return x.narrow(dim, 0, self.length) if self.slot_BT is None else _gather_rowwise(x, self.slot_BT, dim)
+        return x.narrow(dim, 0, self.length) if self.slot_BT is None else index_rowwise(x, self.slot_BT, dim)
 
 
-def _gather_rowwise(x: Tensor, index_BT: Tensor, dim: int) -> Tensor:
-    """Of each row (axis 0) the entries of that index along `dim`."""
+def index_rowwise(x: Tensor, index_BT: Tensor, dim: int = 1) -> Tensor:
+    """Return the entries index_BT of each row (axis 0) along `dim`."""
     row_B1 = torch.arange(len(index_BT), device=x.device).unsqueeze(1)
     return x.movedim(dim, 1)[row_B1, index_BT].movedim(1, dim)

@@ -1,12 +1,12 @@
-"""Masks of distances with no bounded state: M_ts = Re(phase_t h[t - s] phase_s), Toeplitz (phase 1) and Fourier.
+"""Masks that depend on the distance, computed by FFT: M_ts = Re(phase_t h[t - s] phase_s), Toeplitz (phase 1) and Fourier.
 
-Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, a convolution over time for each feature and value by FFT: T log T.
-A block of features at a time bounds the memory; it is computed again in the backward pass.
-The delta rule has no such form: every token turns all keys before it, u_s <- (I - beta_t k_t k_t^T) u_s, so `chunked`
-is the exact quadratic sum, a chunk of rows at a time.
+Kernel scores: o_t = sum_f q_tf (h * (k_f v))_t, one convolution over time per feature and value, in T log T by FFT.
+A group of features at a time bounds the memory; activations are recomputed in the backward pass.
+Delta rule: every token changes all earlier keys, u_s <- (I - beta_t k_t k_t^T) u_s, which is no convolution. `chunked` is
+then the exact quadratic sum, one chunk of queries at a time.
 
-The state is the history, linear in length: `keys` (B, G, n, F), of the delta rule as they stand by now, and `values`
-(B, G, n, V), the latest token last in every row. A step reads all of it.          S = n + T
+The state is the whole history and grows with the length n: `keys` (B, G, n, F), for the delta rule the changed keys u_s,
+and `values` (B, G, n, V), with the latest token last in every row. A step reads all of it. S = n + T.
 """
 
 from __future__ import annotations
@@ -19,32 +19,30 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
 from surgery.mixers.masks.delta_rule import chunk_scores
 
-MaskState = dict[str, Tensor]
-
-# Complex numbers of one block of features.
+# Maximum number of complex elements per group of features.
 FFT_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 
 class DistanceMask(Mask):
-    """A subclass says M twice: entry by entry, and as h and its phases."""
+    """Base class. A subclass defines M twice: by its entries, and by h (`distances`) and phases."""
 
     has_bounded_state: ClassVar[bool] = False
 
     @classmethod
     def reach(cls, config: Any) -> int | None:
-        """Distances from here on have M = 0; None: there are none such."""
+        """Return the first distance from which on M is 0, or None."""
         return None
 
     def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
-        """M_BGJTS for pairs of positions (B, G, J may be 1), zero where s > t."""
+        """Return M_BGJTS of positions at_BT and from_BS, zero for s > t; B, G and J may be 1."""
         raise NotImplementedError
 
     def distances(self, length: int) -> Tensor:
-        """h_GJS at distances 0 .. length - 1."""
+        """Return h_GJS at distances 0 .. length - 1."""
         raise NotImplementedError
 
     def phase(self, position_BS: Tensor) -> Tensor | None:
@@ -57,12 +55,12 @@ class DistanceMask(Mask):
         reach = cls.reach(config)
         return (length if reach is None else min(length, reach - 1)) * (features + values)
 
-    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
-        of = {"keys": features, "values": values}
-        return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in of.items()}
+        sizes = {"keys": features, "values": values}
+        return {name: torch.zeros(rows, self.shape.groups, 0, size, device=device) for name, size in sizes.items()}
 
-    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
         return self.entries(at_BT, at_BT).expand(len(start_B), -1, -1, -1, -1)
@@ -71,47 +69,47 @@ class DistanceMask(Mask):
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
         rows = upcast_inputs(rows)
         if rows.beta_BGT is None:
-            old = self._with_history(rows, state)
-            k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(old, (rows.k_BGTF, rows.v_BGTV)))
+            history = self._history(rows, state)
+            k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(history, (rows.k_BGTF, rows.v_BGTV)))
             out = self._convolve(rows, k_BGSF, v_BGSV)
         else:
-            out, k_BGSF, v_BGSV = self._row_by_row(rows, state, chunk)
-        return out, None if state is None else self._latest(rows, state, k_BGSF, v_BGSV)
+            out, k_BGSF, v_BGSV = self._quadratic(rows, state, chunk)
+        return out, None if state is None else self._next_state(rows, state, k_BGSF, v_BGSV)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
         rows = upcast_inputs(rows)
-        out, k_BGSF, v_BGSV = self._row_by_row(rows, state, 1)
-        return out, self._latest(rows, state, k_BGSF, v_BGSV)
+        out, k_BGSF, v_BGSV = self._quadratic(rows, state, 1)
+        return out, self._next_state(rows, state, k_BGSF, v_BGSV)
 
-    def _with_history(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
-        """The history's keys and values in the dtype of the call."""
+    def _history(self, rows: MaskInputs, state: MaskState | None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the state in the dtype of the call."""
         if state is None:
             return rows.k_BGTF[:, :, :0], rows.v_BGTV[:, :, :0]
         return state["keys"].to(rows.v_BGTV.dtype), state["values"].to(rows.v_BGTV.dtype)
 
     def _convolve(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor) -> Tensor:
-        """Kernel scores, by FFT."""
+        """Return out_BGJTV for kernel scores, by FFT."""
         size, length = v_BGSV.shape[2], rows.v_BGTV.shape[2]
         h_GJS = self.distances(size)
         points = 1 << (size + h_GJS.shape[-1] - 2).bit_length()
         at_BS = rows.start_B.unsqueeze(1) - (size - length) + torch.arange(size, device=rows.start_B.device)
-        numbers = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
+        elements = rows.q_BGJTF[:, :, :, 0, 0].numel() * v_BGSV.shape[-1] * points
         out = torch.zeros((), dtype=v_BGSV.dtype, device=v_BGSV.device)
         max_elements = FFT_ELEMENTS.get(out.device.type, FFT_ELEMENTS["cuda"])
-        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, max_elements // numbers), -1) for x in (rows.q_BGJTF, k_BGSF))):
+        for q_BGJTf, k_BGSf in zip(*(x.split(max(1, max_elements // elements), -1) for x in (rows.q_BGJTF, k_BGSF))):
             args = (q_BGJTf, k_BGSf, v_BGSV, h_GJS, self.phase(at_BS), points)
             out = out + checkpoint(fft_filter, *args, use_reentrant=False)
         return out
 
-    def _row_by_row(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Either score rule, quadratic: (out_BGJTV, keys and values of the history and the call)."""
+    def _quadratic(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (out_BGJTV, keys and values of the history and the call) for both score rules, in quadratic time."""
         length = rows.v_BGTV.shape[2]
         layout = ChunkLayout.unaligned(rows.start_B, length, chunk)
         beta = None if rows.beta_BGT is None else layout.to_chunks(rows.beta_BGT, 2)
         v_BGNCV = layout.to_chunks(rows.v_BGTV, 2)
         scores = chunk_scores(layout.to_chunks(rows.q_BGJTF, 3).transpose(2, 3), layout.to_chunks(rows.k_BGTF, 2), beta)
-        (u_BGSF, v_BGSV), outs = self._with_history(rows, state), []
+        (u_BGSF, v_BGSV), outs = self._history(rows, state), []
         for n in range(layout.count):
             past_BGJCS = scores.read_xJCF[:, :, n] @ u_BGSF.mT.unsqueeze(2)
             v_BGSV = torch.cat([v_BGSV, v_BGNCV[:, :, n]], 2)
@@ -127,24 +125,28 @@ class DistanceMask(Mask):
             u_BGSF = torch.cat([u_BGSF, scores.write_xCF[:, :, n]], 2)
         return torch.cat(outs, 3)[:, :, :, :length], u_BGSF, v_BGSV
 
-    def _latest(self, rows: MaskInputs, state: MaskState, k_BGSF: Tensor, v_BGSV: Tensor) -> MaskState:
-        """What a later token can see, the last real token of every row last; zeros before a row's first."""
+    def _next_state(self, rows: MaskInputs, state: MaskState, k_BGSF: Tensor, v_BGSV: Tensor) -> MaskState:
+        """Return the keys and values within reach of later tokens: the last real token of each row last, zeros before
+        its first."""
         size, reach = int((rows.start_B + rows.count_B).max()), self.reach(self.config)
         size = max(size if reach is None else min(size, reach - 1), 0)
         last_B1 = (state["keys"].shape[2] + rows.count_B).unsqueeze(1)
         index_Bn = last_B1 - size + torch.arange(size, device=last_B1.device)
         row_B1 = torch.arange(len(index_Bn), device=index_Bn.device).unsqueeze(1)
-        kept = {}
+        after = {}
         for name, x in (("keys", k_BGSF), ("values", v_BGSV)):
-            x = F.pad(x, (0, 0, 1, 0))  # the zero that slots before the history show
-            kept[name] = x.transpose(1, 2)[row_B1, (index_Bn + 1).clamp_min(0)].transpose(1, 2)
-        return kept
+            x = F.pad(x, (0, 0, 1, 0))  # entry 0: zeros for slots before the history
+            after[name] = x.transpose(1, 2)[row_B1, (index_Bn + 1).clamp_min(0)].transpose(1, 2)
+        return after
 
 
 def fft_filter(
     q_BGJTF: Tensor, k_BGSF: Tensor, v_BGSV: Tensor, h_GJS: Tensor, phase_BS: Tensor | None, points: int
 ) -> Tensor:
-    """sum_f q_tf Re(phase_t sum_s h[t - s] phase_s k_sf v_s) for the last T of S positions."""
+    """Return sum_f q_tf Re(phase_t sum_s h[t - s] phase_s k_sf v_s) (B, G, J, T, V) for the last T of S positions.
+
+    points: length of the FFT.
+    """
     size, length = v_BGSV.shape[2], q_BGJTF.shape[3]
     kv_BGFVS = torch.einsum("bgsf,bgsv->bgfvs", k_BGSF, v_BGSV)
     if phase_BS is None:

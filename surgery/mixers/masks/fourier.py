@@ -1,13 +1,14 @@
-"""M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), on absolute positions, causal.
+"""Fourier mask M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), s <= t. No parameters.
 
-Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with chirps w_n = e^(pi i n^2 / period) it is Re(w_t conj(w)[t - s] w_s),
-a Toeplitz mask between two phases, for any length and start (surgery/mixers/masks/fft_convolution.py). No parameters."""
+t and s are absolute positions. Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with the chirp w_n = e^(pi i n^2 / period)
+M_ts = Re(w_t conj(w)[t - s] w_s): a Toeplitz mask between two phases, for any length and start (fft_convolution.py).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,24 +21,27 @@ from surgery.mixers.masks.fft_convolution import DistanceMask
 
 @dataclass(frozen=True)
 class Fourier:
-    """Config of the Fourier mask. period: in positions."""
+    """Config of the Fourier mask. period: number of positions."""
 
     name: ClassVar[str] = "fourier"
     period: int = 4096
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise SurgeryError(f"fourier: period={self.period} is no number of positions; use 1 or more, say 4096")
+            raise SurgeryError(f"fourier: period must be 1 or more positions (got {self.period}); for example 4096")
 
 
 @MASKS.register(Fourier)
 class FourierMask(DistanceMask):
-    """Angles are reduced as integers, so that far positions are as exact as near ones. `omega_2` is in the checkpoint
-    for the record; the arithmetic has its dtype, float32 at least."""
+    """Fourier mask. Angles are reduced modulo the period as integers, so that large positions lose no accuracy.
 
+    omega_2: real and imaginary part of omega. Only its dtype is used: angles are computed in it, or in float32 if wider.
+    """
+
+    config: Fourier
     omega_2: Tensor
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: Fourier, shape: AttentionShape):
         super().__init__(config, shape)
         angle = 2 * math.pi / config.period
         self.register_buffer("omega_2", torch.tensor([math.cos(angle), math.sin(angle)]))
@@ -53,7 +57,7 @@ class FourierMask(DistanceMask):
         return self.phase(torch.arange(length, device=self.omega_2.device)).conj()[None, None]
 
     def phase(self, position_BS: Tensor) -> Tensor:
-        """The chirp w."""
+        """Return the chirp w at each position."""
         angle_BS = self._angle(position_BS**2 % (2 * self.config.period), 2 * self.config.period)
         return torch.polar(torch.ones_like(angle_BS), angle_BS)
 

@@ -1,12 +1,13 @@
-"""M_ts = lambda_t^(level(t, s)) x gates: the mask of log-linear attention (Guo et al. 2025, eq. 4, section 3.4).
+"""Mask of log-linear attention, M_ts = lambda_t^(level(t, s)) x gates (Guo et al. 2025, eq. 4, section 3.4).
 
-A query at position t sees the past in Fenwick buckets: level 0 is t itself, level l >= 1 the 2^(l-1) tokens that
-clearing the l-th bit of t leaves behind. So level(t, s) = bit_length(t xor s), on absolute positions. With kernel
-scores and Gates this is log-linear Mamba-2, with the delta rule log-linear Gated DeltaNet.
+A query at position t sees the past in buckets of a Fenwick tree: level 0 is t itself; level l >= 1 is the 2^(l-1) tokens
+before the position t with its lowest l - 1 bits cleared, if bit l - 1 of t is set. In short, level(t, s) =
+bit_length(t xor s), on absolute positions. With kernel scores and Gates this is log-linear Mamba-2; with the delta rule,
+log-linear Gated DeltaNet.
 
-After n tokens the state is one sum for each set bit of n: `buckets` (B, L, G, F, V), bucket l the tokens at which n
-first differs from their position in bit l; empty ones are zeros, and L = bit_length of the longest row. A token reads
-them all, then every bucket below the lowest zero bit of n merges with the token into that bit's.
+The state after n tokens is one sum per set bit of n: `buckets` (B, L, G, F, V) with L = bit_length of the longest row.
+Bucket l holds the tokens whose position differs from n in bit l but in no higher bit; other buckets are zeros. A token
+reads all buckets. Then the token and all buckets below the lowest zero bit of n are merged into the bucket of that bit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, from_options
-from surgery.mixers.masks.base import MASKS, Mask, MaskInputs
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import inverse_softplus, upcast_inputs
 from surgery.mixers.masks.decay import Decay
 from surgery.mixers.masks.gates import Gates
@@ -31,13 +32,14 @@ from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
 from surgery.mixers.projections import Float32Linear
 
-MaskState = dict[str, Tensor]
-
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """levels: how many lambdas a query has; levels beyond share the last, so lengths have no limit.
-    gates: Gates, Decay or Ones (none), or how recipes write them: "decay"."""
+    """Config of the log-linear mask.
+
+    levels: number of lambdas per query. Higher levels share the last one, so length is unlimited.
+    gates: Gates, Decay or Ones (no gates), their names ("decay") or mappings, as in recipes.
+    """
 
     name: ClassVar[str] = "hierarchical"
     levels: int = 20
@@ -51,21 +53,30 @@ class Hierarchical:
             options = dict(gates)
             gates = from_options(MASKS.config_type(str(options.pop("name", ""))), options)
         if not isinstance(gates, (Gates, Decay, Ones)):
-            raise SurgeryError(f"hierarchical: gates={gates} are none; use gates, decay, or ones for no gates")
+            raise SurgeryError(f"hierarchical: gates must be gates, decay or ones (got {gates}); use ones for no gates")
         if self.levels < 2:
-            raise SurgeryError(f"hierarchical: levels={self.levels} has no level for the past; use 2 or more, say 20")
+            raise SurgeryError(
+                f"hierarchical: levels must be 2 or more (got {self.levels}), as level 0 is the query's own token; "
+                "for example 20"
+            )
         object.__setattr__(self, "gates", gates)
 
 
 @MASKS.register(Hierarchical)
 class HierarchicalMask(Mask):
-    """Signal `level` (B, T, G, J, levels): lambda = softplus(W x + b), for each query head; 1 at the start (W = 0),
-    where the mask is its gates'."""
+    """Log-linear mask. Signal `level` (B, T, G, J, levels): lambda = softplus(W x + b) per query head.
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    Initially W = 0 and lambda = 1, so that the mask equals its gates.
+    """
+
+    config: Hierarchical
+
+    def __init__(self, config: Hierarchical, shape: AttentionShape):
         super().__init__(config, shape)
-        self.gates: Semiseparable = MASKS[config.gates](config.gates, shape)  # type: ignore[assignment]
-        self.written_signals = self.gates.written_signals  # type: ignore[misc]
+        gates = MASKS[config.gates](config.gates, shape)
+        assert isinstance(gates, Semiseparable)  # Hierarchical accepts no other masks
+        self.gates = gates
+        self.written_signals = gates.written_signals
         self.level = Float32Linear(shape.dim, shape.heads * config.levels)
         with torch.no_grad():
             self.level.weight.zero_()
@@ -76,25 +87,26 @@ class HierarchicalMask(Mask):
         """Return the number of elements in the state after `length` tokens, per key/value head."""
         return length.bit_length() * features * values
 
-    def signals(self, x_BTD: Tensor) -> MaskState:
+    def signals(self, x_BTD: Tensor) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states."""
         heads = (self.shape.groups, -1, self.config.levels)
         level_BTGJL = F.softplus(self.level(x_BTD)).unflatten(-1, heads)
         return {"level": level_BTGJL, **self.gates("signals", x_BTD)}
 
-    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
         return {"buckets": torch.zeros(rows, 0, self.shape.groups, features, values, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         at_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
-        # Bits beyond the last level change nothing.
+        # Higher levels share the last lambda, so bit_length may stop there.
         level_BTT = bit_length(at_BT.unsqueeze(2) ^ at_BT.unsqueeze(1), self.config.levels - 1)
         level_BGJTL = signals["level"].movedim(1, 3)
         shape = (*level_BGJTL.shape[:-1], length)
-        chosen_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
-        return chosen_BGJTT * self.gates("dense", start_B, length, signals)
+        lambda_BGJTT = level_BGJTL.gather(-1, level_BTT[:, None, None].expand(shape))
+        gates_BGJTT: Tensor = self.gates("dense", start_B, length, signals)
+        return lambda_BGJTT * gates_BGJTT
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state)."""
@@ -130,9 +142,14 @@ def log_linear(
     chunk: int,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out_BGJTV, the buckets after the rows' tokens or None) in float32 or wider; kernels may give `out` in v's dtype.
-    B, G of the log-gates may be 1. Chunks are powers of two: `chunk`, rounded down, no longer than the tokens need.
-    levels: how many buckets there are then, None: the fewest, for which the device is asked."""
+    """Return (out_BGJTV, buckets after the tokens, or None without buckets before) in float32 or float64.
+
+    Kernels may return `out` in v's dtype. beta_BGT: step sizes of the delta rule, None for kernel scores.
+    gates_BGT: log-gates; B and G may be 1. level_BTGJL: lambdas. start_B, count_B: as in `MaskInputs`.
+    buckets_BLGFV: state before the tokens, None: no state is needed. chunk: rounded down to a power of two, and no longer
+    than the sequence needs. levels: number of buckets after the tokens; None: the minimum, which synchronizes with the
+    device.
+    """
     length = v_BGTV.shape[2]
     bits = min(chunk.bit_length() - 1, (length - 1).bit_length())
     rows = upcast_inputs(MaskInputs(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, start_B, count_B, {"level": level_BTGJL}))
@@ -154,7 +171,10 @@ def log_linear_step(
     buckets_BLGFV: Tensor,
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token or, where count is 0, none: (out_BGJV, the buckets behind it), as `log_linear`."""
+    """Return (out_BGJV, buckets after the token) for one token per row, or no token in rows with count_B = 0.
+
+    Arguments as in `log_linear`.
+    """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV = (
         x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL, buckets_BLGFV)
@@ -171,24 +191,27 @@ def log_linear_step(
 
 
 def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:
-    """How many buckets there may be after the rows' tokens, None where only the device knows."""
+    """Return an upper bound of the number of buckets after the tokens, or None if it needs a device synchronization."""
     held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
     return None if rows.max_seen is None else max(held, rows.max_seen.bit_length())
 
 
 def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor) -> int:
-    """How many there are; asks the device."""
+    """Return the number of buckets after the tokens. Synchronizes with the device."""
     held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
     return max(held, int((start_B + count_B).max()).bit_length())
 
 
 def merge_buckets(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
-    """The buckets after the token, of which there are `size`: those below the lowest zero bit of the position fall into
-    that bit's. Rows that have no token stay as they are."""
+    """Return the buckets after one token, `size` of them.
+
+    The token and all buckets below the lowest zero bit of the position are merged into the bucket of that bit. Rows without
+    a token (count_B = 0) do not change.
+    """
     buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
     into_B1 = (bit_length(start_B ^ (start_B + count_B), size) - 1).unsqueeze(1)  # -1: no token
     at_L = torch.arange(size, device=into_B1.device)
-    falls_BL = (at_L < into_B1)[..., None, None, None]
-    total_BGFV = token_BGFV + torch.where(falls_BL, buckets_BLGFV, 0).sum(1)
-    kept_BLGFV = torch.where(falls_BL, 0, buckets_BLGFV)
-    return torch.where((at_L == into_B1)[..., None, None, None], total_BGFV.unsqueeze(1), kept_BLGFV)
+    merged_BL = (at_L < into_B1)[..., None, None, None]
+    total_BGFV = token_BGFV + torch.where(merged_BL, buckets_BLGFV, 0).sum(1)
+    others_BLGFV = torch.where(merged_BL, 0, buckets_BLGFV)
+    return torch.where((at_L == into_B1)[..., None, None, None], total_BGFV.unsqueeze(1), others_BLGFV)

@@ -1,18 +1,18 @@
-"""Segments of a Fenwick tree, a level at a time, and the queries that read them (Guo et al. 2025, section 3.3).
+"""Log-linear attention in chunks of C = 2^c tokens, in T log T (Guo et al. 2025, section 3.3, eq. 5).
 
-Level l pairs segments of 2^l chunks: queries in the right one read the left one's state; then the pair is one segment
-of the next level. So that a reader need not know what lies between, its `fade` (gates) and `read` (transitions, of the
-delta rule) are carried to the start of its segment as segments grow.
+Inside a chunk the mask is formed explicitly. Above, a Fenwick tree over the chunks is processed level by level. Level l
+pairs segments of 2^l chunks: queries in the right segment of a pair read the state of the left one, with the lambda of
+level c + l + 1. The pair is then one segment of level l + 1. As segments grow, the `fade` (gates) and `read` (transitions
+of the delta rule) of each query are extended to the start of its segment.
 
-Rows start anywhere. The buckets a row brings along are just the left siblings it lacks: where its first segment of a
-level is a right one, the row's bucket of that level is put before it.      n segments, X chunks that read, R queries
+Rows may start at any position, with buckets from a cached state. Buckets of level >= c are missing left siblings: if the
+first segment of a level is a right one, the bucket of that level is put before it. Buckets of level < c fall inside the
+first chunk: the queries of that chunk read them individually, and they are added to the chunk's sum.
 
-Log-linear attention in chunks of C = 2^c tokens: T log T (Guo et al. 2025, section 3.3, eq. 5).
+The state after the last token is what a query at the next position would read: level by level from c on, and sums over
+that position's own chunk below c.
 
-Inside chunks the mask is written out; above, segments of 2^l chunks read their left siblings with the lambda of level
-c + l + 1 (surgery/mixers/masks/log_linear_chunked.py). Buckets below c that a row brings along lie in its first chunk: its queries read them one by
-one, and its sum takes them in. The state after the last token is what a query there would read, level by level; those
-below c are sums over its own chunk.                      N chunks, n segments
+N chunks, n segments of a level, X chunks with queries, R = J C queries of a chunk, l buckets below c from the state.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.masks.base import MaskInputs
-from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum
+from surgery.mixers.masks.chunking import ChunkLayout, index_rowwise, log_decay_to_end, segsum
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
 
 def bit_length(x: Tensor, bits: int) -> Tensor:
-    """min(int.bit_length, bits) of integers >= 0."""
+    """Return min(x.bit_length(), bits) of integers x >= 0."""
     return torch.bucketize(x, 2 ** torch.arange(bits, device=x.device), right=True)
 
 
-def gather_entries(x_BN: Tensor, index_BX: Tensor) -> Tensor:
-    """Of each row the entries of that index."""
-    row_B1 = torch.arange(len(x_BN), device=x_BN.device).unsqueeze(1)
-    return x_BN[row_B1, index_BX]
-
-
 def expand_like(x: Tensor, like: Tensor) -> Tensor:
-    """With axes behind, up to those of `like`."""
+    """Return x with axes of size 1 appended, as many axes as `like`."""
     return x.view(*x.shape, *[1] * (like.dim() - x.dim()))
 
 
 @dataclass
 class Segments:
-    """One level: sums at their segments' ends, gates over segments (numbers <= 1), transitions or None."""
+    """The segments of one level.
+
+    sum: state added by the segment, at its end. gate: product of its gates, <= 1. carry: product of its transitions under
+    the delta rule, None for kernel scores.
+    """
 
     sum_BnGFV: Tensor
     gate_BnG: Tensor
     carry_BnGFF: Tensor | None
 
     def pair(self, bucket_B1GFV: Tensor, odd_B: Tensor) -> tuple[Segments, Segments]:
-        """(left, right) of the pairs; the rows of which the first segment is a right one have their bucket before it.
-        What was carried in a bucket is carried to the row's start already."""
+        """Return (left, right) segments of the pairs.
+
+        odd_B: rows whose first segment is a right one; their bucket becomes its left sibling. The gate and carry of a
+        bucket are 1, because it is a state at the row's start.
+        """
         ones = torch.ones_like(self.gate_BnG[:, :1])
         left_sum, right_sum = _pair_up(self.sum_BnGFV, bucket_B1GFV, torch.zeros_like(bucket_B1GFV), odd_B)
         left_gate, right_gate = _pair_up(self.gate_BnG, ones, ones, odd_B)
@@ -66,7 +67,7 @@ class Segments:
         return Segments(left_sum, left_gate, left_carry), Segments(right_sum, right_gate, right_carry)
 
     def merge(self, right: Segments) -> Segments:
-        """Each pair as one segment."""
+        """Return the pairs of self (left) and `right` as single segments."""
         passed, carry = self.sum_BnGFV, None
         if self.carry_BnGFF is not None and right.carry_BnGFF is not None:
             passed, carry = right.carry_BnGFF @ passed, right.carry_BnGFF @ self.carry_BnGFF
@@ -74,40 +75,44 @@ class Segments:
         return Segments(total, self.gate_BnG * right.gate_BnG, carry)
 
 
-def _pair_up(x: Tensor, before: Tensor, nothing: Tensor, odd_B: Tensor) -> tuple[Tensor, Tensor]:
-    """[before, x..] of odd rows, [x.., nothing] of even ones, in pairs: (left, right)."""
+def _pair_up(x: Tensor, before: Tensor, padding: Tensor, odd_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (left, right) of the pairs of [before, x..] in odd rows and of [x.., padding] in even rows."""
     pairs = x.shape[1] // 2 + 1
-    every = torch.cat([before, x] + [nothing] * (2 * pairs - x.shape[1]), dim=1)
-    even = torch.where(expand_like(odd_B, every), every[:, :-1], every[:, 1:]).unflatten(1, (pairs, 2))
-    return even[:, :, 0], even[:, :, 1]
+    padded = torch.cat([before, x] + [padding] * (2 * pairs - x.shape[1]), dim=1)
+    paired = torch.where(expand_like(odd_B, padded), padded[:, :-1], padded[:, 1:]).unflatten(1, (pairs, 2))
+    return paired[:, :, 0], paired[:, :, 1]
 
 
 @dataclass
 class SegmentQueries:
-    """Queries of some chunks, carried to the starts of their segments. at_BX: chunks, counted from position 0."""
+    """Queries of X chunks, relative to the start of their segment.
+
+    at_BX: number of the chunk, counted from position 0. fade_BXGC: product of gates from the segment's start to the token.
+    read_BXGRF: queries after the transitions since the segment's start.
+    """
 
     at_BX: Tensor
     fade_BXGC: Tensor
     read_BXGRF: Tensor
 
     def read(self, left: Segments, level: int, first_B: Tensor) -> tuple[Tensor, Tensor]:
-        """What they see of the left siblings, (B, X, G, R, V), and how much of it is left, (B, X, G, C): zero where
-        they are in left segments themselves. Carries them on to the pairs' starts."""
+        """Return (read of the left siblings (B, X, G, R, V), its gates (B, X, G, C)), and extend the queries in place to
+        the start of their pairs. The gates are 0 for queries in left segments."""
         right_BX = (self.at_BX >> level) & 1 == 1
         pair_BX = (self.at_BX >> (level + 1)) - (first_B >> (level + 1)).unsqueeze(1)
-        seen_BXGRV = self.read_BXGRF @ gather_entries(left.sum_BnGFV, pair_BX)
+        seen_BXGRV = self.read_BXGRF @ index_rowwise(left.sum_BnGFV, pair_BX)
         weight_BXGC = torch.where(expand_like(right_BX, self.fade_BXGC), self.fade_BXGC, 0)
-        passed_BXG1 = torch.where(right_BX.unsqueeze(-1), gather_entries(left.gate_BnG, pair_BX), 1).unsqueeze(-1)
+        passed_BXG1 = torch.where(right_BX.unsqueeze(-1), index_rowwise(left.gate_BnG, pair_BX), 1).unsqueeze(-1)
         self.fade_BXGC = self.fade_BXGC * passed_BXG1
         if left.carry_BnGFF is not None:
-            carried = self.read_BXGRF @ gather_entries(left.carry_BnGFF, pair_BX)
+            carried = self.read_BXGRF @ index_rowwise(left.carry_BnGFF, pair_BX)
             self.read_BXGRF = torch.where(expand_like(right_BX, carried), carried, self.read_BXGRF)
         return seen_BXGRV, weight_BXGC
 
 
 @dataclass
 class FenwickTree:
-    """One call. bits: c; write: keys as they stand at their chunk's end, gates included."""
+    """The chunks of one call. bits: c. write: keys after the gates and transitions up to the end of their chunk."""
 
     rows: MaskInputs
     bits: int
@@ -134,23 +139,24 @@ class FenwickTree:
         return cls(rows, bits, layout, scores, v_BNGCV, gates_BNGC, level_BNGJCL, write_BNGCF)
 
     def sweep(self, buckets_BLGFV: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
-        """(out_BGJTV, the buckets after the rows' tokens, as many as `levels`, or None)."""
+        """Return (out_BGJTV, buckets after the tokens, `levels` of them; None without buckets before)."""
         end_B, first_B = self.rows.start_B + self.rows.count_B, self.layout.base_B
         segments = Segments(self.write_BNGCF.mT @ self.v_BNGCV, self.fade[..., -1], self.scores.carry())
         before = segments.sum_BnGFV[:, :0] if buckets_BLGFV is None else buckets_BLGFV
-        out_BNGJCV, low_BlGFV = self._inside(), before[:, : self.bits]
+        out_BNGJCV, low_BlGFV = self._intra_chunk(), before[:, : self.bits]
         if low_BlGFV.shape[1]:
-            out_BNGJCV[:, 0] += self._first_reads(low_BlGFV)
-            low_BlGFV = self._through_first(low_BlGFV, segments)
+            out_BNGJCV[:, 0] += self._read_low_buckets(low_BlGFV)
+            low_BlGFV = self._carry_low_buckets(low_BlGFV, segments)
             segments.sum_BnGFV[:, 0] += low_BlGFV.sum(1)
         before = F.pad(before, (0, 0, 0, 0, 0, 0, 0, levels - before.shape[1]))
-        chunks, last, after = self._chunks(), self._last(segments, end_B), [self._low(low_BlGFV, end_B)]
+        queries, end = self._chunk_queries(), self._end_query(segments, end_B)
+        after = [self._low_buckets_after(low_BlGFV, end_B)]
         for level, bucket_BGFV in enumerate(before[:, self.bits :].unbind(1)):
             left, right = segments.pair(bucket_BGFV.unsqueeze(1), (first_B >> level) & 1 == 1)
-            seen_BNGRV, fade_BNGC = chunks.read(left, level, first_B)
+            seen_BNGRV, fade_BNGC = queries.read(left, level, first_B)
             weight_BNGJC = fade_BNGC.unsqueeze(3) * self._lambda(self.bits + level + 1)
             out_BNGJCV = out_BNGJCV + weight_BNGJC.unsqueeze(-1) * seen_BNGRV.unflatten(3, weight_BNGJC.shape[3:])
-            seen_B1GFV, fade_B1G1 = last.read(left, level, first_B)
+            seen_B1GFV, fade_B1G1 = end.read(left, level, first_B)
             after.append(seen_B1GFV * fade_B1G1.unsqueeze(-1))
             segments = left.merge(right)
         out = self.layout.from_chunks(out_BNGJCV.permute(0, 2, 3, 1, 4, 5), 3)
@@ -158,29 +164,30 @@ class FenwickTree:
 
     @property
     def fade(self) -> Tensor:
-        """Gates from the chunk's start to a token, (B, N, G, C)."""
+        """Return the product of gates from the chunk's start to each token, (B, N, G, C)."""
         return self.gates_BNGC.cumsum(-1).exp()
 
     def _lambda(self, level: int) -> Tensor:
         return self.level_BNGJCL[..., min(level, self.level_BNGJCL.shape[-1] - 1)]
 
     def _lambdas(self, level_xCX: Tensor, lambdas: Tensor) -> Tensor:
-        """lambda_xGJCX of the levels given for every token of `lambdas`, (x, G, J, C, levels)."""
+        """Return lambda_xGJCX at the given levels, from `lambdas` (x, G, J, C, levels)."""
         index = level_xCX.clamp_max(lambdas.shape[-1] - 1)
         return lambdas.gather(-1, index.expand(*lambdas.shape[:-1], index.shape[-1]))
 
-    def _inside(self) -> Tensor:
+    def _intra_chunk(self) -> Tensor:
+        """Return the output of each chunk from its own tokens, (B, N, G, J, C, V)."""
         at_C = torch.arange(1 << self.bits, device=self.v_BNGCV.device)
         lambda_BNGJCC = self._lambdas(bit_length(at_C.unsqueeze(1) ^ at_C, self.bits), self.level_BNGJCL)
         gates_BNG1CC = segsum(self.gates_BNGC).exp().unsqueeze(3)
         return (self.scores.inner_xJCC * lambda_BNGJCC * gates_BNG1CC) @ self.v_BNGCV.unsqueeze(3)
 
-    def _chunks(self) -> SegmentQueries:
+    def _chunk_queries(self) -> SegmentQueries:
         at_N = torch.arange(self.layout.count, device=self.v_BNGCV.device)
         return SegmentQueries(self.layout.base_B.unsqueeze(1) + at_N, self.fade, self.scores.read_xJCF.flatten(3, 4))
 
-    def _last(self, segments: Segments, end_B: Tensor) -> SegmentQueries:
-        """The place behind the last token: what passes its chunk's tokens, for each feature."""
+    def _end_query(self, segments: Segments, end_B: Tensor) -> SegmentQueries:
+        """Return a query per feature at the position after the last token, which reads the new buckets."""
         at_B1 = (end_B >> self.bits).unsqueeze(1)
         here_B1 = at_B1 - self.layout.base_B.unsqueeze(1)
         through = segments.carry_BnGFF
@@ -188,40 +195,41 @@ class FenwickTree:
             eye = torch.eye(self.write_BNGCF.shape[-1], dtype=self.write_BNGCF.dtype, device=at_B1.device)
             through = eye.expand(*segments.gate_BnG.shape, -1, -1)
         return SegmentQueries(
-            at_B1, gather_entries(segments.gate_BnG, here_B1).unsqueeze(-1), gather_entries(through, here_B1)
+            at_B1, index_rowwise(segments.gate_BnG, here_B1).unsqueeze(-1), index_rowwise(through, here_B1)
         )
 
-    def _first_reads(self, low_BlGFV: Tensor) -> Tensor:
-        """What the first chunk's queries see of the row's buckets below c, (B, G, J, C, V)."""
-        level_BCl = self._meeting_level(self.rows.start_B, low_BlGFV.shape[1])
+    def _read_low_buckets(self, low_BlGFV: Tensor) -> Tensor:
+        """Return what the queries of the first chunk read of the buckets below c, (B, G, J, C, V)."""
+        level_BCl = self._level_of_low_buckets(self.rows.start_B, low_BlGFV.shape[1])
         lambda_BGJCl = self._lambdas(level_BCl[:, None, None], self.level_BNGJCL[:, 0])
         weight_BGJCl = lambda_BGJCl * self.fade[:, 0, :, None, :, None]
         seen_BlGJCV = self.scores.read_xJCF[:, 0].unsqueeze(1) @ low_BlGFV.unsqueeze(3)
         return torch.einsum("bgjcl,blgjcv->bgjcv", weight_BGJCl, seen_BlGJCV)
 
-    def _meeting_level(self, start_B: Tensor, low: int) -> Tensor:
-        """The level at which a slot of the chunk sees bucket l of the state at `start`: (B, C, l)."""
+    def _level_of_low_buckets(self, start_B: Tensor, low: int) -> Tensor:
+        """Return the level at which each slot of the first chunk reads bucket l of the state at `start`, (B, C, l)."""
         at_C = torch.arange(1 << self.bits, device=start_B.device)
         differs_BC1 = bit_length(at_C ^ (start_B % (1 << self.bits)).unsqueeze(1), self.bits).unsqueeze(2)
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=start_B.device))
 
-    def _through_first(self, low_BlGFV: Tensor, segments: Segments) -> Tensor:
-        """The row's buckets below c, each at the first chunk's end."""
+    def _carry_low_buckets(self, low_BlGFV: Tensor, segments: Segments) -> Tensor:
+        """Return the buckets below c after the gates and transitions of the first chunk."""
         passed = low_BlGFV if segments.carry_BnGFF is None else segments.carry_BnGFF[:, :1] @ low_BlGFV
         return segments.gate_BnG[:, :1, :, None, None] * passed
 
-    def _low(self, old_BlGFV: Tensor, end_B: Tensor) -> Tensor:
-        """Buckets below c after the last token: its own chunk's tokens, and what the row brought, in the same chunk."""
+    def _low_buckets_after(self, old_BlGFV: Tensor, end_B: Tensor) -> Tensor:
+        """Return the buckets below c after the last token: sums over the tokens of its chunk, and over the old buckets if
+        that chunk is also the first."""
         which_c = torch.arange(self.bits, device=end_B.device)
         here_B1 = ((end_B >> self.bits) - self.layout.base_B).unsqueeze(1)
         slot_B1 = (end_B % (1 << self.bits)).unsqueeze(1)
         at_C = torch.arange(1 << self.bits, device=end_B.device)
         into_BcC = bit_length(at_C ^ slot_B1, self.bits).unsqueeze(1) - 1 == which_c.unsqueeze(1)
-        write_BcGCF = into_BcC[:, :, None, :, None] * gather_entries(self.write_BNGCF, here_B1)
-        new_BcGFV = write_BcGCF.mT @ gather_entries(self.v_BNGCV, here_B1)
+        write_BcGCF = into_BcC[:, :, None, :, None] * index_rowwise(self.write_BNGCF, here_B1)
+        new_BcGFV = write_BcGCF.mT @ index_rowwise(self.v_BNGCV, here_B1)
         old = old_BlGFV.shape[1]
         if not old:
             return new_BcGFV
-        level_Bl = self._meeting_level(self.rows.start_B, old).take_along_dim(slot_B1.unsqueeze(2), 1).squeeze(1)
+        level_Bl = self._level_of_low_buckets(self.rows.start_B, old).take_along_dim(slot_B1.unsqueeze(2), 1).squeeze(1)
         into_Bcl = (level_Bl.unsqueeze(1) - 1 == which_c.unsqueeze(1)) & (here_B1 == 0).unsqueeze(2)
         return new_BcGFV + torch.einsum("bcl,blgfv->bcgfv", into_Bcl.to(old_BlGFV.dtype), old_BlGFV)

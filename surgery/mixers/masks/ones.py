@@ -1,4 +1,4 @@
-"""M_ts = 1: linear attention (Katharopoulos et al. 2020), or DeltaNet with the delta rule."""
+"""Mask of ones, M_ts = 1: linear attention (Katharopoulos et al. 2020); with the delta rule, DeltaNet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.base import MASKS, Signals
 from surgery.mixers.masks.semiseparable import Semiseparable
 
 
@@ -21,8 +21,8 @@ class Ones:
 
 @MASKS.register(Ones)
 class OnesMask(Semiseparable):
-    """Nothing is forgotten."""
+    """Causal mask of ones: all log-gates are 0."""
 
-    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: dict[str, Tensor]) -> Tensor:
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
         return torch.zeros(1, 1, 1, length, device=start_B.device)

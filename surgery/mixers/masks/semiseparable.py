@@ -1,8 +1,9 @@
-"""Masks of gates: M_ts = sum_r a_r exp(g_r,s+1 + .. + g_r,t), log-gates g <= 0. Linear time, a state of fixed size.
+"""Semiseparable masks, products of gates: M_ts = sum_r a_r exp(g_r,s+1 + .. + g_r,t) with log-gates g <= 0.
 
-For each component r, S_t = e^(g_t) carry_t S_t-1 + k_t v_t^T and o_t = sum_r a_r q_t S_r,t. In chunks (Dao and Gu
-2024, "Transformers are SSMs", section 6 and listing 1): inside a chunk the mask is written out, between chunks states
-pass, each chunk adding its own. No exp of a positive number anywhere.   R components; states are (B, R, G, F, V).
+Linear time and a state of fixed size. For each component r, S_t = e^(g_t) carry_t S_t-1 + k_t v_t^T, where carry_t is the
+identity or the delta rule's I - beta k k^T, and o_t = sum_r a_r q_t S_r,t. Chunked form (Dao and Gu 2024, "Transformers
+are SSMs", section 6 and listing 1): the mask is formed inside each chunk, and states pass from chunk to chunk. exp is
+never applied to a positive number. R components; states are (B, R, G, F, V).
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 
-MaskState = dict[str, Tensor]
-
 
 class Semiseparable(Mask):
-    """A subclass says its log-gates and, where it mixes several, the weights."""
+    """Base class. A subclass defines its log-gates and, with several components, their amplitudes."""
 
-    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: MaskState) -> Tensor:
-        """g_BRGT <= 0 of tokens at start .. start + length, 0 from the count-th on; B, R, G may be 1."""
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: Signals) -> Tensor:
+        """Return log-gates g_BRGT <= 0 of `length` tokens from position start_B on; B, R and G may be 1.
+
+        Gates of padding (tokens past count_B) must be 0.
+        """
         raise NotImplementedError
 
     def amplitudes(self) -> Tensor | None:
-        """a_RGJ, None for one component of weight 1."""
+        """Return the amplitudes a_RGJ, or None for one component with amplitude 1."""
         return None
 
     @classmethod
@@ -42,12 +44,12 @@ class Semiseparable(Mask):
         """Return the number of elements in the state after `length` tokens, per key/value head."""
         return cls.components(config) * features * values
 
-    def empty_state(self, rows: int, features: int, values: int, device: Any) -> MaskState:
+    def empty_state(self, rows: int, features: int, values: int, device: torch.device | str) -> MaskState:
         """Return the state of `rows` sequences before their first token."""
         shape = (rows, self.components(self.config), self.shape.groups, features, values)
         return {"sum": torch.zeros(shape, device=device)}
 
-    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         gates_BRGT = self.log_gates(start_B, torch.full_like(start_B, length), length, signals)
         return chunk_masks(gates_BRGT.unsqueeze(3), self.amplitudes()).squeeze(2).expand(len(start_B), -1, -1, -1, -1)
@@ -79,7 +81,7 @@ def semiseparable_step(
     weight_RGJ: Tensor | None,
     sum_BRGFV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token: (out_BGJV, the sums behind it), as `semiseparable`."""
+    """Return (out_BGJV, sum_BRGFV after the token) for one token per row. Arguments as in `semiseparable`."""
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gates_BRG, sum_BRGFV))
     write_BGF, sum_BRGFV = write_token(k_BGF, beta_BG, sum_BRGFV)
@@ -100,9 +102,12 @@ def semiseparable(
     first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out_BGJTV, last_BRGFV) in float32 or wider; kernels may give `out` in v's dtype. beta None: kernel scores;
-    weight None: ones; first None: zeros; B, R, G of the log-gates may be 1. Some whole chunks at a time, so that
-    temporaries stay small."""
+    """Return (out_BGJTV, last_BRGFV), output and state after the tokens, in float32 or float64.
+
+    Kernels may return `out` in v's dtype. beta_BGT: step sizes of the delta rule, None for kernel scores.
+    gates_BRGT: log-gates; B, R and G may be 1. weight_RGJ: amplitudes, None: ones. first_BRGFV: state before the tokens,
+    None: zeros. The sequence is computed in spans of whole chunks to bound temporaries.
+    """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     batch, groups, per_group, _, features = q_BGJTF.shape
     components = gates_BRGT.shape[1] if weight_RGJ is None else len(weight_RGJ)
@@ -142,7 +147,7 @@ def _semiseparable_span(
 
 
 def chunk_masks(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
-    """M_BGNJCC inside chunks, a component at a time."""
+    """Return M_BGNJCC inside each chunk, summed over components."""
     if weight_RGJ is None:
         return segsum(gates_BRGNC.squeeze(1)).exp().unsqueeze(3)
     terms = (
@@ -155,7 +160,7 @@ def chunk_masks(gates_BRGNC: Tensor, weight_RGJ: Tensor | None) -> Tensor:
 def _inter_chunk(
     scores: ChunkScores, v_BGNCV: Tensor, gates_BRGNC: Tensor, weight_RGJ: Tensor | None, first_BRGFV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What chunks read of earlier ones, (B, G, N, J, C, V), and the state behind the last."""
+    """Return (contribution of earlier chunks to the output (B, G, N, J, C, V), state after the last chunk)."""
     out, after = torch.zeros_like(v_BGNCV[:, :, :, None]), []
     for r, gates_BGNC in enumerate(gates_BRGNC.unbind(1)):
         fade_BGNJC = gates_BGNC.cumsum(-1).exp().unsqueeze(3)  # from the chunk's start to a token
@@ -171,7 +176,7 @@ def _inter_chunk(
 def scan_states(
     scores: ChunkScores, added_BGNFV: Tensor, total_BGN: Tensor, first_BGFV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S_n+1 = total_n carry_n S_n + added_n from S_0 = first: (every S_n, the last one)."""
+    """Return (S_n before every chunk (B, G, N, F, V), the last state) of S_n+1 = total_n carry_n S_n + added_n, S_0 = first."""
     before, state = [], first_BGFV.to(added_BGNFV.dtype)
     factors = None if scores.keys_xCF is None else (scores.write_xCF.mT.unbind(2), scores.keys_xCF.unbind(2))
     for n, (added, total) in enumerate(zip(added_BGNFV.unbind(2), total_BGN[..., None, None].unbind(2))):
@@ -182,7 +187,8 @@ def scan_states(
 
 
 def write_token(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: (beta k, sums as it leaves them: (I - beta k k^T) S)."""
+    """Return (beta k, (I - beta k k^T) S) of the delta rule for one token, before its value is added; (k, S) for kernel
+    scores."""
     if beta_BG is None:
         return k_BGF, sum_BRGFV
     write_BGF = beta_BG.to(k_BGF.dtype).unsqueeze(-1) * k_BGF
@@ -191,7 +197,7 @@ def write_token(k_BGF: Tensor, beta_BG: Tensor | None, sum_BRGFV: Tensor) -> tup
 
 
 def apply_carry(rows: MaskInputs, write_BGF1: Tensor, sum_BRGFV: Tensor) -> Tensor:
-    """(I - beta k k^T) S."""
+    """Return (I - beta k k^T) S for one token per row; S for kernel scores. write_BGF1: beta k."""
     if rows.beta_BGT is None:
         return sum_BRGFV
     return sum_BRGFV - write_BGF1.unsqueeze(1) @ (rows.k_BGTF.unsqueeze(1) @ sum_BRGFV)

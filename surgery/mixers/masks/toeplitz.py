@@ -1,12 +1,13 @@
-"""M_ts = c[t - s], a free coefficient for each distance and query head; 0 from `length` on (Guo et al. 2025, table 1).
+"""Toeplitz mask M_ts = c[t - s], with a learned coefficient per distance and query head (Guo et al. 2025, table 1).
 
-By FFT over the time axis with kernel scores; exact and quadratic with the delta rule; a step keeps the last
-length - 1 keys and values (surgery/mixers/masks/fft_convolution.py)."""
+Coefficients are 0 from distance `length` on. Kernel scores are computed by FFT over the time axis; the delta rule takes
+quadratic time. The state holds the last length - 1 keys and values (fft_convolution.py).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,32 +20,34 @@ from surgery.mixers.masks.fft_convolution import DistanceMask
 
 @dataclass(frozen=True)
 class Toeplitz:
-    """length: distances that have a coefficient."""
+    """Config of the Toeplitz mask. length: number of distances with a coefficient, 0 .. length - 1."""
 
     name: ClassVar[str] = "toeplitz"
     length: int = 1024
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise SurgeryError(f"toeplitz: length={self.length} lets no token see itself; use 1 or more, say 1024")
+            raise SurgeryError(f"toeplitz: length must be 1 or more tokens (got {self.length}); for example 1024")
 
 
 @MASKS.register(Toeplitz)
 class ToeplitzMask(DistanceMask):
-    """Starts at c[d] = (1 + d)^(-1/2)."""
+    """Toeplitz mask. Initially c[d] = (1 + d)^(-1/2)."""
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    config: Toeplitz
+
+    def __init__(self, config: Toeplitz, shape: AttentionShape):
         super().__init__(config, shape)
         fall_L = (1 + torch.arange(config.length)).float().rsqrt()
         self.coefficient_GJL = nn.Parameter(fall_L.repeat(shape.groups, shape.heads // shape.groups, 1))
 
     @classmethod
-    def reach(cls, config: Any) -> int | None:
-        """Return the first distance from which M is 0, or None."""
+    def reach(cls, config: Toeplitz) -> int | None:
+        """Return the first distance from which on M is 0."""
         return config.length
 
     def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
-        """The same for all rows, whose distances agree."""
+        """Return M_1GJTS of positions at_BT and from_BS: distances are the same in all rows."""
         distance_TS = at_BT[0].unsqueeze(1) - from_BS[0]
         seen_TS = (distance_TS >= 0) & (distance_TS < self.config.length)
         coefficient_GJTS = self._wide()[:, :, distance_TS.clamp(0, self.config.length - 1)]

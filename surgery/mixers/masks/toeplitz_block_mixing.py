@@ -1,21 +1,19 @@
-"""Sums of blocks mixed by their distance alone, K(d) = sum_r a_r exp(-lambda_r d), in time linear in the blocks (TBM).
+"""Toeplitz block mixing (TBM): M_ts = K(block(t) - block(s)), K(d) = sum_r a_r exp(-lambda_r d), a and lambda >= 0.
 
-    causal      mixed_n = sum_m<n  K(n - m) X_m = sum_r a_r E_r,n      E_r,n+1 = e^(-lambda_r) (E_r,n + X_n)
-    both ways   mixed_n = sum_m K(|n - m|) X_m: a causal sweep from either end, the block itself once
+FARS 2026, "Toeplitz Block Mixing for Scalable Multi-Head Linear Attention", eqs. 3 to 6. K depends on the distance of
+blocks only, so a mask learned on M blocks extends to any length. Each of the R exponentials is a gate mask whose gate is
+exp(-lambda_r) at the first token of each block and 1 elsewhere: time is linear and the state is R sums.
 
-X_n = sum of k v^T over block n; E is the state that enters a block, its gate applied, and S_n = E_n + X_n leaves it.
-R components; M blocks; a for each query head, lambda for each key/value head. K(0) X_n of a causal block is not mixed:
-inside a block attention is causal too.
+    causal          mixed_n = sum_m<n  K(n - m) X_m = sum_r a_r E_r,n      E_r,n+1 = e^(-lambda_r) (E_r,n + X_n)
+    bidirectional   mixed_n = sum_m K(|n - m|) X_m: one sweep from each end, with X_n counted once
 
-M_ts = K(block(t) - block(s)), K(delta) = sum_r a_r exp(-lambda_r delta), a and lambda >= 0: Toeplitz block mixing
-(TBM; FARS 2026, "Toeplitz Block Mixing for Scalable Multi-Head Linear Attention", eqs. 3 to 6). Any length: what it learned on M blocks it extends to more.
+X_n: sum of k v^T over block n. E_n: state that enters block n, with its gate applied; S_n = E_n + X_n leaves it. Attention
+inside a block is causal too, so K(0) X_n is not part of mixed_n in the causal case. Bidirectional sequences begin at
+position 0. R components, M blocks; a per query head, lambda per key/value head.
 
-    R sums of exponentials are R masks of gates whose gate is exp(-lambda_r) at the first token of each block,
-    so it is linear in time and keeps R states, whatever the chunks.
-The sum over b <= i of K(i - b) S_b, with its own block read causally. Equation 6 as printed reads the states of equation 5
-one block too early, K(i - 1 - b), and leaves block i out; its text says K(i - b), as equation 4 does. The denominator of
-equation 4 cancels where the mixer normalises (a column of ones beside V, equation 1); without, the sum is unnormalised as
-in equation 6. Where attention is not causal, K(|delta|) over all blocks: a sweep over the blocks' sums from either end. Sequences then begin at 0.
+Differences from the paper: equation 6 as printed reads the states of equation 5 one block too early, K(i - 1 - b), and
+leaves out block i; its text and equation 4 have K(i - b), as here. The denominator of equation 4 cancels if the mixer
+normalises (a column of ones beside V, equation 1); otherwise the sum is unnormalised as in equation 6.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, MaskInputs
+from surgery.mixers.masks.base import MASKS, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable, semiseparable
 
@@ -43,8 +41,11 @@ def block_scan(
     first_BRGFV: Tensor | None = None,
     count_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(mixed_BGJMFV, S of the last block (B, R, G, F, V)), causal. first: E_0, zeros where None. From the count-th block
-    on (None: M) nothing is mixed and states stay: those rows are zeros; S of count 0 is E_0."""
+    """Return (mixed_BGJMFV, S of the last block (B, R, G, F, V)) of causal mixing.
+
+    sum_BGMFV: X. rate_RG: lambda. weight_RGJ: a. first_BRGFV: E_0, None: zeros. count_B: number of blocks per row, None: M;
+    mixed is 0 for later blocks. S is E_0 if count_B is 0.
+    """
     batch, groups, _, features, values = sum_BGMFV.shape
     gate_RG11 = torch.exp(-rate_RG)[:, :, None, None]
     enters = first_BRGFV
@@ -64,7 +65,7 @@ def block_scan(
 
 @dispatched
 def block_scan_bidirectional(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor) -> Tensor:
-    """mixed_BGJMFV, both ways."""
+    """Return mixed_BGJMFV of bidirectional mixing. Arguments as in `block_scan`."""
     dtype, sum_BGMFV = sum_BGMFV.dtype, sum_BGMFV.to(torch.promote_types(sum_BGMFV.dtype, torch.float32))
     out = torch.zeros_like(sum_BGMFV[:, :, None])
     for weight_GJ, rate_G in zip(weight_RGJ, rate_RG):
@@ -76,19 +77,16 @@ def block_scan_bidirectional(sum_BGMFV: Tensor, rate_RG: Tensor, weight_RGJ: Ten
 
 
 def _sweep(sum_BGMFV: Tensor, gate_G11: Tensor) -> Tensor:
-    """S_n = gate S_n-1 + sum_n."""
+    """Return S_BGMFV of S_n = gate S_n-1 + sum_n."""
     states = [sum_BGMFV[:, :, 0]]
     for n in range(1, sum_BGMFV.shape[2]):
         states.append(torch.addcmul(sum_BGMFV[:, :, n], gate_G11, states[-1]))
     return torch.stack(states, 2)
 
 
-MaskState = dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class ToeplitzBlocks:
-    """block: tokens in a block. components: R."""
+    """Config of Toeplitz block mixing. block: tokens per block. components: R, the number of exponentials."""
 
     name: ClassVar[str] = "toeplitz_blocks"
     block: int = 64
@@ -96,17 +94,21 @@ class ToeplitzBlocks:
 
     def __post_init__(self) -> None:
         if not 1 <= self.components <= 16:
-            raise SurgeryError(f"toeplitz_blocks mixes 1 to 16 exponentials, not components={self.components}; try 4")
+            raise SurgeryError(f"toeplitz_blocks: components must be 1 to 16 (got {self.components}); for example 4")
         if self.block < 1:
-            raise SurgeryError(f"toeplitz_blocks: block={self.block} holds no token; use 1 or more, for example 64")
+            raise SurgeryError(f"toeplitz_blocks: block must be 1 or more tokens (got {self.block}); for example 64")
 
 
 @MASKS.register(ToeplitzBlocks)
 class ToeplitzBlocksMask(Semiseparable):
-    """`amplitude_RGJ` and `rate_RG` hold a and lambda before softplus: a for each query head, lambda for each key/value
-    head, whose states they shape. Starts at a = 1 / R and lambda spread over 1 .. 1/64 (one component: 1/8)."""
+    """Toeplitz block mixing. amplitude_RGJ, rate_RG: a and lambda before softplus.
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    Initially a = 1 / R, and lambda is log-spaced over 1 .. 1/64 (1/8 for one component).
+    """
+
+    config: ToeplitzBlocks
+
+    def __init__(self, config: ToeplitzBlocks, shape: AttentionShape):
         super().__init__(config, shape)
         r, g, j = config.components, shape.groups, shape.heads // shape.groups
         spread_R = torch.logspace(0, -6, r, base=2) if r > 1 else torch.full((1,), 0.125)
@@ -118,12 +120,12 @@ class ToeplitzBlocksMask(Semiseparable):
         """Raise SurgeryError if the mask cannot serve this attention."""
         if delta and not shape.causal:
             raise SurgeryError(
-                "toeplitz_blocks in both directions needs kernel scores: the delta rule has an order of tokens; "
-                "use scores: kernel, or a causal attention"
+                "toeplitz_blocks: bidirectional attention cannot use the delta rule, which depends on the order of tokens; "
+                "use scores: kernel"
             )
 
     @classmethod
-    def components(cls, config: Any) -> int:
+    def components(cls, config: ToeplitzBlocks) -> int:
         """Return R, the number of exponential components."""
         return config.components
 
@@ -132,21 +134,21 @@ class ToeplitzBlocksMask(Semiseparable):
         return _positive(self.amplitude_RGJ)
 
     def kernel(self, distance: Tensor) -> Tensor:
-        """K(distance in blocks), (.., G, J) for a tensor of any shape."""
+        """Return K at distances in blocks (..), as (.., G, J)."""
         powers = torch.exp(-distance[..., None, None].abs() * _positive(self.rate_RG))
         return torch.einsum("...rg,rgj->...gj", powers, self.amplitudes())
 
     @torch.no_grad()
     def initialize(self, amplitude_RGJ: Tensor, rate_RG: Tensor) -> None:
-        """Set a and lambda."""
+        """Set the parameters so that the amplitudes are a and the rates lambda."""
         self.amplitude_RGJ.copy_(inverse_softplus(amplitude_RGJ.double().clamp_min(1e-12)))
         self.rate_RG.copy_(inverse_softplus(rate_RG.double().clamp_min(1e-12)))
 
-    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: MaskState) -> Tensor:
-        """Return log-gates g_BRGT <= 0; B, R and G may be 1."""
+    def log_gates(self, start_B: Tensor, count_B: Tensor, length: int, signals: Signals) -> Tensor:
+        """Return log-gates g_BRGT <= 0."""
         return block_log_gates(_positive(self.rate_RG), start_B, count_B, length, self.config.block)
 
-    def dense(self, start_B: Tensor, length: int, signals: MaskState) -> Tensor:
+    def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of tokens at start .. start + length."""
         block_BT = (start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)) // self.config.block
         mask = self.kernel(block_BT.unsqueeze(2) - block_BT.unsqueeze(1)).permute(0, 3, 4, 1, 2)
@@ -186,7 +188,10 @@ def toeplitz_causal(
     block: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out_BGJTV, last_BRGFV) as `semiseparable` gives them; a kernel may leave `last` where no state came in."""
+    """Return (out_BGJTV, last_BRGFV), as `semiseparable` does, of causal mixing with kernel scores.
+
+    rate_RG: lambda. weight_RGJ: a. block, chunk: tokens. Kernels may return None for `last` if first_BRGFV is None.
+    """
     gates_BRGT = block_log_gates(rate_RG, start_B, count_B, v_BGTV.shape[2], block)
     return semiseparable(q_BGJTF, k_BGTF, v_BGTV, None, gates_BRGT, weight_RGJ, first_BRGFV, chunk)
 
@@ -203,7 +208,7 @@ def toeplitz_step(
     count_B: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same of one token a row (T = 1)."""
+    """Return (out_BGJTV, sum_BRGFV after the token) for one token per row (T = 1). Arguments as in `toeplitz_causal`."""
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     gate_BRG1 = block_log_gates(rate_RG, start_B, count_B, 1, block).to(wide).exp()
     written_BGFV = k_BGTF.to(wide).mT * v_BGTV.to(wide)
@@ -216,7 +221,10 @@ def toeplitz_step(
 def toeplitz_bidirectional(
     q_BGJTF: Tensor, k_BGTF: Tensor, v_BGTV: Tensor, rate_RG: Tensor, weight_RGJ: Tensor, block: int
 ) -> Tensor:
-    """out_BGJTV in float32 or wider (a kernel: or v's dtype) of sequences that begin at position 0."""
+    """Return out_BGJTV of bidirectional mixing in float32 or float64; kernels may return v's dtype.
+
+    Sequences begin at position 0. Arguments as in `toeplitz_causal`.
+    """
     wide = torch.promote_types(v_BGTV.dtype, torch.float32)
     layout = ChunkLayout.unaligned(torch.zeros(len(v_BGTV), dtype=torch.int64), v_BGTV.shape[2], block)
     k_BGNCF, v_BGNCV = layout.to_chunks(k_BGTF.to(wide), 2), layout.to_chunks(v_BGTV.to(wide), 2)
@@ -225,7 +233,7 @@ def toeplitz_bidirectional(
 
 
 def block_log_gates(rate_RG: Tensor, start_B: Tensor, count_B: Tensor, length: int, block: int) -> Tensor:
-    """Log-gates (B, R, G, T): -lambda at the first token of each block."""
+    """Return log-gates (B, R, G, T): -lambda at the first token of each block, 0 elsewhere."""
     token_T = torch.arange(length, device=start_B.device)
     enters_BT = ((start_B.unsqueeze(1) + token_T) % block == 0) & (token_T < count_B.unsqueeze(1))
     return -rate_RG.unsqueeze(-1) * enters_BT[:, None, None]

@@ -1,9 +1,8 @@
-"""How far a block-mixing matrix W depends on the distance of blocks alone, and the sum of exponentials that says so
-(FARS 2026, "Toeplitz Block Mixing", Figure 2):
+"""Fit of a block-mixing matrix W by a Toeplitz matrix of exponentials (FARS 2026, "Toeplitz Block Mixing", Figure 2):
 
     W_ij ~ c_i K(i - j),  K(d) = sum_r a_r exp(-lambda_r d),  a, lambda >= 0
 
-c_i is a row's own scale: a normalised mixer divides it out again, and rows of a causal W that sum to one have it.
+c_i is a scale per row, needed because the rows of a causal W sum to one. It cancels in a normalised mixer.
 """
 
 from __future__ import annotations
@@ -14,36 +13,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RATE_GRID_SIZE = 24  # rates tried
-FIT_ROUNDS = 10  # of scales against kernel
+RATE_GRID_SIZE = 24  # candidate rates
+FIT_ROUNDS = 10  # alternations between row scales and kernel
 
 
 @dataclass(frozen=True)
 class ToeplitzFit:
-    """The fit of one or more matrices: r2, the share of W's variance over the entries it may use that the fit explains,
-    (..); amplitude_R and rate_R (.., R)."""
+    """Fit of one or more matrices. r2 (..): explained share of the variance of W's entries (the causal ones, if causal).
+    amplitude, rate (.., R): a and lambda."""
 
     r2: Tensor
     amplitude: Tensor
     rate: Tensor
 
     def kernel(self, distance: Tensor) -> Tensor:
-        """K (.., *distance)."""
+        """Return K at the distances (in blocks), (.., *distance.shape)."""
         powers = torch.exp(-distance[..., None] * self.rate.view(*self.rate.shape[:-1], *[1] * distance.dim(), -1))
         return (powers * self.amplitude.view(*self.rate.shape[:-1], *[1] * distance.dim(), -1)).sum(-1)
 
 
 @torch.no_grad()
 def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tensor | None = None) -> ToeplitzFit:
-    """Of matrices (.., M, M): kernel and row scales in turn, the kernel by nonnegative least squares over a grid of
-    rates, then over `components` rates spread evenly (in their logarithm) over those that weigh; or over the rates
-    given (.., R)."""
+    """Return the fit of matrices w_MM (.., M, M).
+
+    Alternates between the row scales and the kernel, which is a nonnegative least-squares fit: first over a grid of rates,
+    then over `components` rates log-spaced over those with weight. rate (.., R): fixed rates instead of the grid.
+    """
     lead, size = w_MM.shape[:-2], w_MM.shape[-1]
     w_XMM = w_MM.reshape(-1, size, size).double()
     at_M = torch.arange(size, device=w_MM.device)
     apart_MM = (at_M[:, None] - at_M).abs()
     seen_MM = apart_MM >= 0 if not causal else at_M[:, None] >= at_M
-    # From hardly falling over all blocks to gone at the next one; a constant is the limit of the first.
+    # From nearly constant over all blocks to e^-10 at the next block; rate 0 is a constant.
     slow = -1.5 - math.log10(size)
     grid_N = torch.cat([torch.zeros(1), torch.logspace(slow, 1, RATE_GRID_SIZE - 1)]).to(w_XMM)
     rate_XN = grid_N.expand(len(w_XMM), -1) if rate is None else rate.reshape(len(w_XMM), -1).double()
@@ -56,15 +57,16 @@ def fit_toeplitz(w_MM: Tensor, components: int, causal: bool = True, rate: Tenso
         a_XN = _fit_kernel(w_XMM, scale_XM, basis_XNM, apart_MM, seen_MM, a_XN)
         k_XMM = torch.where(seen_MM, (a_XN[:, None] @ basis_XNM)[:, 0][:, apart_MM], 0)
         scale_XM = (w_XMM * k_XMM).sum(-1) / k_XMM.square().sum(-1).clamp_min(1e-30)
-    wrong_X = (w_XMM - scale_XM[..., None] * k_XMM)[:, seen_MM].square().sum(-1)
+    residual_X = (w_XMM - scale_XM[..., None] * k_XMM)[:, seen_MM].square().sum(-1)
     entries_XE = w_XMM[:, seen_MM]
     spread_X = (entries_XE - entries_XE.mean(-1, keepdim=True)).square().sum(-1)
-    r2_X, a_XN = 1 - wrong_X / spread_X.clamp_min(1e-30), a_XN * scale_XM.mean(-1, keepdim=True)
+    r2_X, a_XN = 1 - residual_X / spread_X.clamp_min(1e-30), a_XN * scale_XM.mean(-1, keepdim=True)
     return ToeplitzFit(r2_X.view(lead), a_XN.view(*lead, -1), rate_XN.reshape(*lead, -1))
 
 
 def fit_heads(w_GJMM: Tensor, components: int, causal: bool = True) -> ToeplitzFit:
-    """The same for query heads that share rates with their group. r2 (G, J), amplitude and rate (G, J, R)."""
+    """Return the fit of W per query head with rates shared by the heads of a key/value head. r2 (G, J); amplitude and
+    rate (G, J, R)."""
     alone = fit_toeplitz(w_GJMM, RATE_GRID_SIZE, causal)
     mass_GJN = alone.amplitude / (1e-3 + alone.rate)
     mass_GN = (mass_GJN / mass_GJN.sum(-1, keepdim=True).clamp_min(1e-30)).amax(1)
@@ -73,7 +75,10 @@ def fit_heads(w_GJMM: Tensor, components: int, causal: bool = True) -> ToeplitzF
 
 
 def spread_rates(rate_XN: Tensor, mass_XN: Tensor, components: int) -> Tensor:
-    """(X, R): 0 where a constant weighs, the others from the slowest rate that weighs to the fastest."""
+    """Return R = `components` rates (X, R), log-spaced from the slowest to the fastest rate with weight.
+
+    rate_XN, mass_XN: candidate rates and their weights. The first rate is 0 if a constant has weight.
+    """
     weighs_XN = mass_XN > 1e-3 * mass_XN.sum(-1, keepdim=True)
     moving_XN = weighs_XN & (rate_XN > 0)
     some_X1 = moving_XN.any(-1, keepdim=True)
@@ -82,7 +87,7 @@ def spread_rates(rate_XN: Tensor, mass_XN: Tensor, components: int) -> Tensor:
     slowest_X1 = torch.where(rate_XN > 0, rate_XN, torch.inf).amin(-1, keepdim=True)
     low_X1, high_X1 = torch.where(some_X1, low_X1, slowest_X1), torch.where(some_X1, high_X1, slowest_X1)
     constant_X1 = (weighs_XN & (rate_XN == 0)).any(-1, keepdim=True)
-    # With a constant among them the rest are one fewer; places 0 .. 1 along the logarithm.
+    # A constant takes the first component; the others are placed at 0 .. 1 on the log scale.
     at_R = torch.arange(components, device=rate_XN.device)
     first_X1 = constant_X1.to(rate_XN) if components > 1 else torch.zeros_like(low_X1)
     place_XR = ((at_R - first_X1) / (components - 1 - first_X1).clamp_min(1)).clamp_min(0)
@@ -93,7 +98,7 @@ def spread_rates(rate_XN: Tensor, mass_XN: Tensor, components: int) -> Tensor:
 def _fit_kernel(
     w_XMM: Tensor, scale_XM: Tensor, basis_XNM: Tensor, apart_MM: Tensor, seen_MM: Tensor, start_XN: Tensor
 ) -> Tensor:
-    """a (X, N) of least squares with the row scales as they are; distances weigh as many entries as they have."""
+    """Return a (X, N) of the nonnegative least-squares fit with fixed row scales. start_XN: initial value."""
     rows_XMM = scale_XM[..., None].expand_as(w_XMM)
     weight_XM, wanted_XM = torch.zeros_like(scale_XM), torch.zeros_like(scale_XM)
     weight_XM.index_add_(1, apart_MM[seen_MM], rows_XMM[:, seen_MM].square())
@@ -103,8 +108,10 @@ def _fit_kernel(
 
 
 def nonnegative_lstsq(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | None = None, rounds: int = 40) -> Tensor:
-    """argmin x^T G x / 2 - w^T x over x >= 0 for each h, a coordinate at a time; a little ridge for terms that are
-    alike."""
+    """Return argmin over x >= 0 of x^T G x / 2 - w^T x for each h, (H, N), by coordinate descent.
+
+    G gets a ridge of 1e-6 times its diagonal, because neighbouring exponentials are nearly collinear.
+    """
     gram_HNN = gram_HNN + 1e-6 * torch.diag_embed(gram_HNN.diagonal(dim1=-2, dim2=-1) + 1e-12)
     x_HN = torch.zeros_like(wanted_HN) if start_HN is None else start_HN.clone()
     for _ in range(rounds):
