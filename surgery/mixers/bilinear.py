@@ -1,41 +1,48 @@
-"""A bilinear score from W_Q W_K^T, for attention without RoPE: gpt2, bert, vit.
+"""Bilinear attention: scores x^T M x' of hidden states x (query) and x' (key), with a structured matrix M per head.
+
+M is of high rank and takes the place of W_Q W_K^T:
+
+    MLR    M = sum_l (+)_p left[l,p] right[l,p]^T     level l splits the D features into 2^(l-1) blocks of rank r_l
+    BTT    M[b,c] = left[b,c] right[b,c]^T            a grid of b x c blocks of rank s
+
+Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.2, appendices B, E, F.
+contraction (eqs. 32, 35):
+    split  computes features of x and of x', F = sum_l 2^(l-1) r_l or b c s per head, and caches those of x'
+    query  multiplies the query by all of M and caches x' itself, D elements per token for all heads together
+base:
+    kept   adds M to the module's own score, q . k after RoPE (level 1 of MLR, r_1 = K); M is initially zero
+    own    replaces the module's score by M
+norm:
+    none   x^T M x' / F
+    qk     the layer norms of the paper (F.2, eqs. 39, 40), C = scale
+           MLR    sum_l C / (r_l p_l) LN(left_l^T x) . LN(right_l^T x')       every level is normalised separately
+           BTT    C / D LN(x) . LN(M x')
+    layer  an older form, for existing checkpoints and recipes: MLR normalises the features of all levels together and
+           divides by F; BTT normalises x^T M only and divides by D
+LN has a learned gain on the side of the keys (`key_gain`), initially 0 with base `kept` and 1 with `own`.
+
+Without RoPE (gpt2, bert, vit), `fit_bilinear` projects W_Q W_K^T onto M:
 
     min E (x^T (scaling W_Q W_K^T - M) x')^2 = ||A^(1/2) (scaling W_Q W_K^T - M) C^(1/2)||^2
-        A = E[x x^T] of queries, C = Cov[x'] of keys (what all keys share, a softmax does not see)
 
-Start: every block by its SVD whitened by the block's own moments, level by level on what the others leave (the optimum
-where one block is the whole matrix); then L-BFGS on the objective itself. D features, H = G J heads, K key dim.
+A = E[x x^T] of queries, C = Cov[x'] of keys (softmax ignores what all keys have in common). Each block is initialised by
+the SVD of its target, whitened by the block's own moments, level by level on the residual of the other levels. That is
+optimal if one block is the whole matrix. L-BFGS then minimises the objective over all factors.
 
-Bilinear attention: a head's score x^T M x' with a structured M of high rank in place of W_Q W_K^T.
-
-    MLR    M = sum_l (+)_p left[l,p] right[l,p]^T     level l cuts the D features into 2^(l-1) blocks, each of rank r_l
-    BTT    M[b,c] = left[b,c] right[b,c]^T            a grid of b x c blocks, each of rank s
-
-Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.2, appendices B, E, F. Two orders
-of contraction (eqs. 32, 35): `split` makes features of x and of x', sum_l 2^(l-1) r_l or b c s a head, and keeps those
-of x'; `query` takes all of M to the query and keeps x' itself, D numbers a token for all heads together.
-base: `kept` adds M to the score that the module has, q . k after RoPE (level 1 of MLR, r1 = K), and starts at zero;
-`own` puts M in its place.
-norm: `none`, the score is x^T M x' / F. `qk`, the layer norms of the paper (F.2, eqs. 39, 40), C = scale:
-    MLR    sum_l C / (r_l p_l) LN(left_l^T x) . LN(right_l^T x')       every level is normalised on its own
-    BTT    C / D LN(x) . LN(M x')
-`layer`, the older form: MLR normalises the features of all levels together and divides by F, their number; BTT normalises
-x^T M alone and divides by D. It stays for the checkpoints and recipes that name it.
-LN has a learnt gain on the keys' side (`key_gain`), which starts at zero with base `kept`, at one with `own`.
-B batch, T tokens, H = G J heads, D features, F score dims of a head.
+B batch, T tokens, H = G J heads, K key dim, D features, F score dims of a head.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import AttentionShape, Mixer, MixerCost, MixerInputs, MixerState
+from surgery.mixers.base import AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
 from surgery.mixers.common.kv_layout import append_slots, last_slots, left_pad, make_kv_layout
 from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
@@ -53,12 +60,16 @@ def fit_bilinear(
     bias_q_HK: Tensor | None = None,
     steps: int = 30,
 ) -> float:
-    """Fills a mixer of base 'own' in place; the squared error it leaves, relative, over all heads."""
+    """Set the factors of a mixer with base 'own' from W_Q and W_K, in place. Return the relative squared error of all heads.
+
+    second_moment_DD: E[x x^T]; mean_D: E[x], None: zero. steps: L-BFGS iterations. SurgeryError if the base, the norm or
+    RoPE make the projection impossible.
+    """
     if mixer.config.base != "own" or mixer.config.norm != "none" or mixer.shape.rotary:
         raise SurgeryError(
-            f"{mixer.config.name}: W_Q W_K^T can be projected onto base 'own', norm 'none' where no RoPE stands between "
-            f"(base {mixer.config.base!r}, norm {mixer.config.norm!r}, {mixer.shape.rotary} rotary dims here); with "
-            "RoPE use base 'kept', which starts exact"
+            f"{mixer.config.name}: projecting W_Q W_K^T needs base 'own', norm 'none' and no RoPE (got base "
+            f"{mixer.config.base!r}, norm {mixer.config.norm!r}, {mixer.shape.rotary} rotary dims); with RoPE "
+            "use base 'kept', which starts exact"
         )
     a_DD = second_moment_DD.double()
     c_DD = a_DD if mean_D is None else a_DD - torch.outer(mean_D.double(), mean_D.double())
@@ -66,20 +77,23 @@ def fit_bilinear(
     target_HDD = weight_q_HDK.double() @ keys_HDK.mT
     mixer.fit_blocks(target_HDD, a_DD, c_DD)
     roots = symmetric_roots(a_DD)[0], symmetric_roots(c_DD)[0]
-    left = refine_factors(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
+    error = refine_factors(mixer, roots[0] @ target_HDD @ roots[1], roots, steps)
     if bias_q_HK is not None:
         _fit_bias(mixer, torch.einsum("hk,hdk->hd", bias_q_HK.double(), keys_HDK), roots[1])
-    return left
+    return error
 
 
 def refine_factors(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tensor], steps: int) -> float:
-    """L-BFGS on all factors; they stay as they were where it finds nothing better. The relative error left."""
+    """Minimise the error over all factors by L-BFGS, in place, and return the relative squared error.
+
+    white_HDD: whitened target. roots: A^(1/2), C^(1/2). The factors do not change if L-BFGS finds nothing better.
+    """
     factors = [p for name, p in mixer.named_parameters() if name.startswith(("left", "right"))]
     before = [factor.detach().clone() for factor in factors]
-    least = white_HDD.square().sum()
+    total = white_HDD.square().sum()
 
     def loss() -> Tensor:
-        return (white_HDD - roots[0] @ mixer.matrix_HDD().to(white_HDD.dtype) @ roots[1]).square().sum() / least
+        return (white_HDD - roots[0] @ mixer.matrix_HDD().to(white_HDD.dtype) @ roots[1]).square().sum() / total
 
     def closure() -> Tensor:
         for factor in factors:
@@ -103,26 +117,38 @@ def refine_factors(mixer: Bilinear, white_HDD: Tensor, roots: tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def _fit_bias(mixer: Bilinear, wanted_HD: Tensor, root_DD: Tensor) -> None:
-    """What W_Q's bias says to every key, u . x', by the keys' features: least squares under their covariance."""
+def _fit_bias(mixer: Bilinear, target_HD: Tensor, root_DD: Tensor) -> None:
+    """Set the bias so that its score with a key x' approximates u . x', the term of W_Q's bias.
+
+    target_HD: u. Least squares under the covariance of the keys, whose square root is root_DD.
+    """
     dims = mixer.bias.shape[1]
-    eye_1HFF = torch.eye(dims, dtype=torch.float64, device=wanted_HD.device).expand(1, mixer.shape.heads, -1, -1)
+    eye_1HFF = torch.eye(dims, dtype=torch.float64, device=target_HD.device).expand(1, mixer.shape.heads, -1, -1)
     readers_HFD = mixer.product(eye_1HFF)[0] @ root_DD
     gram_HFF = readers_HFD @ readers_HFD.mT
     gram_HFF.diagonal(dim1=1, dim2=2).add_(1e-9 * gram_HFF.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
-    solution = linalg.solve(gram_HFF, readers_HFD @ (wanted_HD @ root_DD).unsqueeze(-1)).squeeze(-1)
+    solution = linalg.solve(gram_HFF, readers_HFD @ (target_HD @ root_DD).unsqueeze(-1)).squeeze(-1)
     mixer.bias.copy_(solution * dims)
 
 
 CHOICES = {"base": ("kept", "own"), "norm": ("none", "layer", "qk"), "contraction": ("auto", "split", "query")}
-SCALE = 8.0  # C of eqs. 39 and 40, which the paper tunes; the authors' code has 8 in standard attention
+SCALE = 8.0  # default of C in eqs. 39 and 40, which the paper tunes; the authors' code has 8 in standard attention
 
 
-def check_choices(config: Any) -> None:
+class BilinearConfig(MixerConfig):
+    """Options of both structures; see the module's docstring. scale: C of norm `qk`."""
+
+    base: Literal["kept", "own"]
+    norm: Literal["none", "layer", "qk"]
+    contraction: Literal["auto", "split", "query"]
+    scale: float
+
+
+def check_choices(config: BilinearConfig) -> None:
     """Raise ValueError if an option of a bilinear config has an unknown value."""
-    for option, words in CHOICES.items():
-        if getattr(config, option) not in words:
-            raise ValueError(f"{option} {getattr(config, option)!r} is none of {', '.join(words)}")
+    for option, valid in CHOICES.items():
+        if getattr(config, option) not in valid:
+            raise ValueError(f"{option} must be one of {', '.join(valid)} (got {getattr(config, option)!r})")
     if not (math.isfinite(config.scale) and config.scale > 0):
         raise ValueError(f"scale must be a positive number (got {config.scale}); for example scale: {SCALE}")
     if config.norm != "qk" and config.scale != SCALE:
@@ -132,29 +158,34 @@ def check_choices(config: Any) -> None:
         )
 
 
-class Factor(MuP):
-    """Fans of a factor. Its variance at the start is 1 / fan_in whatever the fan-out (Kuang et al. 2025, appendix F.1);
-    the fan-out counts all heads that read one block."""
+class FactorMuP(MuP):
+    """Fan-in and fan-out of a factor. Its initial variance is 1 / fan_in for any fan-out (Kuang et al. 2025, appendix
+    F.1); the fan-out counts all heads that read one block."""
 
     @property
     def std(self) -> float:
         """Return the initial standard deviation."""
-        return self.fan_in**-0.5
+        return float(self.fan_in**-0.5)
 
 
 class Bilinear(Mixer):
-    """What both share: score terms, caches, norms. `left*` (H, ..) act on queries, `right*` (G, ..) on keys."""
+    """Base class of both structures: score terms, caches and norms.
 
+    left* (H, ..): factors of the queries. right* (G, ..): factors of the keys. bias (H, F): query features of W_Q's bias.
+    norms_features: whether layer norms act on features (MLR) or on vectors of D dims (BTT).
+    """
+
+    config: BilinearConfig
     reads_mask = True
     norms_features: ClassVar[bool]
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: BilinearConfig, shape: AttentionShape):
         super().__init__(config, shape)
         self.check_config(config, shape)
         self.order = self.contraction(config, shape)
         for name, size in self.factor_shapes(config, shape).items():
             self.register_parameter(name, nn.Parameter(torch.empty(size)))
-        if self.biased(config):  # what the bias of W_Q adds to x's features
+        if self.has_bias(config):
             self.bias = nn.Parameter(torch.zeros(shape.heads, self.dims(config, shape)))
         if config.norm != "none":
             dims = self.dims(config, shape) if self.norms_features else shape.dim
@@ -162,11 +193,11 @@ class Bilinear(Mixer):
         self.reset_parameters()
 
     @staticmethod
-    def biased(config: Any) -> bool:
-        """Eqs. 39 and 40 have no bias."""
+    def has_bias(config: BilinearConfig) -> bool:
+        """Return whether queries have a bias. Eqs. 39 and 40 have none."""
         return config.base == "own" and config.norm != "qk"
 
-    # -- what a structure defines ------------------------------------------------------------------------------------
+    # -- defined by the structure ------------------------------------------------------------------------------------
     @classmethod
     def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every factor."""
@@ -174,19 +205,22 @@ class Bilinear(Mixer):
 
     @classmethod
     def dims(cls, config: Any, shape: AttentionShape) -> int:
-        """F"""
+        """Return F, the score dims of a head."""
         raise NotImplementedError
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
-        """(B, H or G, T, F) of the left or right factors."""
+        """Return the features of x (B, H or G, T, F). side: "left" for queries, "right" for keys."""
         raise NotImplementedError
 
     def product(self, features_BHTF: Tensor) -> Tensor:
-        """x^T M from x's features, (B, H, T, D)."""
+        """Return x^T M (B, H, T, D) from the left features of x."""
         raise NotImplementedError
 
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
-        """Factors in place: each block's best under its own moments of queries and keys."""
+        """Set the factors, in place, to the best fit of each block of the target under the block's own moments.
+
+        a_DD, c_DD: second moments of queries and keys.
+        """
         raise NotImplementedError
 
     def mup(self) -> dict[str, MuP]:
@@ -194,17 +228,19 @@ class Bilinear(Mixer):
         raise NotImplementedError
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
-        """(B, H, T, F or D), norm `qk`: the queries' side of eq. 39 or 40, times the constant."""
+        """Return the queries (B, H, T, F or D) of norm `qk`, eq. 39 or 40, times the constant."""
         raise NotImplementedError
 
     def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Norm `qk`: the keys (B, G or 1, T, F or D), and the factor on each key's products (B, H, T, 1) or None."""
+        """Return the keys (B, G or 1, T, F or D) of norm `qk`, and the factor on the scores of each key (B, H, T, 1) or
+        None."""
         raise NotImplementedError
 
-    # -- what follows from it ----------------------------------------------------------------------------------------
+    # -- the same for all structures ---------------------------------------------------------------------------------
     @classmethod
-    def contraction(cls, config: Any, shape: AttentionShape) -> str:
-        """Return the order of contraction, 'split' or 'query', that 'auto' resolves to."""
+    def contraction(cls, config: BilinearConfig, shape: AttentionShape) -> str:
+        """Return the order of contraction, 'split' or 'query'. 'auto': the only one that the norm allows; without a norm, the
+        one with the smaller cache."""
         if config.contraction != "auto":
             return config.contraction
         if config.norm != "none":
@@ -212,28 +248,31 @@ class Bilinear(Mixer):
         return "query" if shape.dim <= shape.groups * cls.dims(config, shape) else "split"
 
     def reset_parameters(self) -> None:
-        """Random left factors at muP's scale, zero right ones: M = 0 with gradients that flow. An M that stands
-        alone, or behind a norm, has both random; behind a norm the gain is what starts at zero."""
+        """Initialise the parameters.
+
+        Left factors are random with muP's scale. With base `kept` and norm `none`, right factors are zero: M = 0, but
+        gradients flow. Otherwise right factors are random too; with base `kept` and a norm, the gain is zero instead.
+        """
         for name, scale in self.mup().items():
             zero = name.startswith("right") and self.config.base == "kept" and self.config.norm == "none"
             nn.init.normal_(getattr(self, name), std=0.0 if zero else scale.std)
-        if self.biased(self.config):
+        if self.has_bias(self.config):
             nn.init.zeros_(self.bias)
         if self.config.norm != "none":
             nn.init.constant_(self.key_gain, 0.0 if self.config.base == "kept" else 1.0)
 
     def queries(self, inputs: MixerInputs) -> list[Tensor]:
-        """q_BGJTR of each term. A score is divided by the dims summed (muP); `attend` multiplies by the module's
-        scaling, which M is free of."""
+        """Return q_BGJTR of each term. Scores are divided by the number of summed dims (muP), and by the module's scaling,
+        because `attend` multiplies by it."""
         if self.config.norm == "qk":
             side = self.qk_queries(upcast(inputs.x_BTD)) / self.shape.scaling
         else:
-            side = self._side(upcast(inputs.x_BTD))
+            side = self._scaled_queries(upcast(inputs.x_BTD))
         own = [group_heads(side, self.shape.groups)]
         return [group_heads(inputs.q_BHTK, self.shape.groups), *own] if self.config.base == "kept" else own
 
-    def _side(self, x_BTD: Tensor) -> Tensor:
-        """The queries (B, H, T, F or D) of norms `none` and `layer`."""
+    def _scaled_queries(self, x_BTD: Tensor) -> Tensor:
+        """Return the queries (B, H, T, F or D) of norms `none` and `layer`."""
         side = self.features(x_BTD, "left")
         if self.config.base == "own":
             side = side + self.bias.to(side.dtype)[:, None]
@@ -247,22 +286,22 @@ class Bilinear(Mixer):
             side = F.layer_norm(side, side.shape[-1:]) * gain
         return side
 
-    def remembered(self, inputs: MixerInputs) -> dict[str, Tensor]:
-        """What a cache keeps of each token, (B, heads, T, numbers): `keys<i>` of term i, `values`, and for eq. 40 the
-        `scale` of each head's products with that key."""
+    def cache_entries(self, inputs: MixerInputs) -> dict[str, Tensor]:
+        """Return the tensors to cache (B, heads, T, ..): `keys<i>` of term i, `values`, and for eq. 40 `scale`, the factor
+        on each head's scores with the key."""
         keys, scale = self.keys(inputs)
         scales = {} if scale is None else {"scale": scale}
         return {**{f"keys{i}": k for i, k in enumerate(keys)}, **scales, "values": inputs.v_BGTV}
 
-    def terms(self, inputs: MixerInputs, seen: dict[str, Tensor]) -> list[ScoreTerm]:
-        """seen: as `remembered`, of all slots."""
-        terms = [ScoreTerm(q, seen[f"keys{i}"]) for i, q in enumerate(self.queries(inputs))]
-        if "scale" in seen:
-            terms[-1] = terms[-1]._replace(scale_BGJS=group_heads(seen["scale"], self.shape.groups).squeeze(-1))
+    def terms(self, inputs: MixerInputs, cache: dict[str, Tensor]) -> list[ScoreTerm]:
+        """Return the terms of the score. cache: the `cache_entries` of all slots."""
+        terms = [ScoreTerm(q, cache[f"keys{i}"]) for i, q in enumerate(self.queries(inputs))]
+        if "scale" in cache:
+            terms[-1] = terms[-1]._replace(scale_BGJS=group_heads(cache["scale"], self.shape.groups).squeeze(-1))
         return terms
 
     def keys(self, inputs: MixerInputs) -> tuple[list[Tensor], Tensor | None]:
-        """The keys (B, G or 1, T, R) of each term, and the factor on the last term's products (B, H, T, 1) or None."""
+        """Return the keys (B, G or 1, T, R) of each term, and the factor on the last term's scores (B, H, T, 1) or None."""
         scale = None
         if self.config.norm == "qk":
             own, scale = self.qk_keys(upcast(inputs.x_BTD))
@@ -292,25 +331,25 @@ class Bilinear(Mixer):
         """Return (out_BHTV, state after these tokens, or None without a state)."""
         padded, back = left_pad(inputs)
         layout, count_B = make_kv_layout(padded, state, 0 if state is None else state.tensors["values"].shape[2])
-        new = self.remembered(padded)
+        cache = self.cache_entries(padded)
         if state is not None:
-            new = {name: append_slots(state.tensors[name], x, count_B) for name, x in new.items()}
-        terms = self.terms(padded, new)
+            cache = {name: append_slots(state.tensors[name], x, count_B) for name, x in cache.items()}
+        terms = self.terms(padded, cache)
         mask = padded.mask_BHTS if state is None else None
-        out = attend(terms, new["values"], layout, self.shape, mask, padded.dropout)
+        out = attend(terms, cache["values"], layout, self.shape, mask, padded.dropout)
         out = out if back is None else gather_rowwise(out, back, 2)
         if state is None:
             return out, None
         slots = layout.slots if count_B is None else int(layout.end_B.max())
         slots = slots if self.shape.window is None else min(slots, self.shape.window - 1)
-        return out, MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in new.items()})
+        return out, MixerState(layout.end_B, {name: last_slots(x, slots) for name, x in cache.items()})
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
-        return dense_attention(self.terms(inputs, self.remembered(inputs)), inputs, self.shape)
+        return dense_attention(self.terms(inputs, self.cache_entries(inputs)), inputs, self.shape)
 
     def matrix_HDD(self) -> Tensor:
-        """M of every head, multiplied out: x^T M x' is what is added to the scaled score."""
+        """Return M of every head as a dense matrix, (H, D, D). x^T M x' is added to the scaled score."""
         factor = next(self.parameters())
         eye_1DD = torch.eye(self.shape.dim, dtype=factor.dtype, device=factor.device)[None]
         features = self.features(eye_1DD, "left")
@@ -323,28 +362,25 @@ class Bilinear(Mixer):
         base = shape.key if config.base == "kept" else 0
         query, dims = cls.contraction(config, shape) == "query", cls.dims(config, shape)
         width = shape.dim if query else dims
-        kept_numbers = shape.groups * (base + shape.value) + (shape.dim if query else shape.groups * dims)
+        per_token = shape.groups * (base + shape.value) + (shape.dim if query else shape.groups * dims)
         params = sum(torch.Size(size).numel() for size in cls.factor_shapes(config, shape).values())
-        params += shape.heads * dims if cls.biased(config) else 0
+        params += shape.heads * dims if cls.has_bias(config) else 0
         params += 0 if config.norm == "none" else (dims if cls.norms_features else shape.dim)
-        each = cls.feature_macs(config, shape)
-        made = shape.heads * each * (2 if query else 1) + (0 if query else shape.groups * each)
-        if cls.scales_keys(config):  # M x' is made for its variance, and one number a head kept
-            kept_numbers, width, made = (
-                kept_numbers + shape.heads,
-                width + 1,
-                made + (shape.groups + shape.heads) * each,
-            )
-        return MixerCost(live * kept_numbers, made + shape.heads * live * (base + width + shape.value), params)
+        per_head = cls.feature_macs(config, shape)
+        macs = shape.heads * per_head * (2 if query else 1) + (0 if query else shape.groups * per_head)
+        if cls.scales_keys(config):  # M x' is computed for its variance, and one element per head is cached
+            per_token, width = per_token + shape.heads, width + 1
+            macs += (shape.groups + shape.heads) * per_head
+        return MixerCost(live * per_token, macs + shape.heads * live * (base + width + shape.value), params)
 
     @classmethod
-    def scales_keys(cls, config: Any) -> bool:
-        """Whether each head has a factor on each key's products, for LN(M x') of eq. 40."""
+    def scales_keys(cls, config: BilinearConfig) -> bool:
+        """Return whether the scores of each head and key have a factor, for LN(M x') of eq. 40."""
         return config.norm == "qk" and not cls.norms_features
 
     @classmethod
     def feature_macs(cls, config: Any, shape: AttentionShape) -> int:
-        """Of one side's features of one head: as many as its factor has numbers."""
+        """Return multiply-accumulates for the features of one token, side and head: the elements of its factor."""
         return sum(
             torch.Size(size[1:]).numel()
             for name, size in cls.factor_shapes(config, shape).items()
@@ -353,12 +389,15 @@ class Bilinear(Mixer):
 
 
 def best_factors(block_JAD: Tensor, a_AA: Tensor, c_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """left_JAR, right_DR: the best rank-r factors of J blocks that share their right one,
-    min sum_j ||A^(1/2) (block - left right^T) C^(1/2)||^2, by the SVD of the whitened stack."""
+    """Return (left_JAR, right_DR), the optimal factors of rank R of J blocks with a common right factor.
+
+    They minimise sum_j ||A^(1/2) (block - left right^T) C^(1/2)||^2, by the SVD of the whitened stack of blocks. If the
+    stack has a lower rank, the remaining columns are zeros.
+    """
     (a_root, a_inverse), (c_root, c_inverse) = symmetric_roots(a_AA), symmetric_roots(c_DD)
     u, s, v = linalg.svd((a_root @ block_JAD @ c_root).flatten(0, 1), full_matrices=False)
     found = min(rank, len(s))
     root = s[:found].sqrt()
     left = a_inverse @ (u[:, :found] * root).unflatten(0, block_JAD.shape[:2])
     right = c_inverse @ (v[:found].mT * root)
-    return F.pad(left, (0, rank - found)), F.pad(right, (0, rank - found))  # more rank than a block has: zeros
+    return F.pad(left, (0, rank - found)), F.pad(right, (0, rank - found))

@@ -1,29 +1,32 @@
-"""Bilinear BTT: a score matrix over features in b x c blocks, M[b,c] = left[b,c] right[b,c]^T. See bilinear.py."""
+"""Bilinear BTT: the score matrix M is a grid of low-rank blocks, M[b,c] = left[b,c] right[b,c]^T. See bilinear.py."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
-from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
-from surgery.mixers.bilinear import SCALE, Bilinear, Factor, best_factors, check_choices
+from surgery.mixers.base import MIXERS, AttentionShape
+from surgery.mixers.bilinear import SCALE, Bilinear, BilinearConfig, FactorMuP, best_factors, check_choices
 from surgery.mixers.common.softmax import group_heads
 from surgery.structures.base import MuP
 from surgery.structures.btt import sqrt_blocks
 
-EPS = 1e-5  # of F.layer_norm
+EPS = 1e-5  # default of F.layer_norm
 
 
 @dataclass(frozen=True)
-class BilinearBTT(MixerConfig):
-    """blocks: the grid (b, c) over D x D; "sqrt": about the square root of D, a divisor. rank: s of each block. scale: C of
-    norm 'qk', eq. 40."""
+class BilinearBTT(BilinearConfig):
+    """Config of bilinear BTT.
+
+    blocks: the grid (b, c) over D x D; "sqrt": b = c, the largest divisor of D up to its square root. rank: s of each block.
+    base, norm, contraction: see bilinear.py. scale: C of norm 'qk', eq. 40.
+    """
 
     name: ClassVar[str] = "bilinear_btt"
     blocks: tuple[int, int] | Literal["sqrt"] = "sqrt"
@@ -36,30 +39,35 @@ class BilinearBTT(MixerConfig):
     def __post_init__(self) -> None:
         check_choices(self)
         if self.rank < 1:
-            raise ValueError(f"rank {self.rank} must be 1 or more")
+            raise ValueError(f"rank must be 1 or more (got {self.rank})")
         if self.norm != "none" and self.contraction == "split":
             raise ValueError(
-                f"norm {self.norm!r} is of M's products, which contraction 'split' never makes; use 'query'"
+                f"norm {self.norm!r} normalises products with M, which contraction 'split' does not form; use 'query'"
             )
 
 
 @MIXERS.register(BilinearBTT)
 class BilinearBTTAttention(Bilinear):
-    """left (H, b, c, a, s), right (G, b, c, d, s): D = b a = c d.
+    """Bilinear attention with BTT matrices. left (H, b, c, a, s), right (G, b, c, d, s): D = b a = c d.
 
-    M's rows are in the order (b, a); with norm `qk` in the paper's, (a, b), which is the permutation P_L of eq. 5.
+    The rows of M are in the order (b, a); with norm `qk`, in the order of the paper, (a, b), the permutation P_L of eq. 5.
     """
 
+    config: BilinearBTT
     left: Tensor
     right: Tensor
     norms_features = False
 
     @classmethod
-    def grid(cls, config: Any, shape: AttentionShape) -> tuple[int, int]:
-        return (sqrt_blocks(shape.dim),) * 2 if config.blocks == "sqrt" else tuple(config.blocks)
+    def grid(cls, config: BilinearBTT, shape: AttentionShape) -> tuple[int, int]:
+        """Return the grid (b, c) of blocks."""
+        if config.blocks == "sqrt":
+            return sqrt_blocks(shape.dim), sqrt_blocks(shape.dim)
+        b, c = config.blocks
+        return b, c
 
     @classmethod
-    def check_config(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: BilinearBTT, shape: AttentionShape) -> None:
         """Raise SurgeryError if the config does not fit the attention shape."""
         b, c = cls.grid(config, shape)
         if b < 1 or c < 1 or shape.dim % b or shape.dim % c:
@@ -69,7 +77,7 @@ class BilinearBTTAttention(Bilinear):
             )
 
     @classmethod
-    def factor_shapes(cls, config: Any, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+    def factor_shapes(cls, config: BilinearBTT, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every factor."""
         b, c = cls.grid(config, shape)
         return {
@@ -78,13 +86,13 @@ class BilinearBTTAttention(Bilinear):
         }
 
     @classmethod
-    def dims(cls, config: Any, shape: AttentionShape) -> int:
+    def dims(cls, config: BilinearBTT, shape: AttentionShape) -> int:
         """Return F, the score dimensions of a head."""
         b, c = cls.grid(config, shape)
         return b * c * config.rank
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
-        """Return the features of x (B, H or G, T, F) on one side: 'left' for queries, 'right' for keys."""
+        """Return the features of x (B, H or G, T, F). side: "left" for queries, "right" for keys."""
         b, c = self.grid(self.config, self.shape)
         if side == "right":
             right = self.right.to(x_BTD.dtype)
@@ -94,21 +102,24 @@ class BilinearBTTAttention(Bilinear):
         return torch.einsum("btxa,hxyas->bhtxys", rows, left).flatten(-3)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
-        """Return query features times the right factors, (B, H, T, D)."""
+        """Return x^T M (B, H, T, D) from the left features of x."""
         b, c = self.grid(self.config, self.shape)
         parts = group_heads(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
         right = self.right.to(parts.dtype)
         return torch.einsum("bgjtxys,gxyds->bgjtyd", parts, right).flatten(-2).flatten(1, 2)
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
-        """M^T (gain LN(x)), centred: q . (y - mean(y)) = (q - mean(q)) . y with y = M x'. So the keys stay x', and all that
-        is left of their layer norm is the deviation of y, one number for each head and token."""
+        """Return the queries M^T (gain LN(x)) C / D, (B, H, T, D), with gain LN(x) centred.
+
+        With y = M x', q . (y - mean(y)) = (q - mean(q)) . y. So the cached keys are x' itself, and their layer norm needs
+        only the standard deviation of y, one factor per head and token (`qk_keys`).
+        """
         x_BTD = F.layer_norm(x_BTD, x_BTD.shape[-1:]) * self.key_gain.to(x_BTD.dtype)
         x_BTD = (x_BTD - x_BTD.mean(-1, keepdim=True)) * (self.config.scale / self.shape.dim)
         return self.product(self.features(x_BTD, "left"))
 
     def qk_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the keys of norm 'qk' and their scale, or None without a scale."""
+        """Return the keys x' (B, 1, T, D) and 1 / std(M x') (B, H, T, 1)."""
         b, c = self.grid(self.config, self.shape)
         parts = self.features(x_BTD, "right").unflatten(-1, (b, c, self.config.rank))
         left = self.left.to(x_BTD.dtype).unflatten(0, (self.shape.groups, -1))
@@ -116,23 +127,25 @@ class BilinearBTTAttention(Bilinear):
         return x_BTD[:, None], torch.rsqrt(y_BHTD.var(-1, correction=0, keepdim=True) + EPS)
 
     def mup(self) -> dict[str, MuP]:
-        """Fans in the order in which the normalised vector is made. `qk`: M x', right and then left (eqs. 37, 38, whose a is
-        the fan-in d where grids are square). `layer`: x^T M, left and then right. `none`: features of both sides, whose
-        products are summed and divided by their number in either order of contraction."""
+        """Return fan-in and fan-out of the factors, which depend on the order in which they are applied.
+
+        `qk`: M x', right and then left (eqs. 37, 38; their a is the fan-in d for square grids). `layer`: x^T M, left and
+        then right. `none`: features of both sides, whose products are summed and divided by their number.
+        """
         (heads, b, c, a, s), (groups, _, _, d, _) = self.left.shape, self.right.shape
         if self.config.norm == "qk":
-            return {"left": Factor(c * s, a), "right": Factor(d, groups * b * s)}
+            return {"left": FactorMuP(c * s, a), "right": FactorMuP(d, groups * b * s)}
         if self.config.norm == "layer":
-            return {"left": Factor(a, heads * c * s), "right": Factor(b * s, d)}
-        return {"left": Factor(a, heads * c * s), "right": Factor(d, groups * b * s)}
+            return {"left": FactorMuP(a, heads * c * s), "right": FactorMuP(b * s, d)}
+        return {"left": FactorMuP(a, heads * c * s), "right": FactorMuP(d, groups * b * s)}
 
     @torch.no_grad()
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
-        """Set the factors by truncated SVDs of whitened blocks of the target (H, D, D)."""
+        """Set the factors, in place, by truncated SVDs of the whitened blocks of the target."""
         heads, dims = self.shape.heads // self.shape.groups, self.dims(self.config, self.shape)
         _, b, c, a, rank = self.left.shape
         d = self.shape.dim // c
         for g, x, y in itertools.product(range(self.shape.groups), range(b), range(c)):
-            rows, columns, of = slice(x * a, x * a + a), slice(y * d, y * d + d), slice(g * heads, g * heads + heads)
-            left, right = best_factors(target_HDD[of, rows, columns], a_DD[rows, rows], c_DD[columns, columns], rank)
-            self.left[of, x, y], self.right[g, x, y] = (left * dims).to(self.left.dtype), right.to(self.right.dtype)
+            rows, columns, group = slice(x * a, x * a + a), slice(y * d, y * d + d), slice(g * heads, g * heads + heads)
+            left, right = best_factors(target_HDD[group, rows, columns], a_DD[rows, rows], c_DD[columns, columns], rank)
+            self.left[group, x, y], self.right[g, x, y] = (left * dims).to(self.left.dtype), right.to(self.right.dtype)

@@ -177,7 +177,7 @@ class LinearMixer(Mixer):
 
     config: LinearAttention
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: LinearAttention, shape: AttentionShape):
         super().__init__(config, shape)
         check_config(config, shape)
         self.rotated = config.rope == "keep"
@@ -196,7 +196,7 @@ class LinearMixer(Mixer):
         self.linear_weight_H = nn.Parameter(start_H) if self.window_buffer or not config.normalise else None
 
     @classmethod
-    def check_config(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: LinearAttention, shape: AttentionShape) -> None:
         """Raise SurgeryError if the config does not fit the attention shape."""
         check_config(config, shape)
 
@@ -392,7 +392,7 @@ class LinearMixer(Mixer):
         return out if self.gate is None else self.gate(out, x_BTD)
 
     @classmethod
-    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+    def cost(cls, config: LinearAttention, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         with torch.device("meta"):
             mixer = cls(config, shape)

@@ -1,22 +1,24 @@
-"""MLR attention: score dims by distance.
+"""MLR attention: near pairs of tokens are scored with more dims of a head than far pairs.
 
-    S = sum_l (+)_k Q[l,k] K[l,k]^T      ranks r1|r2|..|rL; level 1 everywhere, level l inside its extent
+    S = sum_l (+)_k Q[l,k] K[l,k]^T      ranks r_1|r_2|..|r_L; level 1 applies to all pairs, level l within its extent
 
-Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.4, eq. 9 (there extents are
-T / 2^(l-1), the form nested). Extents are counts of tokens, so that levels do not move as a sequence grows: a pair's
-score depends on its two positions alone, and prefill, pieces and steps agree exactly. Beside eq. 9 a level adds a
-learned number to near scores, one for each head, zero at first: what far pairs lose on average, it takes off near ones.
-    nested    t // extent = s // extent     the key cache of a level: the open block, n mod extent keys after n tokens
-    sliding   t - s < extent                the last extent - 1 keys
-After n tokens a state holds G (sum_l r_l live_l(n) + V n) numbers. Under the paper's extents the keys are the share
-sum_l r_l / 2^(l-1) / K of the full ones: sliding at T, nested averaged over the growth to T (a block that is complete
-has no reader left, so its keys go at once; a step at the end of a block still reads all of it).
+Kuang et al. 2025, "Customizing the Inductive Biases of Softmax Attention", section 3.4, eq. 9. There extents are
+T / 2^(l-1) and the form is nested. Here extents are numbers of tokens, so that the score of a pair depends only on its two
+positions, and prefill, chunks and single steps agree exactly. Beyond eq. 9, each level and head adds a learned bias,
+initially zero, to scores within its extent.
+
+    nested    t // extent = s // extent     key cache of a level: the current block, n mod extent keys after n tokens
+    sliding   t - s < extent                key cache of a level: the last extent - 1 keys
+
+After n tokens the state has G (sum_l r_l live_l(n) + V n) elements. With the paper's extents, the keys take the share
+sum_l r_l / 2^(l-1) / K of a full key cache: for sliding at length T, for nested on average over lengths up to T. Keys of a
+complete block are dropped at once, as no later query reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,23 +45,29 @@ from surgery.mixers.common.softmax import (
 
 
 def rotary_units(shape: AttentionShape) -> list[list[int]]:
-    """Dims that stay together."""
+    """Return the dims of a head in units that RoPE mixes: rotary pairs, then single dims that do not rotate."""
     half = shape.rotary // 2
     pairs = [[2 * f, 2 * f + 1] if shape.interleaved else [f, f + half] for f in range(half)]
     return pairs + [[dim] for dim in range(2 * half, shape.key)]
 
 
 def slowest_first(shape: AttentionShape) -> list[int]:
-    """An order of dims for want of a text: what does not rotate, then pairs from the slowest on, which are what far
-    tokens can be told by (fast ones turn many times in between)."""
+    """Return an order of the dims for conversions without calibration text.
+
+    Dims that do not rotate come first, then rotary pairs from the slowest to the fastest: slow pairs still distinguish
+    far positions, while fast ones rotate many times in between.
+    """
     together, pairs = rotary_units(shape), shape.rotary // 2
     return [dim for dims in (*together[pairs:], *reversed(together[:pairs])) for dim in dims]
 
 
 @dataclass(frozen=True)
 class MLR(MixerConfig):
-    """ranks of levels 1 .. L, in the group's order of dims; extents of levels 2 .. L in tokens, falling. basis: the
-    head's own dims, or "turned", others that give the same q . k, for heads without RoPE."""
+    """Config of MLR attention.
+
+    ranks: score dims of levels 1 .. L. extents: of levels 2 .. L, in tokens, not increasing. form: see the module's
+    docstring. basis: "own", the dims of the head; "turned", rotated dims with the same q . k, for heads without RoPE.
+    """
 
     name: ClassVar[str] = "mlr"
     ranks: tuple[int, ...] = ()
@@ -70,22 +78,46 @@ class MLR(MixerConfig):
     def __post_init__(self) -> None:
         example = "; for example ranks: [32, 16, 16], extents: [256, 64]"
         if not self.ranks or min(self.ranks) < 0 or sum(self.ranks) < 1:
-            raise ValueError(f"ranks {list(self.ranks)} are no score dims for levels 1, 2, ..{example}")
+            raise ValueError(f"ranks must be the score dims of levels 1, 2, .. (got {list(self.ranks)}){example}")
         if len(self.extents) != len(self.ranks) - 1:
             raise ValueError(
-                f"{len(self.ranks)} ranks need {len(self.ranks) - 1} extents (level 1 is everywhere), "
-                f"not {list(self.extents)}{example}"
+                f"{len(self.ranks)} ranks need {len(self.ranks) - 1} extents, as level 1 applies to all pairs "
+                f"(got {list(self.extents)}){example}"
             )
         if any(e < 1 for e in self.extents) or list(self.extents) != sorted(self.extents, reverse=True):
-            raise ValueError(f"extents {list(self.extents)} must be positive and not rise with the level{example}")
+            raise ValueError(f"extents must be positive and not increase (got {list(self.extents)}){example}")
         if self.form not in ("nested", "sliding"):
-            raise ValueError(f"form {self.form!r} is neither 'nested' nor 'sliding'")
+            raise ValueError(f"form must be 'nested' or 'sliding' (got {self.form!r})")
         if self.basis not in ("own", "turned"):
-            raise ValueError(f"basis {self.basis!r} is neither 'own' nor 'turned'")
+            raise ValueError(f"basis must be 'own' or 'turned' (got {self.basis!r})")
 
 
-def live_keys(config: Any, length: int, window: int | None) -> list[int]:
-    """Keys of each level that a sequence of that length needs, an open block counted whole."""
+class LeveledConfig(Protocol):
+    """Options of a mixer whose scores have levels: MLR, and GlobalWindow with two levels."""
+
+    @property
+    def name(self) -> str:
+        """Name of the mixer in recipes and checkpoints."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Score dims of levels 1 .. L."""
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of levels 2 .. L in tokens."""
+
+    @property
+    def form(self) -> str:
+        """Form of the levels: nested or sliding."""
+
+    @property
+    def basis(self) -> str:
+        """Basis of the score dims: own or turned."""
+
+
+def live_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
+    """Return the number of cached keys of each level after `length` tokens; current nested blocks count in full."""
     bound = length if window is None else min(length, window - 1)
     past = 0 if config.form == "nested" else 1
     return [bound, *(min(bound, extent - past) for extent in config.extents)]
@@ -93,17 +125,21 @@ def live_keys(config: Any, length: int, window: int | None) -> list[int]:
 
 @MIXERS.register(MLR)
 class MLRAttention(Mixer):
-    """`order` (G, K): which of a group's dims (after RoPE) come first; the first ranks[0] of them are level 1.
-    `near` (H, L - 1): what levels 2 .. L add to q . k inside their extents. `query_basis`, `key_basis` (G, K, K), A and
-    B with q A . k B = q . k: only with a turned basis, the identity at first."""
+    """MLR attention.
 
+    order (G, K): order of the dims of a key/value head (after RoPE); the first ranks[0] are level 1, and so on.
+    near (H, L - 1): biases of levels 2 .. L within their extents.
+    query_basis, key_basis (G, K, K): A and B with q A . k B = q . k, initially the identity; only with basis "turned".
+    """
+
+    config: LeveledConfig
     order: Tensor
     query_basis: Tensor
     key_basis: Tensor
     near: Tensor | None
     reads_mask = True
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    def __init__(self, config: LeveledConfig, shape: AttentionShape):
         super().__init__(config, shape)
         self.register_buffer("order", torch.arange(shape.key).repeat(shape.groups, 1))
         levels = len(config.ranks) - 1
@@ -113,18 +149,17 @@ class MLRAttention(Mixer):
                 self.register_buffer(name, torch.eye(shape.key).repeat(shape.groups, 1, 1))
 
     @classmethod
-    def check_config(cls, config: Any, shape: AttentionShape) -> None:
+    def check_config(cls, config: LeveledConfig, shape: AttentionShape) -> None:
         """Raise SurgeryError if the config does not fit the attention shape."""
         if sum(config.ranks) > shape.key:
             raise SurgeryError(
                 f"{config.name}: ranks {list(config.ranks)} take {sum(config.ranks)} score dims and a head has {shape.key}; "
-                f"their sum must not pass it, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
+                f"use a sum of at most {shape.key}, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
             )
-
         if config.basis == "turned" and shape.rotary:
             raise SurgeryError(
-                f"{config.name}: basis 'turned' mixes a head's dims, which RoPE turns by {shape.rotary // 2} different "
-                "angles; with RoPE use basis: own"
+                f"{config.name}: basis 'turned' mixes the dims of a head, which RoPE rotates by {shape.rotary // 2} different "
+                "angles; use basis: own"
             )
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
@@ -136,7 +171,7 @@ class MLRAttention(Mixer):
 
     @property
     def is_unstructured(self) -> bool:
-        """One level of all dims: the score has no structure."""
+        """Whether level 1 has all dims, so that the scores are those of standard attention."""
         return self.config.ranks == (self.shape.key,)
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
@@ -166,7 +201,7 @@ class MLRAttention(Mixer):
         return attend(terms, values, layout, self.shape, mask, p)
 
     def levels(self, x: Tensor) -> list[Tensor]:
-        """q (B, G, J, T, K) or k (B, G, T, K) cut into the dims of each level, in the group's order."""
+        """Return q (B, G, J, T, K) or k (B, G, T, K) split into the dims of each level."""
         if self.is_unstructured:
             return [x]
         if self.config.basis == "turned":
@@ -184,20 +219,23 @@ class MLRAttention(Mixer):
         return [ScoreTerm(q, k, e, self.config.form, b) for q, k, e, b in zip(queries, keys, extents, biases)]
 
     def _next_state(self, layout: KVLayout, keys: list[Tensor], values: Tensor, count_B: Tensor | None) -> MixerState:
-        """What some later query may see. Nested: the longest open block of any row (one number read back)."""
+        """Return the state with the keys and values that later queries may read.
+
+        The form nested keeps the longest current block of any row, which synchronizes with the device.
+        """
         slots = layout.slots if count_B is None else int(layout.end_B.max())
         if self.shape.window is not None:
             slots = min(slots, self.shape.window - 1)
         live = [slots, *(min(slots, extent - 1) for extent in self.config.extents)]
         if self.config.form == "nested" and self.config.extents:
             extents = torch.tensor(self.config.extents, device=layout.end_B.device)
-            opened = (layout.end_B[:, None] % extents).amax(0).tolist()
-            live[1:] = [min(slots, n) for n in opened]
+            block_keys = (layout.end_B[:, None] % extents).amax(0).tolist()
+            live[1:] = [min(slots, n) for n in block_keys]
         tensors = {f"keys{level}": last_slots(k, n) for level, (k, n) in enumerate(zip(keys, live))}
         return MixerState(layout.end_B, {**tensors, "values": last_slots(values, slots)})
 
     def _sdpa_attention(self, inputs: MixerInputs) -> Tensor:
-        """The library's attention on the library's tensors."""
+        """Return out_BHTV of torch's fused attention, called exactly as transformers does."""
         length = inputs.q_BHTK.shape[2]
         layout = KVLayout(torch.full((1,), length, device=inputs.q_BHTK.device), length, length, holes=False)
         mask = None if inputs.mask_BHTS is None else inputs.mask_BHTS[..., -length:]
@@ -209,7 +247,7 @@ class MLRAttention(Mixer):
         return dense_attention(self.terms(inputs.q_BHTK, self.levels(inputs.k_BGTK)), inputs, self.shape)
 
     @classmethod
-    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+    def cost(cls, config: LeveledConfig, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         keys = live_keys(config, length, shape.window)
         scores = sum(rank * n for rank, n in zip(config.ranks, keys))

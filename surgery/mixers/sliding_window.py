@@ -1,18 +1,18 @@
-"""Baselines of structured scores: a sliding window, with the first tokens as sinks; and a global score beside a window.
+"""Sliding-window attention with attention sinks, and a global score beside a windowed one: baselines of MLR attention.
 
     window          out = softmax(S, where t - s < window or s < sinks) V
     global_window   out = (softmax(q_1 . k_1) + softmax(q_2 . k_2, where t - s < window)) V / 2
 
-Sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; keys keep the rotation of their
-own position. Global and window splits a head's dims between the two scores, within every layer. It is not the baseline
-"Global + SWA" of Kuang et al. 2025, section 5 and Figure 13, which stacks whole layers of either kind in turn: that is
-`mixer: window` with `hybrid: {keep: 0.5, by: every}`. Both ways, a window is |t - s| < window.
+Sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; here keys keep the RoPE rotation of
+their own position. global_window splits the dims of every head between the two scores. It is not the baseline
+"Global + SWA" of Kuang et al. 2025, section 5 and Figure 13, which alternates whole layers of both kinds: that is
+`mixer: window` with `hybrid: {keep: 0.5, by: every}`. In bidirectional attention the window is |t - s| < window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ from surgery.mixers.common.softmax import (
     upcast,
     weighted_values,
 )
-from surgery.mixers.mlr import MLRAttention
+from surgery.mixers.mlr import LeveledConfig, MLRAttention
 
 
 @dataclass(frozen=True)
 class Window(MixerConfig):
-    """window, sinks: in tokens."""
+    """Config of sliding-window attention. window, sinks: numbers of last and of first tokens that are visible."""
 
     name: ClassVar[str] = "window"
     window: int = 256
@@ -50,12 +50,14 @@ class Window(MixerConfig):
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:
-            raise ValueError(f"window {self.window} must be 1 or more and sinks {self.sinks} 0 or more tokens")
+            raise ValueError(
+                f"window must be 1 or more and sinks 0 or more tokens (got window {self.window}, sinks {self.sinks})"
+            )
 
 
 @dataclass(frozen=True)
 class GlobalWindow(MixerConfig):
-    """ranks: score dims of the global and of the window's softmax, the first and the next of a head."""
+    """Config of global_window. ranks: score dims of the global and of the windowed softmax. window: in tokens."""
 
     name: ClassVar[str] = "global_window"
     ranks: tuple[int, ...] = ()
@@ -64,8 +66,8 @@ class GlobalWindow(MixerConfig):
     def __post_init__(self) -> None:
         if len(self.ranks) != 2 or min(self.ranks) < 1 or self.window < 1:
             raise ValueError(
-                f"ranks {list(self.ranks)} must be the score dims of the global and of the window's softmax and "
-                f"window {self.window} 1 or more; for example ranks: [32, 32], window: 256"
+                "ranks must be the score dims of the global and of the windowed softmax, and window 1 or more tokens "
+                f"(got ranks {list(self.ranks)}, window {self.window}); for example ranks: [32, 32], window: 256"
             )
 
     @property
@@ -91,6 +93,9 @@ def windowed_shape(shape: AttentionShape, window: int) -> AttentionShape:
 
 @MIXERS.register(Window)
 class WindowAttention(Mixer):
+    """Sliding-window attention with sinks. The state holds the last window - 1 tokens and the sinks."""
+
+    config: Window
     reads_mask = True
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
@@ -113,18 +118,17 @@ class WindowAttention(Mixer):
             out = attend([ScoreTerm(q_BGJTK, keys)], values, layout, shape, mask, padded.dropout)
         else:
             s_BS = layout.positions(0, layout.slots)
-            seen = keys, values, s_BS
-            if state is not None:
-                seen = self._behind_sinks(state, *seen)
             t_BT = s_BS[:, layout.slots - layout.queries :]
-            out = self._with_sinks(q_BGJTK, *seen, t_BT, mask, padded.dropout)
+            slots = (keys, values, s_BS) if state is None else self._prepend_sinks(state, keys, values, s_BS)
+            out = self._attend_with_sinks(q_BGJTK, *slots, t_BT=t_BT, mask=mask, p=padded.dropout)
         out = out if back is None else gather_rowwise(out, back, 2)
         return out, None if state is None else self._next_state(state, layout, keys, values, padded)
 
-    def _behind_sinks(
+    def _prepend_sinks(
         self, state: MixerState, keys: Tensor, values: Tensor, s_BS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Remembered sinks, each once, before the recent tokens."""
+        """Return (keys, values, positions) with the cached sinks before the recent tokens. Position -1 marks empty slots
+        and recent tokens that are sinks themselves."""
         seen_B1 = state.seen_B[:, None]
         sink_BS = torch.arange(self.config.sinks, device=s_BS.device).expand(seen_B1.shape[0], -1)
         s_BS = torch.cat(
@@ -147,11 +151,13 @@ class WindowAttention(Mixer):
             allowed &= s_B1S <= t_BT1
         return allowed if shape.window is None else allowed & (near < shape.window)
 
-    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, t_BT: Tensor, mask: Any, p: float) -> Tensor:
-        """The definition, some queries at a time."""
+    def _attend_with_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, s_BS: Tensor, *, t_BT: Tensor, mask: Tensor | None, p: float
+    ) -> Tensor:
+        """Return out_BHTV of attention within window and sinks. s_BS, t_BT: positions of keys and queries; p: dropout."""
         q, k, values = upcast(q), upcast(k), upcast(v)
 
-        def one(start: int, stop: int) -> Tensor:
+        def attend_pass(start: int, stop: int) -> Tensor:
             part = q[:, :, :, start:stop]
             score = (part.flatten(2, 3) @ k.mT).unflatten(2, part.shape[2:4])
             allowed = self._allowed(t_BT[:, start:stop, None], s_BS[:, None])[:, None, None]
@@ -159,7 +165,7 @@ class WindowAttention(Mixer):
                 score, allowed, values, self.shape, None if mask is None else mask[:, :, start:stop], p
             )
 
-        return run_in_passes(one, q.shape[3]).flatten(1, 2).to(v.dtype)
+        return run_in_passes(attend_pass, q.shape[3]).flatten(1, 2).to(v.dtype)
 
     def _next_state(
         self, state: MixerState, layout: KVLayout, keys: Tensor, values: Tensor, padded: MixerInputs
@@ -169,11 +175,11 @@ class WindowAttention(Mixer):
         tensors = {"keys": last_slots(keys, slots), "values": last_slots(values, slots)}
         sink_1S = torch.arange(self.config.sinks, device=layout.end_B.device)[None]
         new_BS = (sink_1S - layout.end_B[:, None] + layout.queries).clamp(0, layout.queries - 1)
-        held = (sink_1S < state.seen_B[:, None])[:, None, :, None]
+        is_old = (sink_1S < state.seen_B[:, None])[:, None, :, None]
         for name, new in (("keys", padded.k_BGTK), ("values", padded.v_BGTV)):
             old = state.tensors[f"sink_{name}"].to(new.dtype)
             tensors[f"sink_{name}"] = (
-                torch.where(held, old, gather_rowwise(new, new_BS, 2)) if self.config.sinks else old
+                torch.where(is_old, old, gather_rowwise(new, new_BS, 2)) if self.config.sinks else old
             )
         return MixerState(layout.end_B, tensors)
 
@@ -187,7 +193,7 @@ class WindowAttention(Mixer):
         return dense_weighted_values(score, allowed, valid_BS, inputs, self.shape)
 
     @classmethod
-    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+    def cost(cls, config: Window, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         live = min(length, (windowed_shape(shape, config.window).window or 0) - 1) + min(length, config.sinks)
         return MixerCost(
@@ -197,10 +203,14 @@ class WindowAttention(Mixer):
 
 @MIXERS.register(GlobalWindow)
 class GlobalWindowAttention(MLRAttention):
-    """The levels and caches of MLR(ranks, extents=(window,)), each level under a softmax of its own, which no `near`
-    would move: there is none."""
+    """Global and windowed attention: the levels and caches of MLR(ranks, extents=(window,)), with a softmax per level.
 
-    def __init__(self, config: Any, shape: AttentionShape):
+    It has no biases `near`, which a softmax per level would ignore.
+    """
+
+    config: GlobalWindow
+
+    def __init__(self, config: GlobalWindow, shape: AttentionShape):
         super().__init__(config, shape)
         self.register_parameter("near", None)
 
@@ -224,6 +234,6 @@ class GlobalWindowAttention(MLRAttention):
         return (both[0] + both[1]) / 2
 
     @classmethod
-    def cost(cls, config: Any, shape: AttentionShape, length: int) -> MixerCost:
+    def cost(cls, config: LeveledConfig, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
         return super().cost(config, shape, length)._replace(params=shape.groups * shape.key)

@@ -152,7 +152,7 @@ def test_norm_qk_is_equations_39_and_40(config, shape, causal):
 
 def scores(mixer, inputs):
     """(B, H, T, T) before the softmax: the mixer's own terms, without those of a kept score."""
-    term = mixer.terms(inputs, mixer.remembered(inputs))[-1]
+    term = mixer.terms(inputs, mixer.cache_entries(inputs))[-1]
     product = term.q_BGJTR @ term.k_BGSR.unsqueeze(2).mT
     product = product if term.scale_BGJS is None else product * term.scale_BGJS.unsqueeze(-2)
     return product.flatten(1, 2) * mixer.shape.scaling
@@ -376,7 +376,7 @@ def test_kernels_of_mlr_attention_leave_shared_and_scaled_keys_alone():
     values = drawn(1, shape=shape).v_BGTV.bfloat16()
     for config in (BilinearBTT((4, 6), base="own"), BilinearBTT((4, 6), base="own", norm="qk")):
         mixer, inputs = made(config, shape), drawn(1, shape=shape)
-        (term,) = mixer.terms(inputs, mixer.remembered(inputs))
+        (term,) = mixer.terms(inputs, mixer.cache_entries(inputs))
         term = term._replace(q_BGJTR=term.q_BGJTR.bfloat16(), k_BGSR=term.k_BGSR.bfloat16())
         each = term._replace(k_BGSR=term.k_BGSR.expand(-1, shape.groups, -1, -1))
         for accepts in (mlr_attention.accepts, attend_library.accepts):
@@ -466,7 +466,7 @@ def test_the_metric_is_calibrated():
     "options, words",
     [
         ({"mixer": "bilinear_mlr", "ranks": [8]}, "two levels or more"),
-        ({"mixer": "bilinear_mlr", "ranks": [8, 2], "norm": "batch"}, "none of none, layer, qk"),
+        ({"mixer": "bilinear_mlr", "ranks": [8, 2], "norm": "batch"}, "norm must be one of none, layer, qk"),
         ({"mixer": "bilinear_mlr", "ranks": [8, 2], "norm": "qk", "contraction": "query"}, "use 'split'"),
         ({"mixer": "bilinear_mlr", "ranks": [1, 2], "base": "own", "norm": "qk"}, "single feature"),
         ({"mixer": "bilinear_mlr", "ranks": [8, 2], "norm": "qk", "scale": 0.0}, "positive number"),
@@ -485,8 +485,8 @@ def test_configs_are_refused_with_the_reason(options, words):
 
 def test_shapes_are_refused_with_the_reason():
     for config, words in (
-        (BilinearMLR((4, 2)), "own 8 dims as level 1, not 4"),
-        (BilinearMLR((8, 2, 1, 1, 1)), "5 levels cut 24 features into 16 blocks"),
+        (BilinearMLR((4, 2)), r"ranks\[0\] must be 8 or 0 \(got 4\)"),
+        (BilinearMLR((8, 2, 1, 1, 1)), "5 levels split 24 features into 16 blocks"),
         (BilinearBTT((5, 4)), r"blocks \(5, 4\) cannot tile 24 x 24"),
     ):
         with pytest.raises(SurgeryError, match=words):

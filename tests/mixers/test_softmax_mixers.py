@@ -301,9 +301,9 @@ def test_one_level_under_a_cap_is_bit_equal_to_eager():
     "options, words",
     [
         ({"ranks": [4, 4]}, "need 1 extents"),
-        ({"ranks": []}, "no score dims"),
-        ({"ranks": [4, 2, 2], "extents": [8, 16]}, "not rise"),
-        ({"ranks": [4, 4], "extents": [8], "form": "spiral"}, "'nested' nor 'sliding'"),
+        ({"ranks": []}, "must be the score dims"),
+        ({"ranks": [4, 2, 2], "extents": [8, 16]}, "not increase"),
+        ({"ranks": [4, 4], "extents": [8], "form": "spiral"}, "'nested' or 'sliding'"),
         ({"rank": [4]}, "did you mean 'ranks'"),
         ({"mixer": "window", "window": 0}, "must be 1 or more"),
         ({"mixer": "global_window", "ranks": [4]}, "for example ranks"),

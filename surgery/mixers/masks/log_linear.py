@@ -192,14 +192,14 @@ def log_linear_step(
 
 def max_levels_after(rows: MaskInputs, buckets_BLGFV: Tensor | None) -> int | None:
     """Return an upper bound of the number of buckets after the tokens, or None if it needs a device synchronization."""
-    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
-    return None if rows.max_seen is None else max(held, rows.max_seen.bit_length())
+    n_before = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return None if rows.max_seen is None else max(n_before, rows.max_seen.bit_length())
 
 
 def levels_after(buckets_BLGFV: Tensor | None, start_B: Tensor, count_B: Tensor) -> int:
     """Return the number of buckets after the tokens. Synchronizes with the device."""
-    held = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
-    return max(held, int((start_B + count_B).max()).bit_length())
+    n_before = 0 if buckets_BLGFV is None else buckets_BLGFV.shape[1]
+    return max(n_before, int((start_B + count_B).max()).bit_length())
 
 
 def merge_buckets(buckets_BLGFV: Tensor, token_BGFV: Tensor, start_B: Tensor, count_B: Tensor, size: int) -> Tensor:
