@@ -1,5 +1,4 @@
-"""Sequence mixers: one file each, beside the masks and feature maps they are made of. `MIXERS[config]` is the module
-of that config."""
+"""Sequence mixers, one file each, with their masks and feature maps. `MIXERS[config]` is the mixer class of a config."""
 
 from surgery.mixers.base import (
     MIXERS,

@@ -1,6 +1,6 @@
 """Packed documents: several documents in one row, without attention between them. A mixer gets each as its own row.
 
-    documents = PackedDocuments.from_borders(border_BT)           border: True at the first token of a document
+    documents = PackedDocuments.from_borders(border_BT)   border: True where a document begins after another in its row
     out_BHTV = documents.mix(mixer.mix, inputs)
 
 As in transformers, a document begins where position_ids do not increase by one. Padded batches have such positions
@@ -26,7 +26,7 @@ def mask_to_bool(mask: Tensor) -> Tensor:
 
 
 def document_borders(position_ids: Any, mask: Any, valid_BT: Tensor | None, x_BTD: Tensor) -> Tensor | None:
-    """Return border_BT (bool), the borders of packed documents in a call without a cache.
+    """Return border_BT, True where a document begins after another in its row, for a call without a cache.
 
     mask: boolean or additive mask (B, 1, T, S), a FlexAttention BlockMask, a padding mask (B, T) or None. Returns None if
     the arguments cannot describe packed documents: no position_ids (B, T), a single token, or a padding mask.
