@@ -14,9 +14,10 @@ from surgery.core.errors import SurgeryError
 from surgery.training import models as opening
 from surgery.training.finetune import finetune
 from surgery.training.stages import STAGES, StageModels
-from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence, top_k_log_probs
+from surgery.training.stages.distill import kl_divergence, top_k_kl_divergence
 from surgery.training.stages.hidden import HiddenConfig, HiddenStage
 from surgery.training.stages.lm import LMStage
+from surgery.training.top_k import top_k_log_probs
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

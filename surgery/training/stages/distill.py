@@ -28,8 +28,8 @@ from surgery.training.stages.base import (
     next_token_targets,
 )
 from surgery.training.stages.lm import cross_entropy
+from surgery.training.top_k import log_remaining_mass, top_k_log_probs
 
-MIN_MASS = 1e-7  # floor of the remaining probability, so that its logarithm is finite
 MAX_LOGITS = 2**25  # logits compared at a time
 
 
@@ -58,19 +58,6 @@ def top_k_kl_divergence(
     q_NK = q_NV.gather(-1, tokens_NK) - q_NV.logsumexp(-1, keepdim=True)
     left_N = log_remaining_mass(q_NK)
     return (top_NK.exp() * (top_NK - q_NK)).sum(-1) + rest_N.exp() * (rest_N - left_N)
-
-
-def log_remaining_mass(top_NK: Tensor) -> Tensor:
-    """Return log(1 - sum of exp(top)), (N,)."""
-    return (1 - top_NK.exp().sum(-1)).clamp_min(MIN_MASS).log()
-
-
-def top_k_log_probs(teacher_NV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens (N, k), their log-probabilities (N, k), and that of all others (N,), of the teacher's logits."""
-    logits_NV = teacher_NV.float() / temperature
-    values_NK, tokens_NK = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)
-    top_NK = values_NK - logits_NV.logsumexp(-1, keepdim=True)
-    return tokens_NK, top_NK, log_remaining_mass(top_NK)
 
 
 @STAGES.register(DistillConfig)
