@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.small import DECODER
+from helpers.small_training import healing_recipe_names
 
 from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import model_class
@@ -20,7 +21,7 @@ from surgery.mixers.masks.base import MASKS
 from surgery.planning.recipe import load_recipe, shipped_recipes, validate_recipe
 from surgery.training.finetune import finetune
 from surgery.training.pretrain.initialize import install_mixers, plan_new_model, replace_linears
-from surgery.training.recipe import load_healing_recipe, parse_healing_recipe, shipped_healing_recipes
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
 from surgery.training.runner import changed_by
 from surgery.training.stages import StageModels
 
@@ -67,7 +68,7 @@ def verdict(models, roles, name):
 
 
 def test_4_3_every_conversion_can_be_healed_and_the_table_says_by_what(folder):
-    healing, found = list(shipped_healing_recipes()), {}
+    healing, found = healing_recipe_names(), {}
     for name in sorted(shipped_recipes()):
         models, roles = converted(folder, load_recipe(name, DECIDED.get(name, [])))
         found[name] = tuple(verdict(models, roles, other) for other in healing)
