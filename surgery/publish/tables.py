@@ -195,7 +195,7 @@ def upload_table(upload: dict[str, Any]) -> list[Any]:
     table = new_table(f"to {upload['repo']}", "file", "bytes")
     for item in upload["files"]:
         table.add_row(item["name"], f"{item['bytes']:,}")
-    license_ = upload["licence"]
+    license_ = upload["license"]
     lines = [
         f"{len(upload['files'])} files, {size_text(upload['bytes'])}; license: {license_['id']} ({license_['origin']})"
     ]

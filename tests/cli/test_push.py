@@ -226,7 +226,7 @@ def test_files_outside_the_known_set_are_refused(out, name, content, said):
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text(content)
     with pytest.raises(SurgeryError, match=said):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
@@ -235,7 +235,7 @@ def test_a_link_out_of_the_folder_is_refused(out, tmp_path):
     (out / "vocab.json").unlink(missing_ok=True)
     (out / "vocab.json").symlink_to(secret)
     with pytest.raises(SurgeryError, match="is a link to"):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def test_the_licence_is_that_of_the_source(out, checkpoints):
@@ -250,7 +250,7 @@ def test_the_licence_is_that_of_the_source(out, checkpoints):
         assert prepare_upload(str(out), "me/small").license.id == "llama3.1"
     finally:
         card.unlink()
-    assert prepare_upload(str(out), "me/small", licence="mit").license.id == "mit"
+    assert prepare_upload(str(out), "me/small", license="mit").license.id == "mit"
 
 
 def test_the_card_says_what_the_report_says(out, tmp_path):
@@ -288,7 +288,7 @@ def test_weights_that_are_not_those_of_the_report_are_refused(out):
     report["totals"]["params_after"] += 1
     (out / "surgery_report.json").write_text(json.dumps(report))
     with pytest.raises(SurgeryError, match="one of the two was changed"):
-        prepare_upload(str(out), "me/small", licence="mit")
+        prepare_upload(str(out), "me/small", license="mit")
 
 
 def _split(folder: Path) -> None:

@@ -53,15 +53,16 @@ class Upload:
         """Return the upload as JSON data, for `--dry-run --json` and tables."""
         files = [{"name": item.name, "bytes": item.nbytes} for item in self.items]
         license_record = {"id": self.license.id, "origin": self.license.origin}
-        return {"repo": self.repo, "files": files, "bytes": self.nbytes, "licence": license_record, "note": self.note}
+        record = {"repo": self.repo, "files": files, "bytes": self.nbytes, "license": license_record, "note": self.note}
+        return {**record, "licence": license_record}  # the key until 0.1, for scripts that read it
 
 
 def prepare_upload(
-    converted: str, repo: str, licence: str | None = None, base_model: str | None = None, measured: Path | None = None
+    converted: str, repo: str, license: str | None = None, base_model: str | None = None, measured: Path | None = None
 ) -> Upload:
     """Collect and check everything that a push uploads; raises SurgeryError before anything is sent.
 
-    repo: id of the target repository; licence: value of --license, None to find it; base_model: Hub id of the source, if it was
+    repo: id of the target repository; license: value of --license, None to find it; base_model: Hub id of the source, if it was
     converted from a folder; measured: folder of `surgery eval --out`.
     """
     _check_name(repo)
@@ -70,7 +71,7 @@ def prepare_upload(
     _check_parameter_count(source, report)
     refuse_unopenable(source, converted)
     items = collect_files(source, measured)
-    terms = find_license(source, report, licence, base_model)
+    terms = find_license(source, report, license, base_model)
     own = next((item for item in items if item.name == CARD_NAME), None)
     if own is None or own.path is None:
         text, note = render_card(source, _strip_report_paths(report), terms, base_model, items, repo), None
