@@ -95,7 +95,7 @@ def groups_table(title: str, groups: list[ParameterGroup]) -> list[Any]:
         table.add_row(
             row["kind"],
             str(row["tensors"]),
-            format_count(row["numbers"]),
+            format_count(row["parameters"]),
             *fans,
             f"{row['rate']:.3g}",
             f"{row['decay']:g}",
@@ -133,12 +133,13 @@ class LogReporter:
     def __init__(self, progress: Progress, active: bool):
         self.progress, self.active = progress, active
         self.tick: Any = lambda steps=1: None
-        self.step, self.looks = 0, 0
+        self.step, self.num_entries = 0, 0
 
     @contextmanager
     def stage(self, title: str, steps: int, at: int) -> Iterator[None]:
+        """Show a progress bar for a stage of `steps` steps, of which `at` are done."""
         with self.progress.bar(title, steps) as tick:
-            self.tick, self.step, self.looks = tick, at, 0
+            self.tick, self.step, self.num_entries = tick, at, 0
             tick(at)
             yield
 
@@ -147,8 +148,8 @@ class LogReporter:
             return
         if "steps" in line:
             self.tick(line["step"] - self.step)
-            self.step, self.looks = line["step"], self.looks + 1
-            if self.looks % 10 != 1 and line["step"] != line["steps"]:
+            self.step, self.num_entries = line["step"], self.num_entries + 1
+            if self.num_entries % 10 != 1 and line["step"] != line["steps"]:
                 return
         self.progress.say(format_entry(line))
 
@@ -209,12 +210,12 @@ class TrainingLog:
         os.replace(partial, self.path)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append an entry and send its numbers to the trackers."""
+        """Append an entry and send its numeric values to the trackers."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(_json_safe(line)) + "\n")
         if self.accelerator is not None and self.accelerator.trackers:
-            numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
-            self.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["total_steps"])
+            values = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("stage", "step")}
+            self.accelerator.log({f"{line['kind']}/{k}": v for k, v in values.items()}, step=line["total_steps"])
 
     def lines(self) -> list[dict[str, Any]]:
         """Return all complete entries; a killed run may leave a partial line."""

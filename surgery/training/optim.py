@@ -150,7 +150,7 @@ class ParameterGroup:
     def row(self) -> dict[str, Any]:
         """Return the group's row of the table that is shown before training."""
         fans = {"fan_in": self.fans[0], "fan_out": self.fans[1]} if self.fans else {}
-        counts = {"tensors": len(self.names), "numbers": self.num_parameters, "rate": self.rate, "decay": self.decay}
+        counts = {"tensors": len(self.names), "parameters": self.num_parameters, "rate": self.rate, "decay": self.decay}
         return {"kind": self.kind, **counts, **fans, "example": self.names[0]}
 
 
