@@ -106,7 +106,7 @@ def test_outside_d8_an_edited_shim_is_refused(out):
     shim.write_text(before.replace("surgery.modeling.auto_classes", "surgery.shims"))
     prepare_upload(str(out), "me/small", "mit")  # as it was written before
     shim.write_text(before + "import os\n")
-    with pytest.raises(SurgeryError, match="not the text that surgery writes"):
+    with pytest.raises(SurgeryError, match=r"surgery_shim\.py was changed"):
         prepare_upload(str(out), "me/small", "mit")
 
 
@@ -171,9 +171,9 @@ def test_refusals_are_told_in_words(hub, pushed, out):
     code, _, said = pushed(out, "others/small", "--license", "mit")
     assert code == 2 and "write permission" in said
     code, _, said = pushed(out, "a/b/c", "--license", "mit")
-    assert code == 2 and "no name for a repository" in said
+    assert code == 2 and "not a valid repository name" in said
     code, _, said = pushed(out, "me/small", "--license", "mit", token="hf_wrong")
-    assert code == 2 and "does not take the token" in said and "hf_wrong" not in said
+    assert code == 2 and "rejects the token" in said and "hf_wrong" not in said
     code, _, said = pushed(out, "me/small", "--license", "mit", token=None)
     assert code == 2 and "hf auth login" in said
 
@@ -215,11 +215,11 @@ def test_a_public_repository_does_not_take_what_shall_be_private(hub, pushed, ou
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (".env", "HF_TOKEN=x", "no part of a checkpoint: .env"),
+        (".env", "HF_TOKEN=x", "do not belong to a checkpoint: .env"),
         ("notes.txt", "hello", "notes.txt"),
         ("pytorch_model.bin", "", "pytorch_model.bin"),
         ("eval/secrets.txt", "", "eval/secrets.txt"),
-        ("surgery_shim.py", f"token = '{TOKEN}'", "looks like a secret"),
+        ("surgery_shim.py", f"token = '{TOKEN}'", "seems to contain a secret"),
     ],
 )
 def test_files_outside_the_known_set_are_refused(out, name, content, said):
