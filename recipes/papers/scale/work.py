@@ -62,18 +62,20 @@ class CalibrationText:
 
     tokens: int = 8192
     window: int = 1024
-    sweeps: int = 1  # a matrix: random weights stop after one, trained ones mostly after two to six
+    sweeps: int = 1  # ALS sweeps per matrix: random weights converge after one, trained weights mostly after two to six
 
     @property
     def held_out(self) -> int:
+        """Number of held-out tokens."""
         return max(self.window, self.tokens // 8)
 
     @property
     def fit(self) -> int:
+        """Number of tokens to fit on."""
         return self.tokens - self.held_out
 
 
-LARGE_EIGENPROBLEM = 1024  # of an eigenproblem: below it a GPU takes no less time (docs/scale.md)
+LARGE_EIGENPROBLEM = 1024  # size n: smaller eigenproblems take a GPU as long (docs/scale.md)
 
 
 @dataclass(frozen=True)
