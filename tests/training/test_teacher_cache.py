@@ -145,7 +145,7 @@ def test_more_examples_and_lost_shards(cache, teacher, tokenizer, text, tmp_path
     opened = TeacherCache(copy)
     with pytest.raises(SurgeryError, match=r"targets-00000\.safetensors is damaged"):
         opened.targets(3)
-    with pytest.raises(SurgeryError, match=r"targets-00001\.safetensors is gone"):
+    with pytest.raises(SurgeryError, match=r"targets-00001\.safetensors is missing"):
         opened.targets(9)
     opened.targets(17)
     written(teacher, data_of(tokenizer, text), copy, resume=True)

@@ -180,7 +180,7 @@ def test_lora_beside_structures_stays_an_adapter_that_peft_reads(btt, texts, tmp
 
 def test_an_adapter_that_stays_ends_the_recipe(btt, texts, tmp_path):
     stages = {"kind": "lora", "targets": ["mlp.up"]}, {"kind": "lm"}
-    with pytest.raises(SurgeryError, match="make it the last"):
+    with pytest.raises(SurgeryError, match="Make it the last"):
         finetune(str(btt), healing_recipe(texts, *stages), tmp_path / "out")
 
 

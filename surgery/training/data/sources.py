@@ -28,9 +28,9 @@ def open_data_source(config: SourceConfig, seed: int, side: Side, share: float, 
 
     share: fraction of the documents held out for validation. Raises SurgeryError if the source cannot be opened.
     """
-    wanted = None
+    filter_fn = None
     if share > 0:
-        wanted = lambda content: is_held_out(content, share) == (side == "validation")  # noqa: E731
+        filter_fn = lambda content: is_held_out(content, share) == (side == "validation")  # noqa: E731
     path = Path(config.path)
     if path.exists():
         kind, files = _find_files(path)
@@ -43,11 +43,11 @@ def open_data_source(config: SourceConfig, seed: int, side: Side, share: float, 
             if config.chat or config.text:
                 column = config.messages or config.prompt or config.text
                 raise SurgeryError(f"data source {path} is plain text and has no columns. Remove {column!r}.")
-            return TableReader(TextFiles(files, config.separator, side, share), seed, shuffled, wanted)
-        return _open_table(config, kind, files, seed, shuffled, wanted)
+            return TableReader(TextFiles(files, config.separator, side, share), seed, shuffled, filter_fn)
+        return _open_table(config, kind, files, seed, shuffled, filter_fn)
     if not HUB_ID.fullmatch(config.path) or _file_kind(path):
         raise SurgeryError(f"data source {config.path!r} must be a local file or folder, or a Hub id (org/name)")
-    return _open_table(config, None, [], seed, shuffled, wanted)
+    return _open_table(config, None, [], seed, shuffled, filter_fn)
 
 
 def _file_kind(path: Path) -> str:
@@ -84,7 +84,7 @@ def _find_files(path: Path) -> tuple[str, list[Path]]:
 
 
 def _open_table(
-    config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, wanted: Any
+    config: SourceConfig, kind: str | None, files: list[Path], seed: int, shuffled: bool, filter_fn: Any
 ) -> Any:
     import datasets
 
@@ -113,8 +113,8 @@ def _open_table(
     content = content_reader(config, first, where)
     identity = files_identity(files) if kind else f"{config.path} {config.subset} {config.split} {config.revision}"
     if config.streaming:
-        return StreamReader(rows, content, wanted, identity, where)
-    return TableReader(DatasetTable(rows, content, identity), seed, shuffled, wanted)
+        return StreamReader(rows, content, filter_fn, identity, where)
+    return TableReader(DatasetTable(rows, content, identity), seed, shuffled, filter_fn)
 
 
 def content_reader(config: SourceConfig, first: dict[str, Any], where: str) -> Callable[[dict[str, Any]], Any]:

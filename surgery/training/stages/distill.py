@@ -68,9 +68,11 @@ class DistillStage(Stage):
 
     @property
     def needs_teacher(self) -> Literal["logits"]:
+        """The teacher's logits; a teacher cache suffices."""
         return "logits"
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
+        """Raise SurgeryError for a teacher cache with another temperature than 1."""
         if models.cache is not None and self.config.temperature != 1:
             raise SurgeryError(
                 f"stage distill: temperature must be 1 with a teacher cache (got {self.config.temperature:g}). Cached targets "
@@ -78,6 +80,7 @@ class DistillStage(Stage):
             )
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
+        """Return `total`, `kl` and, with ce_weight, `ce`, in nats, summed over counted positions."""
         counts_BT, next_BT = next_token_targets(batch)
         targets = self._targets(models, batch)
         logits_BTV = models.run(**model_inputs(batch)).logits
