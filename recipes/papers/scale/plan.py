@@ -155,7 +155,7 @@ def format_table(shape: LlamaShape, device: DeviceRates, processes: list[int], o
             memory = f"{stage.device / 1e9:,.0f}" if stage.device else ""
             note = stage.note or ("exceeds the device's memory" if stage.device > device.memory else "")
             cells = [stage.name, str(count), f"{hours:,.2f}", memory, f"{stage.host / 1e9:,.0f}", cost, note]
-            if stage.note == "does not fit":
+            if "does not fit" in stage.note:
                 cells[2] = cells[5] = ""
             lines.append("| " + " | ".join(cells) + " |")
     return lines
