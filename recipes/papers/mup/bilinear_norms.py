@@ -64,8 +64,10 @@ def train_model(model: Any, ids: Tensor, rate: float, steps: int, seed: int, fla
     for step in range(steps):
         starts = torch.randint(len(ids) - SIZES.length, (SIZES.rows,), generator=generator)
         batch = torch.stack([ids[i : i + SIZES.length] for i in starts])
-        for group in optimiser.param_groups:
-            group["lr"] = group["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for param_group in optimiser.param_groups:
+            param_group["lr"] = (
+                param_group["peak"] * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         optimiser.zero_grad()
         model(batch, labels=batch, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

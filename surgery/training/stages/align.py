@@ -56,7 +56,7 @@ class ModuleRecord:
 def module_paths(kinds: tuple[str, ...], roles: Roles) -> list[str]:
     """Return the paths of the attention and MLP modules, in the order of the layers."""
     wanted = {OUTPUT_ROLES[kind] for kind in kinds}
-    return [path.rpartition(".")[0] for path, played in roles.items() if wanted & set(played)]
+    return [path.rpartition(".")[0] for path, linear_roles in roles.items() if wanted & set(linear_roles)]
 
 
 @STAGES.register(AlignConfig)

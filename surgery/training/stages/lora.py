@@ -85,9 +85,9 @@ class LoraStage(Stage):
         """Return {"merge": paths, "keep": paths} of the targets."""
         found: dict[str, list[str]] = {"merge": [], "keep": []}
         for word in self.config.targets:
-            hit = [path for path, played in roles.items() if _target_matches(word, path, played)]
+            hit = [path for path, linear_roles in roles.items() if _target_matches(word, path, linear_roles)]
             if not hit:
-                words = sorted({role for played in roles.values() for role in played})
+                words = sorted({role for linear_roles in roles.values() for role in linear_roles})
                 raise SurgeryError(f"stage lora: targets: {word!r} matches no linear{suggestion(word, words)}")
             for path in hit:
                 module = student.get_submodule(path)
