@@ -31,29 +31,29 @@ SuiteCall = tuple[list[str], EvalOptions, str]  # suites, options, dtype
 
 
 def reading(a: argparse.Namespace) -> SuiteCall:
-    """Suites of language modeling: perplexity and loss by position."""
+    """Return the suites of language modeling: perplexity and loss by position."""
     return ["ppl", "per-position"], EvalOptions(text=a.text, tokens=a.tokens, length=a.length), "float32"
 
 
 def needle(a: argparse.Namespace) -> SuiteCall:
-    """Needle suite. The text surrounds the ranked codes; story questions bring their own text."""
+    """Return the needle suite. --text surrounds the codes of needle-rank; story questions have their own text."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": tuple(a.tasks)}
     return ["needle"], EvalOptions(text=a.text, **asked), "float32"
 
 
 def mqar(a: argparse.Namespace) -> SuiteCall:
-    """Associative recall suite."""
+    """Return the associative recall suite."""
     return ["mqar"], EvalOptions(lengths=tuple(a.lengths), limit=a.sequences), "float32"
 
 
 def niah(a: argparse.Namespace) -> SuiteCall:
-    """Needle-in-a-haystack suite."""
+    """Return the needle-in-a-haystack suite with generated answers."""
     asked = {"lengths": tuple(a.lengths), "depths": DEPTHS, "limit": a.samples, "tasks": ("niah_story",)}
     return ["niah"], EvalOptions(**asked), "float32"
 
 
 def speed(a: argparse.Namespace) -> SuiteCall:
-    """Speed suite."""
+    """Return the speed suite."""
     return ["speed"], EvalOptions(lengths=tuple(a.speed_lengths), limit=a.repeats), a.speed_dtype
 
 

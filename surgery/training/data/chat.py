@@ -63,7 +63,7 @@ class ChatEncoder:
         return TokenSequence(torch.tensor([*prompt_ids, *completion_ids], dtype=torch.int64), trained, indivisible=True)
 
     def _encode_conversation(self, messages: list[Message], first: int) -> TokenSequence:
-        """first: index of the first message that may be a training target."""
+        """Return the tokens of a conversation. first: index of the first message that may be a training target."""
         template = self._template()
         last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=-1)
         if self.source.train_on == "last":
